@@ -1,0 +1,27 @@
+"""Find the largest batch that fits, and grow it while training.
+
+Nothing here needs torchtune; :mod:`adaptive_batching.torchtune` is what its recipes use.
+"""
+
+from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+from adaptive_batching.growth import BatchController, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching.memory import is_out_of_memory, memory_meter
+from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.result import ProbeResult
+from adaptive_batching.trial import TrainingStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdaptiveBatchingConfig",
+    "BatchController",
+    "ConfigError",
+    "DoesNotFitError",
+    "IncreaseFunction",
+    "IncreaseFunctionError",
+    "ProbeResult",
+    "TrainingStep",
+    "find_maximum_batch_size",
+    "is_out_of_memory",
+    "memory_meter",
+]

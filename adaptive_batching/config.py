@@ -1,0 +1,198 @@
+"""The settings of adaptive batching: validated once, immutable afterwards.
+
+This module knows neither torch nor omegaconf. A YAML reader hands :meth:`AdaptiveBatchingConfig.from_mapping` plain
+Python values and gets a dataclass or a :class:`ConfigError` that names key, value and remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adaptive_batching.search import SEARCHES
+
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names key, value and remedy."""
+
+
+@dataclass(frozen=True)
+class MemoryAmount:
+    """An amount of memory: a number of bytes, or a fraction of what a device has."""
+
+    num_bytes: int | None = None
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, key: str, value: Any) -> MemoryAmount:
+        """Read ``1073741824``, ``"40GiB"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
+
+        A whole number is bytes; a number with a decimal point is a fraction of the device.
+
+        Raises:
+            ConfigError: If ``value`` is none of these, or a fraction outside [0, 1].
+        """
+        remedy = f"{key}={value!r} is no amount of memory; write bytes (8589934592), '8GiB', '90%' or a fraction (0.9)"
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ConfigError(remedy)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*", str(value))
+        if match is None:
+            raise ConfigError(remedy)
+        number, unit = match.group(1), match.group(2).upper()
+        if unit == "%" or (not unit and not number.isdigit()):
+            fraction = float(number) / (100 if unit == "%" else 1)
+            if fraction > 1:
+                raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
+            return cls(fraction=fraction)
+        if unit not in _BYTES_PER_UNIT:
+            raise ConfigError(remedy)
+        return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
+
+    def of(self, total_bytes: int) -> int:
+        """The amount in bytes on a device that has ``total_bytes``."""
+        return self.num_bytes if self.num_bytes is not None else int(total_bytes * (self.fraction or 0.0))
+
+
+@dataclass(frozen=True)
+class AdaptiveBatchingConfig:
+    """What the user asked for."""
+
+    use_maximum_batch_size: bool = False
+    """Probe the largest batch that fits before training, and train with it."""
+
+    batch_increase_function: str | Mapping[str, Any] | None = None
+    """``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``; see
+    :mod:`adaptive_batching.growth`."""
+
+    search: str = "predict"
+    """How the probe looks for the maximum; a key of :data:`adaptive_batching.search.SEARCHES`."""
+
+    round_to_power_of_two: bool = True
+    """Round the maximum down to a power of two. False keeps the exact one."""
+
+    max_batch_size: int | None = None
+    """Upper bound on the batch size. With it, growth without ``use_maximum_batch_size`` needs no probe."""
+
+    memory_limit: MemoryAmount | None = None
+    """Memory that training may take. None: what is free, less the headroom."""
+
+    headroom: MemoryAmount = MemoryAmount(fraction=0.02)
+    """Memory of the device to keep free. An explicit ``memory_limit`` is taken as it is."""
+
+    sequence_length: int | None = None
+    """Sample length in tokens to probe at. None: the packed length, else the tokenizer's ``max_seq_len``, else the
+    longest sample."""
+
+    report_dir: str | None = None
+    """Where the record, the probe's result and the pictures go."""
+
+    @property
+    def enabled(self) -> bool:
+        """False: the run is the stock run."""
+        return self.use_maximum_batch_size or self.batch_increase_function is not None
+
+    @property
+    def probes(self) -> bool:
+        """Whether the largest batch has to be measured."""
+        return self.use_maximum_batch_size or (self.batch_increase_function is not None and self.max_batch_size is None)
+
+    @classmethod
+    def from_mapping(
+        cls,
+        section: Mapping[str, Any] | None,
+        *,
+        use_maximum_batch_size: Any = False,
+        batch_increase_function: Any = None,
+        batch_size: Any = 1,
+    ) -> AdaptiveBatchingConfig:
+        """Validate the two top-level fields and the ``adaptive_batching`` section of a config.
+
+        Args:
+            section: The ``adaptive_batching`` section, or None.
+            use_maximum_batch_size: The top-level field.
+            batch_increase_function: The top-level field.
+            batch_size: The configured batch size, which bounds are checked against.
+
+        Raises:
+            ConfigError: On an unknown key, a wrong type or a value out of range.
+        """
+        _require_bool("use_maximum_batch_size", use_maximum_batch_size)
+        _require_positive_int("batch_size", batch_size)
+        _check_increase_field(batch_increase_function)
+        if section is not None and not isinstance(section, Mapping):
+            raise ConfigError(
+                f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
+            )
+        values = dict(section or {})
+        known = [f.name for f in dataclasses.fields(cls) if f.name not in _TOP_LEVEL]
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), known)}")
+
+        for key in ("round_to_power_of_two",):
+            if key in values:
+                _require_bool(f"adaptive_batching.{key}", values[key])
+        for key in ("max_batch_size", "sequence_length"):
+            if values.get(key) is not None:
+                _require_positive_int(f"adaptive_batching.{key}", values[key])
+        for key in ("memory_limit", "headroom"):
+            if values.get(key) is not None:
+                values[key] = MemoryAmount.parse(f"adaptive_batching.{key}", values[key])
+        if values.get("headroom", ...) is None:
+            del values["headroom"]  # an explicit null means the default, as everywhere in these configs
+        if values.get("report_dir") is not None and not isinstance(values["report_dir"], str):
+            raise ConfigError(f"adaptive_batching.report_dir={values['report_dir']!r} must be a path")
+        search = values.get("search", "predict")
+        if not isinstance(search, str) or search not in SEARCHES:
+            raise ConfigError(f"adaptive_batching.search={search!r} is unknown{_closest(str(search), list(SEARCHES))}")
+        limit = values.get("memory_limit")
+        if limit is not None and limit.of(2**50) == 0:
+            raise ConfigError(f"adaptive_batching.memory_limit={section['memory_limit']!r} leaves no memory")  # type: ignore[index]
+        maximum = values.get("max_batch_size")
+        if maximum is not None and maximum < batch_size:
+            raise ConfigError(
+                f"adaptive_batching.max_batch_size={maximum} is below batch_size={batch_size}; "
+                f"raise max_batch_size or set batch_size to at most {maximum}"
+            )
+        return cls(
+            use_maximum_batch_size=use_maximum_batch_size,
+            batch_increase_function=batch_increase_function,
+            **values,
+        )
+
+
+_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function")
+
+
+def _require_bool(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be True or False (without quotes)")
+
+
+def _require_positive_int(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
+
+
+def _check_increase_field(value: Any) -> None:
+    remedy = (
+        "write a dotted path to a function (epoch, current_batch_size) -> int, such as "
+        "'my_package.my_module.my_function', or {_component_: my_package.my_module.my_factory, ...arguments}"
+    )
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("_component_"), str):
+            raise ConfigError(f"batch_increase_function={dict(value)!r} has no _component_; {remedy}")
+    elif value is not None and not isinstance(value, str):
+        raise ConfigError(f"batch_increase_function={value!r} is of type {type(value).__name__}; {remedy}")
+
+
+def _closest(key: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {match[0]!r}?" if match else ";"
+    return f"{hint} Known: {', '.join(sorted(known))}"

@@ -1,0 +1,227 @@
+"""What memory a device has, what a step took of it, and what counts as running out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+_OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",  # CUDA, HIP, XPU and MPS backends; a CUDA error raised asynchronously
+    "can't allocate memory",  # torch's CPU allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device, or the host, ran out of memory. The only place that decides it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
+
+
+class MemoryMeter(Protocol):
+    """Reads and bounds the memory of one device, as this process sees it. All amounts are bytes."""
+
+    device: torch.device
+
+    @property
+    def device_name(self) -> str: ...
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device has, or what this process may have of it, whichever is less."""
+
+    def used_bytes(self) -> int:
+        """What this process has in use now."""
+
+    def free_bytes(self) -> int:
+        """What this process could take in addition now; memory of other processes counts as taken."""
+
+    def reset_peak(self) -> None: ...
+
+    def peak_bytes(self) -> int:
+        """The most that was in use at once since :meth:`reset_peak`, what was in use before it included."""
+
+    def release(self) -> None:
+        """Give back what is cached but not in use."""
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a delayed error is raised here."""
+
+    def limit(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, this process runs out of memory where it would use more than ``num_bytes``."""
+
+
+def memory_meter(device: torch.device | str) -> MemoryMeter:
+    """The meter for ``device``.
+
+    Raises:
+        NotImplementedError: If the peak of a step cannot be measured on this device.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        if not Path("/proc/self/clear_refs").exists():
+            raise NotImplementedError(
+                f"device='cpu': peak memory can be measured on Linux only, not on {sys.platform}; "
+                f"set use_maximum_batch_size: False, or give adaptive_batching.max_batch_size to grow without a probe"
+            )
+        return CpuMeter()
+    module = torch.get_device_module(device)
+    if not all(hasattr(module, name) for name in ("max_memory_reserved", "reset_peak_memory_stats", "empty_cache")):
+        raise NotImplementedError(
+            f"device='{device}' reports no peak memory; set use_maximum_batch_size: False, or give "
+            f"adaptive_batching.max_batch_size to grow without a probe"
+        )
+    return AcceleratorMeter(device)
+
+
+class AcceleratorMeter:
+    """CUDA, ROCm, XPU and other accelerators with a caching allocator that keeps statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._api: Any = torch.get_device_module(device)
+        index = device.index if device.index is not None else self._api.current_device()
+        self.device = torch.device(device.type, index)
+        # With a bound that the allocator enforces, running out of memory is the test, as it will be in training. The
+        # allocator then returns cached blocks before it fails, so what it has reserved says nothing about the need.
+        self._enforces = hasattr(self._api, "set_per_process_memory_fraction")
+
+    @property
+    def device_name(self) -> str:
+        return str(self._api.get_device_name(self.device))
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self._api.mem_get_info(self.device)[1])
+
+    def used_bytes(self) -> int:
+        return int(self._api.memory_allocated(self.device))
+
+    def free_bytes(self) -> int:
+        unused = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
+        return int(self._api.mem_get_info(self.device)[0] + unused)
+
+    def reset_peak(self) -> None:
+        self._api.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        read = self._api.max_memory_allocated if self._enforces else self._api.max_memory_reserved
+        return int(read(self.device))
+
+    def release(self) -> None:
+        gc.collect()
+        self._api.empty_cache()
+
+    def synchronize(self) -> None:
+        self._api.synchronize(self.device)
+
+    @contextlib.contextmanager
+    def limit(self, num_bytes: int) -> Iterator[None]:
+        if not self._enforces:
+            yield
+            return
+        self._api.set_per_process_memory_fraction(min(1.0, num_bytes / self.total_bytes), self.device)
+        try:
+            yield
+        finally:
+            self._api.set_per_process_memory_fraction(1.0, self.device)
+
+
+class CpuMeter:
+    """This process's resident memory on Linux, under whichever limit is tightest: rlimit, cgroup or the machine's."""
+
+    device = torch.device("cpu")
+    device_name = "cpu"
+
+    def __init__(self) -> None:
+        self._file_pages = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return min([_meminfo("MemTotal"), *(limit for limit, _ in _process_limits()), *_cgroup_limits("max")])
+
+    def used_bytes(self) -> int:
+        return _status("RssAnon")  # without the pages of files, such as libraries, which the kernel can drop
+
+    def free_bytes(self) -> int:
+        cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
+        return max(min([_meminfo("MemAvailable"), *(limit - used for limit, used in _process_limits()), *cgroup]), 0)
+
+    def reset_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS (Linux, proc_pid_clear_refs(5))
+        self._file_pages = _status("VmRSS") - _status("RssAnon")
+
+    def peak_bytes(self) -> int:
+        return _status("VmHWM") - self._file_pages
+
+    def release(self) -> None:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+
+    def synchronize(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def limit(self, num_bytes: int) -> Iterator[None]:
+        # RLIMIT_DATA counts private writable mappings, which grow by at least what becomes resident. Torch's allocator
+        # then raises an error; without this the kernel would kill the process, or others.
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        allowed = _status("VmData") + max(num_bytes - self.used_bytes(), 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *(v for v in (soft, hard) if v >= 0)]), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(f"/proc/self/status has no {key}")
+
+
+def _meminfo(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(f"/proc/meminfo has no {key}")
+
+
+def _process_limits() -> list[tuple[int, int]]:
+    """(limit, used) in bytes of each resource limit set on this process's memory."""
+    import resource
+
+    limits = [
+        (resource.getrlimit(resource.RLIMIT_DATA)[0], _status("VmData")),
+        (resource.getrlimit(resource.RLIMIT_AS)[0], _status("VmSize")),
+    ]
+    return [(limit, used) for limit, used in limits if limit >= 0]  # -1: unlimited
+
+
+def _cgroup_limits(which: str) -> list[int]:
+    """Bytes in ``memory.max`` or ``memory.current`` of this process's cgroups (version 2) that have a limit."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        line = next(li for li in Path("/proc/self/cgroup").read_text().splitlines() if li.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    group = root / line.removeprefix("0::").lstrip("/")
+    values = []
+    for folder in (group, *group.parents):
+        limit = folder / "memory.max"
+        if not folder.is_relative_to(root) or not limit.exists() or limit.read_text().strip() == "max":
+            continue
+        values.append(int((folder / f"memory.{which}").read_text()))
+    return values

@@ -1,0 +1,170 @@
+"""Find the largest batch size of a training step before training starts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.result import ProbeResult
+from adaptive_batching.search import SEARCHES, SizesRun, candidate_sizes
+from adaptive_batching.trace import PeakMemoryCurve, TraceError, trace_peak_memory
+from adaptive_batching.trial import TrainingStep, Trial
+
+log = logging.getLogger(__name__)
+
+
+class DoesNotFitError(RuntimeError):
+    """Not even a batch of one sample fits. The message says how much is missing and what would help."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of settings that could make a batch of one fit."""
+
+    setting: str
+    step: TrainingStep | None = None
+    """The training step with that setting, to be traced; None where a trace cannot tell."""
+    change: Callable[[nn.Module], None] | None = None
+    """Applied to the traced copy of the step's model."""
+    saves_bytes: int = 0
+    """Known saving that the trace does not show."""
+
+
+def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    """Peak memory in bytes that training may take: what is in use now and what is free, within limit and headroom."""
+    available = meter.used_bytes() + meter.free_bytes()
+    headroom = config.headroom.of(meter.total_bytes)
+    if config.memory_limit is None:
+        return available - headroom
+    return min(config.memory_limit.of(meter.total_bytes), available)
+
+
+def find_maximum_batch_size(
+    step: TrainingStep,
+    config: AdaptiveBatchingConfig,
+    meter: MemoryMeter,
+    *,
+    upper: int,
+    upper_reason: str = "upper bound",
+    include: int | None = None,
+    remedies: Callable[[], Sequence[Remedy]] = tuple,
+) -> ProbeResult:
+    """Find the largest batch size whose full training step fits, and leave no trace of having looked.
+
+    Args:
+        step: The training step, with worst-case samples.
+        config: ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom`` are used.
+        meter: The device's memory.
+        upper: No size above it is tried, such as what the data can fill; at least 1.
+        upper_reason: What :attr:`ProbeResult.reason` says where ``upper`` is the answer.
+        include: A size to consider although it is no power of two.
+        remedies: Called if a batch of one does not fit: what to suggest.
+
+    Raises:
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
+    start = time.perf_counter()
+    meter.release()
+    budget = memory_budget(config, meter)
+    candidates = candidate_sizes(upper, powers_of_two=config.round_to_power_of_two, include=include)
+    log.info(
+        "probing for the largest batch size up to %d in %.0f MiB (%.0f MiB in use)",
+        candidates[-1], budget / 2**20, meter.used_bytes() / 2**20,
+    )  # fmt: skip
+    curve: PeakMemoryCurve | None = None
+    level = 0  # bytes that the device shows beyond what the trace sees
+    sizes: SizesRun | None = None
+    try:
+        with Trial(step, meter, budget) as trial:
+            if config.search == "predict":
+                curve = _trace(step)
+                level = meter.used_bytes() - curve.resting_bytes if curve is not None else 0
+            sizes = SizesRun(trial.measure, candidates)
+            SEARCHES[config.search](sizes, budget, (lambda b: curve.peak_bytes(b) + level) if curve else None)
+    except Exception as error:
+        if sizes is not None or not is_out_of_memory(error):
+            raise
+    if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
+        raise DoesNotFitError(_explain(step, meter, budget, remedies))
+
+    batch_size = sizes.found
+    predicted = _calibrated(curve, sizes, level) if curve is not None else []
+    result = ProbeResult(
+        batch_size=batch_size,
+        reason=upper_reason if batch_size == candidates[-1] else "memory",
+        budget_bytes=budget,
+        total_bytes=meter.total_bytes,
+        search=config.search if curve is not None or config.search != "predict" else "predict (measured, no trace)",
+        seconds=time.perf_counter() - start,
+        measurements=sizes.measurements,
+        predicted=predicted,
+    )
+    log.info(
+        "maximum batch size %d (%s): peak %.0f of %.0f MiB; %d training steps, %d out of memory, %.1f s",
+        batch_size, result.reason, result.peak_bytes / 2**20, budget / 2**20,
+        len(result.measurements), result.num_out_of_memory, result.seconds,
+    )  # fmt: skip
+    return result
+
+
+def _trace(step: TrainingStep) -> PeakMemoryCurve | None:
+    try:
+        return trace_peak_memory(step)
+    except TraceError as error:
+        log.warning("the training step cannot be traced (%s); searching by measured steps alone", error)
+        return None
+
+
+def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, level: int) -> list[tuple[int, int]]:
+    """A few points of the curve around the sizes that were run, through the largest one that fitted."""
+    known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
+    largest = max(known, key=lambda m: m.batch_size)
+    assert largest.peak_bytes is not None
+    level = largest.peak_bytes - curve.peak_bytes(largest.batch_size)
+    last = max(m.batch_size for m in sizes.measurements)
+    points = sorted({*(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))})
+    return [(b, curve.peak_bytes(b) + level) for b in points]
+
+
+def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Callable[[], Sequence[Remedy]]) -> str:
+    """Why a batch of one does not fit, and what would."""
+    curve = _trace(step)
+    message = f"a batch of one sample does not fit in {_gib(budget)}"
+    if curve is None:
+        level, missing = 0, 0
+    else:
+        # Before training, what is in use is parameters and buffers; the trace says what a step adds to them.
+        level = meter.used_bytes() - sum(t.nbytes for t in [*step.model.parameters(), *step.model.buffers()])
+        needed = curve.peak_bytes(1) + level
+        missing = needed - budget
+        message += f": it needs about {_gib(needed)}, {_gib(max(missing, 0))} more"
+    lines = []
+    for remedy in remedies():
+        predicted = _predict_remedy(remedy)
+        if predicted is None or curve is None:
+            lines.append(f"  {remedy.setting} (not predicted)")
+            continue
+        needed = predicted + level
+        verdict = "would fit" if needed <= budget else f"still {_gib(needed - budget)} too much"
+        lines.append(f"  {remedy.setting}: about {_gib(needed)}, {verdict}")
+    return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
+
+
+def _predict_remedy(remedy: Remedy) -> int | None:
+    if remedy.step is None:
+        return None
+    try:
+        return trace_peak_memory(remedy.step, remedy.change).peak_bytes(1) - remedy.saves_bytes
+    except TraceError as error:
+        log.debug("%s cannot be predicted: %s", remedy.setting, error)
+        return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

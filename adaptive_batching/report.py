@@ -1,0 +1,97 @@
+"""The record of a run: every decision as a line of JSON, a table for the last screen, and pictures where possible."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from adaptive_batching.result import ProbeResult
+
+log = logging.getLogger(__name__)
+
+_MIB = 2**20
+
+
+class Report:
+    """Gathers what was decided, and writes it to ``report.jsonl`` as it happens.
+
+    Args:
+        directory: Where the record and the pictures go; made if need be.
+        resume: Append to the record that is there, instead of starting a new one.
+    """
+
+    def __init__(self, directory: Path, *, resume: bool = False) -> None:
+        self.directory = directory
+        self.path = directory / "report.jsonl"
+        directory.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            self.path.unlink(missing_ok=True)
+        self._maximum: list[tuple[str, str]] = []
+
+    def maximum(self, batch_size: int, reason: str) -> None:
+        """Record a maximum that needed no probe."""
+        self._write("maximum", batch_size=batch_size, reason=reason)
+        self._maximum = [("maximum batch size", f"{batch_size} ({reason})")]
+
+    def probe(self, result: ProbeResult, *, sequence_length: int) -> None:
+        """Record the result of a probe."""
+        self._write("probe", sequence_length=sequence_length, **result.to_dict())
+        budget = f"{result.budget_bytes / _MIB:,.0f} MiB"
+        runs = f"{len(result.measurements)} training steps, {result.num_out_of_memory} out of memory"
+        self._maximum = [
+            ("maximum batch size", f"{result.batch_size}, bound by {result.reason}"),
+            ("memory", f"peak {result.peak_bytes / _MIB:,.0f} of {budget} at {sequence_length} tokens per sample"),
+            ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
+        ]
+
+    def epoch(self, **values: Any) -> None:
+        """Record the decision for an epoch that starts."""
+        self._write("epoch", **values)
+
+    def step(self, epoch: int, step: int, samples: int, loss: float, lr: float) -> None:
+        """Record an optimizer step on ``samples`` samples."""
+        self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr)
+
+    def finish(self) -> None:
+        """Draw the pictures, and log the table of what was decided and why."""
+        log.info("what was decided, and why\n%s", "\n".join([*self.table(), *self._draw()]))
+
+    def table(self) -> list[str]:
+        """The lines of the summary: the maximum, then every epoch."""
+        events = read_events(self.path)
+        lines = [f"  {name:<20} {value}" for name, value in self._maximum]
+        lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
+        for epoch in events["epoch"]:
+            steps = [step for step in events["step"] if step["epoch"] == epoch["epoch"]]
+            loss = sum(s["loss"] * s["samples"] for s in steps) / max(sum(s["samples"] for s in steps), 1)
+            last_lr = steps[-1]["lr"] if steps else 0.0
+            lines.append(
+                f"  {epoch['epoch']:>5} {epoch['batch_size']:>10} {epoch['steps']:>6} {epoch['samples']:>8} "
+                f"{loss:>7.3f} {last_lr:>9.2e}  {epoch['reason']}"
+            )
+        return [*lines, "", f"  {'record':<20} {self.path}"]
+
+    def _draw(self) -> list[str]:
+        try:
+            from adaptive_batching.plots import draw
+        except ImportError:
+            return [f"  {'pictures':<20} none: matplotlib is missing (pip install 'adaptive-batching[plots]')"]
+        return [f"  {'picture':<20} {path}" for path in draw(read_events(self.path), self.directory)]
+
+    def _write(self, event: str, **values: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The events of a record by kind. Of an epoch that was run twice, as after a resume, the last run counts."""
+    events: dict[str, list[dict[str, Any]]] = {"maximum": [], "probe": [], "epoch": [], "step": []}
+    for line in path.read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "epoch":
+            for kind in ("epoch", "step"):
+                events[kind] = [e for e in events[kind] if e["epoch"] < event["epoch"]]
+        events[event.pop("event")].append(event)
+    return events

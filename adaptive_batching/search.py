@@ -1,0 +1,224 @@
+"""Searches for the largest batch size that fits: pure decisions over a measured trial.
+
+A search knows no torch. It gets ``measure``, which runs one real training step at a batch size and says what it
+took, and returns the largest candidate that was run and fitted. Two rules hold for each of them: a size that did not
+run is never returned, and no size is run twice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# A calibrated prediction was seen to be right within 1 % on CPU. Where it says that the next candidate is this far
+# above the budget, running it could only cost an out-of-memory error.
+CERTAIN_EXCESS = 1.05
+# A step is predicted to fit "by far" if it stays below this share of the budget: it then needs no calibration first.
+CERTAIN_FIT = 0.8
+# Without a prediction a measured slope is trusted for this much growth at once: floors make peak memory convex in b.
+MAX_EXTRAPOLATION = 4
+# After this many measurements that contradict the curve, it is given up for plain bisection.
+MAX_MISSES = 3
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one real training step at ``batch_size`` took."""
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    """Peak memory in use during the step; None where it ran out of memory."""
+    seconds: float = 0.0
+
+
+Measure = Callable[[int], Measurement]
+PredictPeak = Callable[[int], float]
+
+
+class SizesRun:
+    """Every measurement of one search, and the bracket that they prove."""
+
+    def __init__(self, measure: Measure, candidates: Sequence[int]) -> None:
+        assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
+        self._measure = measure
+        self.candidates = candidates
+        self.measurements: list[Measurement] = []
+        self.low = -1
+        """Index of the largest candidate that fitted; -1: none yet."""
+        self.high = len(candidates)
+        """Index of the smallest candidate that did not fit; one past the end: none yet."""
+
+    def run(self, index: int) -> bool:
+        """Run candidate number ``index``, narrow the bracket, and say whether it fitted."""
+        assert self.low < index < self.high, (self.low, index, self.high)
+        measurement = self._measure(self.candidates[index])
+        self.measurements.append(measurement)
+        if measurement.fits:
+            self.low = index
+        else:
+            self.high = index
+        return measurement.fits
+
+    @property
+    def open(self) -> bool:
+        """Whether an untested candidate could still be the answer."""
+        return self.high - self.low > 1
+
+    @property
+    def found(self) -> int | None:
+        """The largest batch size that was run and fitted, or None if not even the smallest candidate did."""
+        if self.low < 0:
+            return None
+        found = self.candidates[self.low]
+        assert any(m.batch_size == found and m.fits for m in self.measurements)
+        return found
+
+
+def power_of_two(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None = None) -> None:
+    """Double until it fails; keep the last size that fitted. A sparse list of candidates is walked as it is."""
+    every = isinstance(sizes.candidates, list)
+    for index in range(len(sizes.candidates)) if every else _powers(sizes.candidates):
+        if not sizes.run(index):
+            return
+
+
+def binary_search(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None = None) -> None:
+    """Double until it fails, then bisect between the last size that fitted and the first that did not."""
+    power_of_two(sizes, budget_bytes)
+    _bisect(sizes)
+
+
+def predict(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None = None) -> None:
+    """Jump to the size that the predicted memory curve allows, and correct the curve by what was measured.
+
+    The curve comes from two traces of the training step (:mod:`adaptive_batching.trace`); its shape is exact and its
+    level is off by a constant, so the first real step, at a small size, calibrates it. Where a measured step
+    contradicts it, the next guess uses the corrected curve, and repeated contradiction ends in bisection: a lying
+    curve costs steps, never a wrong answer. Without a curve, guesses follow the secant through the two largest sizes
+    that fitted.
+
+    Args:
+        sizes: Candidates and measurements; narrowed in place.
+        budget_bytes: Peak memory that a step may take, in bytes.
+        predict_peak: Peak memory in bytes at a batch size, not decreasing in it; None where no trace was possible.
+    """
+    curve = _Curve(sizes, budget_bytes, predict_peak)
+    sizes.run(curve.first())
+    misses = 0  # runs that contradicted the curve; each widens the next correction
+    while sizes.open:
+        guess = curve.largest_that_fits()
+        if guess <= sizes.low:
+            # The curve says that the answer is found. Prove it on the next candidate, unless that is beyond doubt.
+            if curve.calibrated and curve.peak(sizes.low + 1) > CERTAIN_EXCESS * budget_bytes:
+                return
+            misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
+        elif guess >= sizes.high:
+            misses += not sizes.run(max(sizes.high - 2 ** max(misses - 1, 0), sizes.low + 1))
+        else:
+            misses += not sizes.run(guess)
+        if misses > MAX_MISSES and sizes.high < len(sizes.candidates):
+            _bisect(sizes)
+
+
+def _powers(candidates: Sequence[int]) -> list[int]:
+    """Indices of the powers of two among the consecutive sizes 1, 2, 3, ..."""
+    assert candidates[0] == 1, candidates[0]
+    return [2**k - 1 for k in range(candidates[-1].bit_length())]
+
+
+def _bisect(sizes: SizesRun) -> None:
+    while sizes.open:
+        sizes.run((sizes.low + sizes.high) // 2)
+
+
+SEARCHES: dict[str, Callable[[SizesRun, int, PredictPeak | None], None]] = {
+    "predict": predict,
+    "binary_search": binary_search,
+    "power_of_two": power_of_two,
+}
+
+
+def candidate_sizes(upper: int, *, powers_of_two: bool, include: int | None = None) -> list[int] | range:
+    """The batch sizes that a search may answer with, ascending, none above ``upper``.
+
+    Args:
+        upper: The largest size that bounds and data allow.
+        powers_of_two: Only powers of two, and ``include``.
+        include: A size that must be among them, such as the configured one that growth starts from.
+    """
+    assert upper >= 1, upper
+    if not powers_of_two:
+        return range(1, upper + 1)
+    sizes = {2**k for k in range(upper.bit_length()) if 2**k <= upper}
+    if include is not None and include <= upper:
+        sizes.add(include)
+    return sorted(sizes)
+
+
+class _Curve:
+    """The memory curve as far as it is known: predicted, corrected by measurements, or measured alone."""
+
+    def __init__(self, sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None) -> None:
+        self._sizes = sizes
+        self._budget = budget_bytes
+        self._predict = predict_peak
+
+    @property
+    def _measured(self) -> list[tuple[int, int]]:
+        """(batch size, peak bytes) of the two largest sizes that fitted and were measured, ascending."""
+        known = {m.batch_size: m.peak_bytes for m in self._sizes.measurements if m.peak_bytes is not None and m.fits}
+        return sorted(known.items())[-2:]
+
+    @property
+    def calibrated(self) -> bool:
+        return self._predict is not None and bool(self._measured)
+
+    def first(self) -> int:
+        """Index of the size to run first: the last one if that surely fits, else 2 (the traced size), else 1."""
+        candidates = self._sizes.candidates
+        if self._predict is None:
+            return 0
+        if self._predict(candidates[-1]) <= CERTAIN_FIT * self._budget:
+            return len(candidates) - 1
+        two = bisect_right(candidates, 2) - 1
+        return max(two, 0) if self._predict(2) <= self._budget else 0
+
+    def peak(self, index: int) -> float:
+        """Expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""
+        assert self._predict is not None
+        size = self._sizes.candidates[index]
+        expected = self._predict(size)
+        measured = self._measured
+        if not measured:
+            return expected
+        b1, peak1 = measured[-1]
+        if len(measured) == 1:
+            return expected + peak1 - self._predict(b1)
+        b0, peak0 = measured[0]
+        predicted_rise = self._predict(b1) - self._predict(b0)
+        rise = (peak1 - peak0) / predicted_rise if predicted_rise > 0 and peak1 > peak0 else 1.0
+        return peak1 + rise * (expected - self._predict(b1))
+
+    def largest_that_fits(self) -> int:
+        """Index of the largest candidate expected to fit; may lie at or beyond either end of the bracket."""
+        candidates = self._sizes.candidates
+        if self._predict is None:
+            return self._secant()
+        # peak() rises with the index, so bisection on it is exact
+        return bisect_right(range(len(candidates)), float(self._budget), key=self.peak) - 1
+
+    def _secant(self) -> int:
+        sizes, measured = self._sizes, self._measured
+        if not measured:
+            return (sizes.low + sizes.high) // 2
+        b1, peak1 = measured[-1]
+        reach: float = MAX_EXTRAPOLATION * b1
+        if len(measured) == 2 and peak1 > measured[0][1]:
+            b0, peak0 = measured[0]
+            reach = min(reach, b1 + (self._budget - peak1) * (b1 - b0) / (peak1 - peak0))
+        elif sizes.high < len(sizes.candidates):
+            # A flat curve says nothing about where it starts to rise.
+            reach = min(reach, (b1 + sizes.candidates[sizes.high]) / 2)
+        return bisect_right(sizes.candidates, reach) - 1

@@ -1,0 +1,6 @@
+"""Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
+
+from adaptive_batching.torchtune.recipe import AdaptiveBatching, run_recipe
+from adaptive_batching.torchtune.stock import load_stock
+
+__all__ = ["AdaptiveBatching", "load_stock", "run_recipe"]

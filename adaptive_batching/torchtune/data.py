@@ -1,0 +1,155 @@
+"""Samples for the training loop, in batches whose size can change between epochs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets import ConcatDataset, PackedDataset
+from tqdm import tqdm
+
+from adaptive_batching.config import ConfigError
+
+Sample = dict[str, Any]
+STATE_KEY = "adaptive_batching"
+_LISTS = {"tokens", "labels", "mask"}
+
+
+class SampleLoader:
+    """A stock loader that yields lists of *samples*; they are collated later, when they are run.
+
+    The order of the samples is that of the stock loader, whatever the batch size.
+
+    Args:
+        stock: The loader that the stock recipe built: its data set, sampler and collate function are used.
+        extra_state: What a checkpoint is to hold beside the loader's own state; None adds nothing.
+    """
+
+    def __init__(
+        self, stock: StatefulDataLoader, extra_state: Callable[[], dict[str, Any] | None] = lambda: None
+    ) -> None:
+        self.dataset = stock.dataset
+        self.sampler = stock.sampler
+        self.collate: Callable[[list[Sample]], dict[str, Any]] = stock.collate_fn
+        self._extra_state = extra_state
+        self.batch_size = 0
+        self.set_batch_size(stock.batch_size)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Change the batch size from the next iteration on."""
+        if batch_size == self.batch_size:
+            return  # a new loader would be the same; keeping it keeps stock's random draws
+        self.batch_size = batch_size
+        self._loader = StatefulDataLoader(
+            dataset=self.dataset, batch_size=batch_size, sampler=self.sampler, collate_fn=_as_list, drop_last=True
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        return iter(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._loader.state_dict()
+        extra = self._extra_state()
+        return state if extra is None else {**state, STATE_KEY: extra}
+
+
+def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:
+    """Refuse data that would not fill one optimizer step.
+
+    Raises:
+        ConfigError: If there are fewer samples than one optimizer step takes.
+    """
+    if num_samples == 0:
+        raise ConfigError("dataset is empty; check its source, split and filters")
+    if num_samples < batch_size * accumulation:
+        raise ConfigError(
+            f"dataset has {num_samples} samples, fewer than one optimizer step takes (batch_size={batch_size} x "
+            f"gradient_accumulation_steps={accumulation}); lower either, so that their product is at most {num_samples}"
+        )
+
+
+def worst_case_sample(dataset: Any, sequence_length: int | None, max_seq_len: int | None) -> tuple[Sample, int]:
+    """A sample as long as training can meet, and its length in tokens.
+
+    Args:
+        dataset: The training data; packed data have one length only.
+        sequence_length: The length asked for; None: ``max_seq_len``, else that of the longest sample.
+        max_seq_len: What the tokenizer truncates to, if it does.
+
+    Raises:
+        ConfigError: If ``sequence_length`` is asked for where the length of the data is fixed.
+    """
+    sample = dict(dataset[0])
+    packed = isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
+    if packed or not set(sample) <= _LISTS:
+        # Packed samples have one length. Samples with images cannot be stretched: their tokens refer to the images.
+        if not packed:
+            sample = _longest(dataset)
+        length = len(sample["tokens"])
+        if sequence_length is not None and sequence_length != length:
+            kind = "packed" if packed else "multimodal"
+            raise ConfigError(
+                f"adaptive_batching.sequence_length={sequence_length} cannot be used with {kind} data, whose longest "
+                f"sample has {length} tokens; leave it null"
+            )
+        return sample, length
+    wanted = sequence_length or max_seq_len
+    if wanted is None:
+        sample = _longest(dataset)
+        return sample, len(sample["tokens"])
+    return stretch(sample, wanted), wanted
+
+
+def stretch(sample: Sample, length: int) -> Sample:
+    """A copy of ``sample`` with its tokens repeated or cut to ``length``, at least one of them a target."""
+
+    def fit(values: Any) -> list[Any]:
+        repeated: list[Any] = list(values) * (length // len(values) + 1)
+        return repeated[:length]
+
+    stretched = {key: fit(values) for key, values in sample.items()}
+    if all(label == CROSS_ENTROPY_IGNORE_IDX for label in stretched["labels"][1:]):
+        stretched["labels"] = list(stretched["tokens"])
+    return stretched
+
+
+def repeat(sample: Sample, count: int) -> list[Sample]:
+    """``count`` copies, so that a collate function that changes its input does no harm."""
+    return [copy.copy(sample) for _ in range(count)]
+
+
+def random_state() -> dict[str, Any]:
+    """The state of torch's random number generators, as a checkpoint can hold it."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.accelerator.is_available():
+        name = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+        state[name] = torch.get_device_module(name).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`random_state`; states of devices that are not here are skipped."""
+    torch.set_rng_state(state["cpu"])
+    for name, value in state.items():
+        if name != "cpu" and torch.accelerator.is_available():
+            torch.get_device_module(name).set_rng_state(value)
+
+
+def _longest(dataset: Any) -> Sample:
+    longest: Sample = {}
+    for index in tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True):
+        sample = dataset[index]
+        if not longest or len(sample["tokens"]) > len(longest["tokens"]):
+            longest = dict(sample)
+    return longest
+
+
+def _as_list(samples: list[Sample]) -> list[Sample]:
+    return samples

@@ -1,0 +1,161 @@
+"""The training loop of every recipe: stock's steps, in batches whose size may change between epochs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torchtune import training, utils
+from torchtune.training.lr_schedulers import get_lr
+from tqdm import tqdm
+
+from adaptive_batching.growth import reference_steps
+
+log = logging.getLogger(__name__)
+
+
+def forward_backward(recipe: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one micro-batch.
+
+    Returns:
+        The summed loss of its target tokens, and their number; both scalars.
+    """
+    utils.batch_to_device(batch, recipe._device)
+    num_tokens = (batch["labels"] != recipe._loss_fn.ignore_index).sum()
+    # The loss is a mean over tokens. Times their number it can be summed over micro-batches, and the gradient divided
+    # by all tokens of the step.
+    loss = recipe._loss_step(batch) * num_tokens
+    loss.backward()
+    return loss.detach(), num_tokens
+
+
+def apply_gradients(recipe: Any, num_tokens: torch.Tensor) -> torch.Tensor | None:
+    """Take the optimizer step on the gradients gathered over ``num_tokens`` tokens; none are left behind.
+
+    Returns:
+        The norm of the gradient before clipping, or None where the config does not clip.
+    """
+    if in_backward(recipe):
+        return None  # done already, parameter by parameter
+    grad_norm = None
+    training.scale_grads(recipe._model, 1 / num_tokens)
+    if recipe._clip_grad_norm is not None:
+        grad_norm = torch.nn.utils.clip_grad_norm_(recipe._model.parameters(), max_norm=float(recipe._clip_grad_norm))
+    recipe._optimizer.step()
+    recipe._optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def in_backward(recipe: Any) -> bool:
+    """Whether each parameter is stepped in the backward pass; the LoRA recipes do not know the option."""
+    return bool(getattr(recipe, "_optimizer_in_bwd", False))
+
+
+def _lr_holder(recipe: Any) -> Any:
+    return recipe._optim_ckpt_wrapper if in_backward(recipe) else recipe._optimizer
+
+
+class TrainingLoop:
+    """Trains a recipe that has been set up.
+
+    With adaptive batching off it does what stock's loop does, operation by operation, and so gives the same bits:
+    gradients of an accumulation window that an epoch leaves unfinished are carried into the next one, as in stock.
+    With it on, an epoch ends with its last full window.
+    """
+
+    def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
+        self._accumulation: int = recipe._gradient_accumulation_steps
+        self._loss: Any = 0
+        self._num_tokens: Any = 0
+        self._window_start = 0.0
+
+    def run(self) -> None:
+        recipe = self._recipe
+        if recipe._compile:
+            log.info("the model is compiled in its first forward: expect a slow first step")
+        if not in_backward(recipe):
+            recipe._optimizer.zero_grad()
+        recipe._profiler.start()
+        self._start_window()
+        for epoch in range(recipe.epochs_run, recipe.total_epochs):
+            recipe.start_epoch(epoch)
+            self._run_epoch(epoch)
+            recipe.epochs_run += 1
+            start = time.perf_counter()
+            recipe.save_checkpoint(epoch=epoch)
+            log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
+        recipe._profiler.stop()
+
+    def _run_epoch(self, epoch: int) -> None:
+        recipe = self._recipe
+        last_step = recipe._steps_per_epoch if recipe.settings.enabled else recipe.max_steps_per_epoch
+        recipe._dataloader.sampler.set_epoch(epoch)
+        with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True) as progress:
+            for index, samples in enumerate(recipe._dataloader):
+                self._record_memory_history(epoch, index)
+                loss, num_tokens = forward_backward(recipe, recipe._dataloader.collate(samples))
+                self._loss = self._loss + loss
+                self._num_tokens = self._num_tokens + num_tokens
+                steps_done, remainder = divmod(index + 1, self._accumulation)
+                if remainder == 0:
+                    self._finish_step(epoch, steps_done, progress)
+                recipe._profiler.step()  # every micro-batch, as in stock
+                if steps_done == last_step:
+                    break
+
+    def _start_window(self) -> None:
+        self._loss = self._num_tokens = 0
+        self._window_start = time.perf_counter()
+
+    def _finish_step(self, epoch: int, steps_done: int, progress: Any) -> None:
+        recipe = self._recipe
+        grad_norm = apply_gradients(recipe, self._num_tokens)
+        if recipe._lr_scheduler is not None:
+            for _ in range(self._scheduler_steps(steps_done)):
+                recipe._lr_scheduler.step()
+        recipe.global_step += 1
+        loss = self._loss.item() / self._num_tokens
+        progress.update(1)
+        progress.set_description(f"{epoch + 1}|{recipe.global_step}|Loss: {loss}")
+        metrics = {
+            "loss": loss,
+            "lr": get_lr(_lr_holder(recipe)),
+            "tokens_per_second_per_gpu": self._num_tokens / (time.perf_counter() - self._window_start),
+        }
+        if recipe.global_step % recipe._log_every_n_steps == 0:
+            if recipe._device.type != "cpu" and recipe._log_peak_memory_stats:
+                metrics.update(training.get_memory_stats(device=recipe._device))
+            if grad_norm is not None:
+                metrics["grad_norm"] = grad_norm
+            recipe._metric_logger.log_dict({**metrics, **recipe.batch_metrics()}, step=recipe.global_step)
+        recipe.record_step(epoch, float(loss), float(metrics["lr"]))
+        self._start_window()
+
+    def _scheduler_steps(self, steps_done: int) -> int:
+        """How far the schedule moves with this step: 1, unless the batch has grown."""
+        recipe = self._recipe
+        before, after = (
+            reference_steps(
+                done,
+                steps=recipe._steps_per_epoch,
+                samples_per_step=recipe._dataloader.batch_size * self._accumulation,
+                reference_steps=recipe.reference_steps_per_epoch,
+                reference_samples_per_step=recipe.reference_batch_size * self._accumulation,
+            )
+            for done in (steps_done - 1, steps_done)
+        )
+        return after - before
+
+    def _record_memory_history(self, epoch: int, index: int) -> None:
+        """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to."""
+        recipe = self._recipe
+        if epoch > 0 or not recipe.profiler_profile_memory or recipe._device.type != "cuda":
+            return
+        first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+        if index == first:
+            torch.cuda.memory._record_memory_history()
+        elif index == first + recipe.profiler_active_steps + 1:
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,48 @@
+"""From a torchtune config to settings: the only reader of our keys in a ``DictConfig``."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+
+FIELDS = ("use_maximum_batch_size", "batch_increase_function", "adaptive_batching")
+
+
+def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
+    """Read and validate what a config says about adaptive batching; nothing of the model or the data is touched.
+
+    Raises:
+        ConfigError: On the first setting that cannot be used.
+    """
+    for key in map(str, cfg):
+        close = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.85)
+        if close and key not in FIELDS:
+            raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
+    values: dict[str, Any] = {key: _plain(cfg, key) for key in FIELDS}
+    settings = AdaptiveBatchingConfig.from_mapping(
+        values["adaptive_batching"],
+        use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],
+        batch_increase_function=values["batch_increase_function"],
+        batch_size=cfg.batch_size,
+    )
+    collate_fn = cfg.get("collate_fn", "")
+    if "left_pad" in str(collate_fn):
+        raise ConfigError(
+            f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
+        )
+    return settings
+
+
+def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
+    """Where the record of a run goes."""
+    return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
+
+
+def _plain(cfg: DictConfig, key: str) -> Any:
+    value = cfg.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,0 +1,133 @@
+"""A recipe's optimizer step, as the probe runs and traces it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import config, modules, training
+
+from adaptive_batching.probe import Remedy
+from adaptive_batching.torchtune.data import Sample, repeat, stretch
+from adaptive_batching.torchtune.loop import apply_gradients, forward_backward, in_backward
+from adaptive_batching.trial import Run, TrainingStep
+
+_NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
+
+
+def training_step(recipe: Any, sample: Sample) -> TrainingStep:
+    """One optimizer step of ``recipe`` on copies of ``sample``: its loss, collate function and clipping."""
+    optimizers = list(recipe._optim_ckpt_wrapper.optim_map.values()) if in_backward(recipe) else [recipe._optimizer]
+
+    def make_batch(batch_size: int) -> dict[str, Any]:
+        batch: dict[str, Any] = recipe._dataloader.collate(repeat(sample, batch_size))
+        return batch
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+        target = recipe if model is recipe._model else _stand_in(recipe, model, optimizers)
+
+        def run(batch: dict[str, Any]) -> None:
+            # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
+            num_tokens: Any = 0
+            for _ in range(min(recipe._gradient_accumulation_steps, 2)):
+                num_tokens = num_tokens + forward_backward(target, dict(batch))[1]
+            apply_gradients(target, num_tokens)
+
+        return run
+
+    return TrainingStep(recipe._model, optimizers, make_batch, bind)
+
+
+def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
+    """What could make a batch of one sample fit, for the settings of ``recipe`` that are not used yet."""
+    step = training_step(recipe, sample)
+    found = []
+    if not recipe._enable_activation_checkpointing:
+        found.append(Remedy("enable_activation_checkpointing=True", step, _checkpoint_activations))
+    if not recipe._enable_activation_offloading and recipe._device.type == "cuda":
+        found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
+    weights = [p for p in recipe._model.parameters() if p.dim() > 1]
+    trains_all = all(p.requires_grad for p in weights)
+    quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
+    if trains_all:
+        if not in_backward(recipe) and recipe._gradient_accumulation_steps == 1:
+            found.append(
+                Remedy("optimizer_in_bwd=True (with clip_grad_norm=null)", _in_backward_step(recipe, cfg, step))
+            )
+        lora = _frozen_step(recipe, cfg, step)
+        found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
+        found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
+    elif not any("nf4" in type(p).__name__.lower() or "NF4" in repr(type(p.data)) for p in weights):
+        found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
+    length = len(sample["tokens"])
+    if set(sample) <= {"tokens", "labels", "mask"}:
+        for shorter in (length // 2, length // 4):
+            if shorter > 1:
+                shorter_step = training_step(recipe, stretch(sample, shorter))
+                found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
+    return found
+
+
+def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Any:
+    """A shallow copy of ``recipe`` that trains ``model`` on the cpu, for the trace."""
+    target = copy.copy(recipe)
+    target._model = model
+    target._device = torch.device("cpu")
+    target.ignore_labels_cache = recipe.ignore_labels_cache.cpu()
+    target.activations_handling_ctx = contextlib.nullcontext()  # offloading needs the device's streams
+    if in_backward(recipe):
+        by_parameter = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+        training.register_optim_in_bwd_hooks(model=model, optim_dict=by_parameter)
+    else:
+        target._optimizer = optimizers[0]
+    return target
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+
+
+def _freeze_weights(model: nn.Module) -> None:
+    """Roughly what LoRA does to memory: matrices are frozen, little else is trained."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+
+
+def _in_backward_step(recipe: Any, cfg: DictConfig, step: TrainingStep) -> TrainingStep:
+    """``step`` as it would be with ``optimizer_in_bwd=True``; for the trace only."""
+    changed = copy.copy(recipe)
+    changed._optimizer_in_bwd = True
+    changed._clip_grad_norm = None
+
+    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
+        optimizers = [config.instantiate(cfg.optimizer, [p]) for p in model.parameters()]
+        return _run_on(changed, model, optimizers)
+
+    return TrainingStep(step.model, [], step.make_batch, bind)
+
+
+def _frozen_step(recipe: Any, cfg: DictConfig, step: TrainingStep) -> TrainingStep:
+    """``step`` with an optimizer for what is still trainable in the copied model; for the trace only."""
+    changed = copy.copy(recipe)
+    changed._optimizer_in_bwd = False
+
+    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        return _run_on(changed, model, [config.instantiate(cfg.optimizer, trainable)])
+
+    return TrainingStep(step.model, [], step.make_batch, bind)
+
+
+def _run_on(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+    target = _stand_in(recipe, model, optimizers)
+
+    def run(batch: dict[str, Any]) -> None:
+        apply_gradients(target, forward_backward(target, dict(batch))[1])
+
+    return run

@@ -1,0 +1,32 @@
+"""Load the recipes that torchtune ships."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torchtune
+
+
+def load_stock(name: str) -> ModuleType:
+    """Load an installed stock recipe, such as ``"full_finetune_single_device"``, as a module.
+
+    They are loaded by path, as ``tune run`` itself does: torchtune's ``recipes`` is no importable package.
+
+    Raises:
+        FileNotFoundError: If the installed torchtune ships no such recipe.
+    """
+    module_name = f"_torchtune_stock_{name}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    path = Path(torchtune.__file__).parent.parent / "recipes" / f"{name}.py"
+    if not path.is_file():
+        raise FileNotFoundError(f"torchtune {torchtune.__version__} has no recipe {name!r} (looked for {path})")
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # before execution, so that what it defines can be pickled
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,212 @@
+"""Run real training steps to see what they take, and leave no trace of them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.search import Measurement
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step of a training program, as the probe and the trace run it."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    """One; several where each parameter has its own, as with optimizers stepped in the backward pass."""
+
+    make_batch: Callable[[int], Any]
+    """Batch size -> a batch of that many worst-case samples, as the loader would collate it."""
+
+    bind: Callable[[nn.Module, Sequence[Optimizer]], Run]
+    """(model, optimizers) -> a function that takes a batch through forward, backward, gradient clipping and the
+    optimizer step, and leaves no gradients behind. The trace binds copies, the trial the originals."""
+
+
+class Trial:
+    """A context in which training steps run for real, and after which nothing has changed.
+
+    On entry, everything that a step can change is put aside: trainable parameters, buffers, optimizer states and
+    settings, training mode, and the state of every random number generator. Optimizer states are then made to exist,
+    because a step needs memory beside them. On exit everything is put back, bit for bit, however a step ended.
+
+    Args:
+        step: The training step to run.
+        meter: Reads and bounds the memory of the device that the step runs on.
+        budget_bytes: Peak memory that a step may take.
+
+    Raises:
+        torch.OutOfMemoryError, RuntimeError: On entry, where not even the optimizer states fit; see
+            :func:`~adaptive_batching.memory.is_out_of_memory`.
+    """
+
+    def __init__(self, step: TrainingStep, meter: MemoryMeter, budget_bytes: int) -> None:
+        self._step = step
+        self._meter = meter
+        self._budget_bytes = budget_bytes
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Trial:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._meter.release)
+            stack.enter_context(_unchanged_random_state(self._meter.device))
+            stack.enter_context(_unchanged(self._step.model, self._step.optimizers))
+            self._meter.release()
+            with self._meter.limit(self._budget_bytes):
+                self._make_optimizer_states()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def measure(self, batch_size: int) -> Measurement:
+        """Run one full training step at ``batch_size`` and say what it took.
+
+        Raises:
+            Exception: Whatever the step raises, other than running out of memory.
+        """
+        run = self._step.bind(self._step.model, self._step.optimizers)
+        self._clear()
+        self._meter.reset_peak()
+        start = time.perf_counter()
+        ran_out = False
+        try:
+            with self._meter.limit(self._budget_bytes):
+                run(self._step.make_batch(batch_size))
+                self._meter.synchronize()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        # Clean up here, outside of the except block: the traceback holds the step's tensors.
+        seconds = time.perf_counter() - start
+        peak_bytes = None if ran_out else self._meter.peak_bytes()
+        self._clear()
+        fits = peak_bytes is not None and peak_bytes <= self._budget_bytes
+        took = "out of memory" if peak_bytes is None else f"peak {peak_bytes / 2**20:,.0f} MiB"
+        log.info("trial step at batch size %d: %s, %.1f s", batch_size, took, seconds)
+        return Measurement(batch_size, fits, peak_bytes, seconds)
+
+    def _clear(self) -> None:
+        for parameter in self._step.model.parameters():
+            parameter.grad = None
+        self._meter.release()
+
+    def _make_optimizer_states(self) -> None:
+        """Step each optimizer once on zero gradients: the states get their memory without a forward pass."""
+        for optimizer in self._step.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            if all(p in optimizer.state for p in parameters):
+                continue
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def _unchanged_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random state of Python, numpy and torch, on the cpu and on every accelerator of this type."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    api = None if device.type == "cpu" else torch.get_device_module(device)
+    devices = [] if api is None else list(range(api.device_count()))
+    try:
+        with torch.random.fork_rng(devices, device_type="cuda" if api is None else device.type):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Restore trainable parameters, buffers, gradients, training mode and all of the optimizers, bit for bit."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters]
+    modes = [(module, module.training) for module in model.modules()]
+    states = [{p: dict(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
+    groups = [
+        [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    in_states = [v for state in states for entry in state.values() for v in entry.values()]
+    tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
+    with _Aside() as aside:
+        aside.put(tensors)
+        try:
+            yield
+        finally:
+            aside.restore(tensors)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for module, training in modes:
+                module.training = training
+            for optimizer, state, saved_groups in zip(optimizers, states, groups, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+                for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+                    for key in [k for k in group if k != "params" and k not in saved]:
+                        del group[key]
+                    group.update(saved)
+
+
+class _Aside:
+    """Copies of tensors, kept where they take no memory of the device: on the host, or for host tensors in a file."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
+        self._copies: list[torch.Tensor | int] = []
+
+    def __enter__(self) -> _Aside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+        self._copies.clear()
+
+    @torch.no_grad()
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                self._copies.append(tensor.detach().to("cpu", copy=True))
+            else:
+                self._copies.append(self._file.tell())
+                _as_bytes(tensor).tofile(self._file)
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor, saved in zip(tensors, self._copies, strict=True):
+            if isinstance(saved, torch.Tensor):
+                tensor.detach().copy_(saved)
+                continue
+            self._file.seek(saved)
+            count = tensor.numel() * tensor.element_size()
+            raw = torch.from_numpy(np.fromfile(self._file, np.uint8, count))
+            tensor.detach().copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _as_bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
