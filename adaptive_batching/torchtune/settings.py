@@ -24,6 +24,10 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         if close and key not in FIELDS:
             raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
     values: dict[str, Any] = {key: _plain(cfg, key) for key in FIELDS}
+    function = values["batch_increase_function"]
+    if isinstance(function, dict) and function.get("_component_", ...) is None:
+        # what torchtune makes of batch_increase_function=null on the command line, over a component in the YAML
+        values["batch_increase_function"] = None
     settings = AdaptiveBatchingConfig.from_mapping(
         values["adaptive_batching"],
         use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],

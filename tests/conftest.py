@@ -1,0 +1,128 @@
+"""What the tests share: small but real inputs, and runs of real recipes through ``tune run``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+ARCHITECTURE = dict(
+    vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=128, intermediate_dim=256, max_seq_len=256
+)
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with real text, a tokenizer trained on it, and a tiny model."""
+    from adaptive_batching.torchtune.quickstart import Architecture, build
+
+    os.environ.setdefault("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+    directory = tmp_path_factory.mktemp("inputs") / "small"
+    build(directory, architecture=Architecture(**ARCHITECTURE))
+    return directory
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    output_dir: Path
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of every logged step, in order and at full precision, without timings."""
+        lines = [line for log in sorted((self.output_dir / "logs").glob("*.txt")) for line in log.open()]
+        found = [dict(re.findall(r"(\w+):(\S+)", line.split("|", 1)[1])) for line in lines]
+        return [
+            {k: float(v.rstrip(",")) for k, v in step.items() if not k.startswith("tokens_per_second")}
+            for step in found
+        ]
+
+    def weights(self, epoch: int) -> dict[str, torch.Tensor]:
+        """The saved weights of ``epoch``."""
+        found: dict[str, torch.Tensor] = {}
+        for path in sorted((self.output_dir / f"epoch_{epoch}").glob("model*.safetensors")):
+            found |= load_file(path)
+        assert found, f"no weights in {self.output_dir}/epoch_{epoch}"
+        return found
+
+
+TuneRun = Callable[..., Run]
+
+
+@pytest.fixture
+def tune_run(inputs: Path, tmp_path: Path) -> TuneRun:
+    """``tune_run(recipe, *overrides, name=...)``: a real run of torchtune's command, in this process.
+
+    ``recipe`` is ``full`` or ``lora``; with ``stock=True`` torchtune's own recipe runs instead of ours. ``replaced``
+    are parts of the YAML that the command line cannot replace.
+    """
+
+    def run(
+        kind: str,
+        *overrides: str,
+        name: str = "out",
+        stock: bool = False,
+        replaced: Mapping[str, object] = MappingProxyType({}),
+    ) -> Run:
+        recipe = f"{kind}_finetune_single_device"
+        cfg = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml")
+        config = tmp_path / f"{name}.yaml"
+        OmegaConf.save({**OmegaConf.to_container(cfg), **replaced}, config)
+        defaults = [
+            f"data_dir={inputs}",
+            f"output_dir={tmp_path / name}",
+            "dataset.split=train[:50]",
+            "tokenizer.max_seq_len=64",
+            "batch_size=4",
+            "epochs=2",
+            "use_maximum_batch_size=False",
+            "batch_increase_function=null",
+            "lr_scheduler.num_warmup_steps=5",
+            *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+        ]
+        keys = {override.split("=")[0] for override in overrides}
+        defaults = [d for d in defaults if d.split("=")[0] not in keys and d.split(".")[0] not in replaced]
+        target = recipe if stock else f"recipes/{recipe}.py"
+        _main("run", target, "--config", str(config), *defaults, *overrides)
+        return Run(tmp_path / name)
+
+    return run
+
+
+def _main(*arguments: str) -> None:
+    from torchtune._cli.tune import main
+
+    for module in [name for name in sys.modules if name == "recipes" or name.startswith("recipes.")]:
+        del sys.modules[module]
+    torch._dynamo.reset()
+    with mock.patch.object(sys, "argv", ["tune", *arguments]), contextlib.suppress(_Success):
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                raise
+            raise _Success from None
+
+
+class _Success(Exception):
+    """A recipe that ends with ``sys.exit(None)``."""
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Equal bit for bit."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name

@@ -1,0 +1,71 @@
+"""With neither field set, our recipes train as torchtune's own: the same bits."""
+
+import pytest
+
+from tests.conftest import TuneRun, assert_same_weights
+
+CASES = {
+    "full-plain": ("full",),
+    "full-no-clipping": ("full", "clip_grad_norm=null"),
+    # 12 batches: 2 windows of 5, and 2 batches that stock carries into the next epoch
+    "full-accumulation": ("full", "gradient_accumulation_steps=5"),
+    "full-max-steps": ("full", "max_steps_per_epoch=3", "gradient_accumulation_steps=2"),
+    "full-optimizer-in-backward": ("full", "optimizer_in_bwd=True", "clip_grad_norm=null"),
+    "full-packed": ("full", "dataset.packed=True", "batch_size=2"),
+    "full-checkpointing": ("full", "enable_activation_checkpointing=True"),
+    "full-compile": ("full", "compile=True"),
+    "lora-dropout": ("lora", "model.lora_dropout=0.1"),
+    "lora-accumulation": ("lora", "gradient_accumulation_steps=5", "model.lora_dropout=0.1"),
+    "lora-packed": ("lora", "dataset.packed=True", "batch_size=2"),
+    "lora-checkpointing": ("lora", "enable_activation_checkpointing=True"),
+    "lora-compile": ("lora", "compile=True"),
+    "dora": ("lora", "model.use_dora=True"),
+    "qlora": ("lora", "model._component_=torchtune.models.llama2.lora_llama2", "model.quantize_base=True"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_off_gives_the_bits_of_the_stock_recipe(case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # needs no compiler; torchtune reads it
+    stock = tune_run(*CASES[case], name="stock", stock=True)
+    ours = tune_run(*CASES[case], name="ours")
+    assert len(stock.metrics) >= 4
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
+
+
+def test_off_gives_the_bits_of_the_stock_recipe_without_a_scheduler_and_with_two_data_sets(tune_run: TuneRun) -> None:
+    part = {
+        "_component_": "torchtune.datasets.instruct_dataset",
+        "source": "json",
+        "data_files": "${data_dir}/train.json",
+        "column_map": {"input": "instruction", "output": "output"},
+    }
+    replaced = {
+        "lr_scheduler": None,
+        "dataset": [{**part, "split": "train[:20]"}, {**part, "split": "train[20:45]"}],
+    }
+    stock = tune_run("full", name="stock", stock=True, replaced=replaced)
+    ours = tune_run("full", name="ours", replaced=replaced)
+    assert len(stock.metrics) == 22
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_off_resumes_as_the_stock_recipe_does(kind: str, tune_run: TuneRun) -> None:
+    resume = ["resume_from_checkpoint=True", "epochs=3"]
+    if kind == "full":
+        resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]")
+    runs = []
+    for name, stock in (("stock", True), ("ours", False)):
+        tune_run(kind, "epochs=3", name=name, stock=stock)
+        runs.append(tune_run(kind, *resume, name=name, stock=stock))
+    assert runs[1].metrics == runs[0].metrics
+    assert_same_weights(runs[1].weights(epoch=2), runs[0].weights(epoch=2))
+
+
+def test_the_bits_would_differ_if_the_batch_did(tune_run: TuneRun) -> None:
+    """What the tests above compare is sensitive."""
+    four, five = tune_run("full", name="four"), tune_run("full", "batch_size=5", name="five")
+    assert four.metrics[1] != five.metrics[1]
