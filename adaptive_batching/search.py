@@ -111,7 +111,7 @@ def predict(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None
         guess = curve.largest_that_fits()
         if guess <= sizes.low:
             # The curve says that the answer is found. Prove it on the next candidate, unless that is beyond doubt.
-            if curve.calibrated and curve.peak(sizes.low + 1) > CERTAIN_EXCESS * budget_bytes:
+            if curve.confirmed and curve.peak(sizes.low + 1) > CERTAIN_EXCESS * budget_bytes:
                 return
             misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
@@ -172,8 +172,13 @@ class _Curve:
         return sorted(known.items())[-2:]
 
     @property
-    def calibrated(self) -> bool:
-        return self._predict is not None and bool(self._measured)
+    def confirmed(self) -> bool:
+        """Whether the prediction, calibrated by one measurement, was right about another."""
+        if self._predict is None or len(self._measured) < 2:
+            return False
+        (b0, peak0), (b1, peak1) = self._measured
+        expected = peak0 + self._predict(b1) - self._predict(b0)
+        return abs(peak1 - expected) <= (CERTAIN_EXCESS - 1) * self._budget
 
     def first(self) -> int:
         """Index of the size to run first: the last one if that surely fits, else 2 (the traced size), else 1."""

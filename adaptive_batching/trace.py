@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from adaptive_batching.trial import TrainingStep
 
 TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
-_ALLOCATOR_BLOCK = 512  # bytes; the granularity of CUDA's caching allocator
 
 
 class TraceError(RuntimeError):
@@ -116,7 +115,8 @@ class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = storage._cdata
             if key in self._seen:
                 continue
-            size = -(-storage.nbytes() // _ALLOCATOR_BLOCK) * _ALLOCATOR_BLOCK
+            # Not rounded up to the allocator's blocks: at b = 2 and 3 that could double the slope of a small tensor.
+            size = storage.nbytes()
             self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._free(key, size))  # type: ignore[misc]
             self._current += size
 

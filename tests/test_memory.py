@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+
+from adaptive_batching.memory import CpuMeter, is_out_of_memory, memory_meter
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("XPU out of memory"),
+    ],
+)
+def test_out_of_memory_errors_of_every_backend_are_known(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shape mismatch"), ValueError("out of memory"), KeyboardInterrupt(), IndexError()]
+)
+def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_the_peak_is_what_was_in_use_at_once() -> None:
+    meter = CpuMeter()
+    meter.release()
+    meter.reset_peak()
+    before = meter.used_bytes()
+    torch.ones(100 * MIB, dtype=torch.uint8)
+    torch.ones(60 * MIB, dtype=torch.uint8)
+    assert 95 * MIB < meter.peak_bytes() - before < 130 * MIB
+    meter.reset_peak()
+    assert meter.peak_bytes() - before < 30 * MIB
+
+
+def test_beyond_the_limit_memory_runs_out_and_within_it_does_not() -> None:
+    meter = CpuMeter()
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with meter.limit(meter.used_bytes() + 200 * MIB):
+        torch.ones(100 * MIB, dtype=torch.uint8)
+        with pytest.raises(RuntimeError) as error:
+            torch.ones(300 * MIB, dtype=torch.uint8)
+    assert is_out_of_memory(error.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
+    torch.ones(300 * MIB, dtype=torch.uint8)
+
+
+def test_a_limit_of_the_process_bounds_what_is_free() -> None:
+    meter = CpuMeter()
+    with meter.limit(meter.used_bytes() + 300 * MIB):
+        assert meter.free_bytes() <= 300 * MIB
+        assert meter.total_bytes < resource.RLIM_INFINITY or meter.total_bytes > 0
+    assert meter.free_bytes() > 300 * MIB
+
+
+def test_a_device_without_statistics_is_refused_with_a_remedy() -> None:
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        memory_meter("meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_runs_out_of_memory_at_the_limit_and_recovers() -> None:
+    meter = memory_meter("cuda")
+    meter.release()
+    meter.reset_peak()
+    before = meter.used_bytes()
+    kept = torch.ones(100 * MIB, dtype=torch.uint8, device="cuda")
+    assert meter.peak_bytes() - before == kept.nbytes
+    with meter.limit(meter.used_bytes() + 200 * MIB), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(300 * MIB, dtype=torch.uint8, device="cuda")
+    torch.ones(300 * MIB, dtype=torch.uint8, device="cuda")

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching.memory import CpuMeter
+from adaptive_batching.trial import TrainingStep, Trial
+
+BUDGET = 2**40
+
+
+class Model(nn.Module):
+    """Dropout draws random numbers, batch norm changes buffers; ``fail_in`` raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.fail_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](x)
+        if self.fail_in == "forward":
+            raise torch.OutOfMemoryError("out of memory in forward")
+        if self.fail_in == "backward":
+            hidden.register_hook(self._fail)
+        return self.layers[1:](hidden).sum()
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+class HalfwayOptimizer(torch.optim.AdamW):
+    """Runs out of memory after half of the parameters have been updated, as a foreach optimizer can."""
+
+    fail = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.fail:
+            super().step()
+            return
+        with torch.no_grad():
+            for parameter in list(self.state)[:2]:
+                parameter.add_(1.0)
+                self.state[parameter]["exp_avg"].add_(1.0)
+        self.param_groups[0]["lr"] = 7.0
+        raise MemoryError
+
+
+def training_step(model: Model, optimizer: Optimizer) -> TrainingStep:
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
+        def run(batch: torch.Tensor) -> None:
+            random.random(), np.random.rand()
+            model.train()
+            model(batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    return TrainingStep(model, [optimizer], lambda batch_size: torch.randn(batch_size, 8), bind)
+
+
+def everything(model: Model, optimizer: Optimizer) -> dict[str, Any]:
+    return copy.deepcopy(
+        {
+            "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            "gradients": [p.grad for p in model.parameters()],
+            "training": [m.training for m in model.modules()],
+            "optimizer": optimizer.state_dict(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state()[1],
+        }
+    )
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Equal bit for bit, signs of zeros and NaN included."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+    elif isinstance(ours, np.ndarray):
+        assert ours.tobytes() == theirs.tobytes()
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_equal(ours[key], theirs[key])
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_equal(a, b)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("fail_in", ["", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_trial_leaves_no_trace_wherever_it_runs_out_of_memory(fail_in: str, trained_before: bool) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    with torch.no_grad():
+        model.layers[0].weight[0, :2] = torch.tensor([-0.0, torch.nan])  # bits that arithmetic would not keep
+    optimizer = HalfwayOptimizer(model.parameters(), lr=0.1)
+    step = training_step(model, optimizer)
+    if trained_before:
+        step.bind(model, [optimizer])(torch.randn(4, 8))
+    model.layers[2].eval()
+    before = everything(model, optimizer)
+
+    with Trial(step, CpuMeter(), BUDGET) as trial:
+        assert trial.measure(3).fits
+        model.fail_in, optimizer.fail = fail_in, fail_in == "optimizer"
+        measurement = trial.measure(5)
+        assert measurement.fits == (not fail_in)
+        assert (measurement.peak_bytes is None) == bool(fail_in)
+        model.fail_in, optimizer.fail = "", False
+        assert trial.measure(2).fits, "a trial works after one that ran out of memory"
+
+    assert_equal(everything(model, optimizer), before)
+
+
+def test_other_errors_come_through_and_leave_no_trace_either() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = training_step(model, optimizer)
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="shapes"), Trial(step, CpuMeter(), BUDGET) as trial:
+        trial.measure(2)
+        step.bind(model, [optimizer])(torch.randn(2, 9))
+    assert_equal(everything(model, optimizer), before)
+
+
+def test_a_step_over_budget_does_not_fit_although_it_ran() -> None:
+    class Meter(CpuMeter):
+        def limit(self, num_bytes: int) -> Any:
+            return nullcontext()  # a device that enforces nothing
+
+    model = Model()
+    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Trial(step, Meter(), budget_bytes=2**20) as trial:
+        measurement = trial.measure(2)
+    assert not measurement.fits
+    assert measurement.peak_bytes is not None and measurement.peak_bytes > 2**20
+
+
+def test_optimizer_states_are_there_during_the_trial_and_gone_after_it() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Trial(training_step(model, optimizer), CpuMeter(), BUDGET):
+        assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
+    assert not optimizer.state
