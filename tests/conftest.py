@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = dict(
-    vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=128, intermediate_dim=256, max_seq_len=256
+    vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=128, intermediate_dim=256, max_seq_len=512
 )
 
 
@@ -53,7 +53,7 @@ class Run:
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
         """The saved weights of ``epoch``."""
         found: dict[str, torch.Tensor] = {}
-        for path in sorted((self.output_dir / f"epoch_{epoch}").glob("model*.safetensors")):
+        for path in sorted((self.output_dir / f"epoch_{epoch}").glob("*model*.safetensors")):
             found |= load_file(path)
         assert found, f"no weights in {self.output_dir}/epoch_{epoch}"
         return found

@@ -82,7 +82,8 @@ def test_memory_of_large_batches_grows_by_the_activations() -> None:
     per_sample = curve.peak_bytes(2001) - curve.peak_bytes(2000)
     # The most is alive when the last GELU has run: 4 outputs of linear layers and 4 of GELUs, of WIDTH floats each.
     assert per_sample == 8 * WIDTH * 4
-    assert curve.peak_bytes(2) == curve.peak_bytes(3), "at small sizes the gradients set a floor"
+    # At small sizes the gradients set the peak: only the batch itself grows.
+    assert curve.peak_bytes(3) - curve.peak_bytes(2) == WIDTH * 4
 
 
 def test_what_hangs_on_the_data_does_not_end_the_trace_but_what_is_foreign_does() -> None:

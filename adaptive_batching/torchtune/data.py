@@ -75,23 +75,26 @@ def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int
         )
 
 
-def worst_case_sample(dataset: Any, sequence_length: int | None, max_seq_len: int | None) -> tuple[Sample, int]:
+def worst_case_sample(
+    dataset: Any, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
+) -> tuple[Sample, int]:
     """A sample as long as training can meet, and its length in tokens.
 
     Args:
         dataset: The training data; packed data have one length only.
-        sequence_length: The length asked for; None: ``max_seq_len``, else that of the longest sample.
-        max_seq_len: What the tokenizer truncates to, if it does.
+        sequence_length: The length asked for; None: ``tokenizer_max``, else that of the longest sample.
+        tokenizer_max: What the tokenizer truncates to, if it does.
+        model_max: The longest sample that the model takes, if it has a limit.
 
     Raises:
-        ConfigError: If ``sequence_length`` is asked for where the length of the data is fixed.
+        ConfigError: If ``sequence_length`` is asked for where the length of the data is fixed, or if the sample is
+            longer than the model takes.
     """
     sample = dict(dataset[0])
     packed = isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
-    if packed or not set(sample) <= _LISTS:
-        # Packed samples have one length. Samples with images cannot be stretched: their tokens refer to the images.
-        if not packed:
-            sample = _longest(dataset)
+    fixed = packed or not set(sample) <= _LISTS  # tokens that refer to images cannot be repeated or cut
+    if fixed:
+        sample = sample if packed else _longest(dataset)
         length = len(sample["tokens"])
         if sequence_length is not None and sequence_length != length:
             kind = "packed" if packed else "multimodal"
@@ -99,12 +102,16 @@ def worst_case_sample(dataset: Any, sequence_length: int | None, max_seq_len: in
                 f"adaptive_batching.sequence_length={sequence_length} cannot be used with {kind} data, whose longest "
                 f"sample has {length} tokens; leave it null"
             )
-        return sample, length
-    wanted = sequence_length or max_seq_len
-    if wanted is None:
+    elif sequence_length is not None or tokenizer_max is not None:
+        length = sequence_length or min(n for n in (tokenizer_max, model_max) if n is not None)
+        sample = stretch(sample, length)
+    else:
         sample = _longest(dataset)
-        return sample, len(sample["tokens"])
-    return stretch(sample, wanted), wanted
+        length = len(sample["tokens"])
+    if model_max is not None and length > model_max:
+        source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
+        raise ConfigError(f"{source} {length} tokens, and the model takes {model_max}; set tokenizer.max_seq_len")
+    return sample, length
 
 
 def stretch(sample: Sample, length: int) -> Sample:

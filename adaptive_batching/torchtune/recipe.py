@@ -51,6 +51,7 @@ class AdaptiveBatching:
     _gradient_accumulation_steps: int
     _steps_per_epoch: int
     _tokenizer: Any
+    _model: torch.nn.Module
     ignore_labels_cache: torch.Tensor
     epochs_run: int
     global_step: int
@@ -185,7 +186,10 @@ class AdaptiveBatching:
             self.report.maximum(upper, reason)
             return upper, reason
         sample, length = worst_case_sample(
-            self._dataloader.dataset, self.settings.sequence_length, getattr(self._tokenizer, "max_seq_len", None)
+            self._dataloader.dataset,
+            sequence_length=self.settings.sequence_length,
+            tokenizer_max=getattr(self._tokenizer, "max_seq_len", None),
+            model_max=getattr(self._model, "max_seq_len", None),
         )
         result = self._probe(cfg, sample, length, upper, reason)
         self.report.probe(result, sequence_length=length)

@@ -1,0 +1,130 @@
+"""Growth and resume within real recipes, run through ``tune run``."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.conftest import TuneRun, assert_same_weights
+from tests.integration.test_probe import events
+
+DOUBLE = [
+    "batch_increase_function._component_=adaptive_batching.growth.double_every",
+    "batch_increase_function.every=1",
+]
+BOUND = ["adaptive_batching.max_batch_size=16"]
+fail_at_epoch: int | None = None
+
+
+def doubles_until_told_to_fail(epoch: int, current_batch_size: int) -> int:
+    if epoch == fail_at_epoch:
+        raise RuntimeError("the power went out")
+    return current_batch_size if epoch else 0
+
+
+FUNCTION = ["batch_increase_function._component_=tests.integration.test_growth.factory"]
+
+
+def factory(every: int = 1):
+    return doubles_until_told_to_fail
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_batch_follows_the_function_and_everything_follows_the_batch(
+    kind: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tune_run(kind, *DOUBLE, *BOUND, "epochs=4", "gradient_accumulation_steps=2")
+    epochs = events(run, "epoch")
+    assert [(e["batch_size"], e["steps"], e["samples"]) for e in epochs] == [
+        (4, 6, 48), (8, 3, 48), (16, 1, 32), (16, 1, 32),
+    ]  # fmt: skip
+    assert [e["global_batch_size"] for e in epochs] == [8, 16, 32, 32]
+    assert [s["batch_size"] for s in run.metrics] == [4] * 6 + [8] * 3 + [16] * 2
+    assert [s["global_batch_size"] for s in run.metrics] == [8] * 6 + [16] * 3 + [32] * 2
+    warnings = [r.getMessage() for r in caplog.records if "batch size stays at 16" in r.getMessage()]
+    assert len(warnings) == 1 and "32" in warnings[0] and "max_batch_size=16" in warnings[0]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_learning_rate_is_that_of_the_stock_run_at_the_same_number_of_samples(kind: str, tune_run: TuneRun) -> None:
+    data = ["dataset.split=train[:64]", "epochs=3"]
+    stock = tune_run(kind, *data, name="stock", stock=True)
+    grown = tune_run(kind, *data, *DOUBLE, *BOUND, name="grown")
+    expected = {4 * (i + 1): step["lr"] for i, step in enumerate(stock.metrics)}
+    seen, rates = 0, []
+    for step in grown.metrics:
+        seen += int(step["global_batch_size"])
+        rates.append((step["lr"], expected[seen]))
+    assert len(rates) == 16 + 8 + 4
+    assert all(ours == theirs for ours, theirs in rates)
+    assert seen == 3 * 64
+
+
+def test_the_schedule_ends_where_it_should_although_samples_are_dropped(tune_run: TuneRun) -> None:
+    run = tune_run("full", *DOUBLE, *BOUND, "epochs=3", "dataset.split=train[:61]")
+    assert [e["dropped_samples"] for e in events(run, "epoch")] == [1, 5, 13]
+    assert run.metrics[-1]["lr"] == 0.0
+    assert run.metrics[-2]["lr"] > 0.0
+
+
+def test_growth_under_optimizer_in_backward_and_max_steps(tune_run: TuneRun) -> None:
+    run = tune_run("full", *DOUBLE, *BOUND, "optimizer_in_bwd=True", "clip_grad_norm=null", "max_steps_per_epoch=2",
+        "lr_scheduler.num_warmup_steps=1",
+    )
+    assert [s["batch_size"] for s in run.metrics] == [4, 4, 8, 8]
+    assert run.metrics[-1]["lr"] == 0.0
+
+
+def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(tune_run: TuneRun) -> None:
+    run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=6", "epochs=4")
+    assert events(run, "probe")[0]["batch_size"] == 32
+    assert [e["batch_size"] for e in events(run, "epoch")] == [6, 12, 24, 24]
+
+
+def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: TuneRun) -> None:
+    run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=40", "epochs=1")
+    assert events(run, "epoch")[0]["batch_size"] == 40
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches, learning rates, losses and weights, dropout included; with the probe's stored result."""
+    common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
+    if kind == "lora":
+        common += ["model.lora_dropout=0.1"]
+    whole = tune_run(kind, *common, name="whole")
+
+    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", 2)
+    with pytest.raises(SystemExit, match=r"factory\(epoch=2, current_batch_size=8\) raised RuntimeError: the power"):
+        tune_run(kind, *common, name="broken")
+    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", None)
+    resume = ["resume_from_checkpoint=True"]
+    if kind == "full":
+        resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]")
+    caplog.set_level(logging.INFO, "adaptive_batching")
+    caplog.clear()
+    resumed = tune_run(kind, *common, *resume, name="broken")
+
+    assert "from the stored probe" in caplog.text and "trial step" not in caplog.text
+    assert resumed.metrics == whole.metrics
+    assert_same_weights(resumed.weights(epoch=3), whole.weights(epoch=3))
+    assert [e["batch_size"] for e in events(resumed, "epoch")] == [4, 8, 16, 32]
+    assert [e["epoch"] for e in events(resumed, "epoch")] == [0, 1, 2, 3]
+
+
+def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ["epochs=4", *BOUND, *FUNCTION]
+    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", 2)
+    with pytest.raises(SystemExit):
+        tune_run("full", *common, name="run")
+    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", None)
+    caplog.set_level(logging.INFO, "adaptive_batching")
+    files = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
+    resumed = tune_run("full", *common, "resume_from_checkpoint=True", files, "batch_size=5", name="run")
+    assert [s["batch_size"] for s in resumed.metrics[-5:]] == [10] * 5
+    assert "batch_size=5 was 4 in the run that is resumed" in caplog.text

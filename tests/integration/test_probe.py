@@ -1,0 +1,122 @@
+"""The probe within real recipes, run through ``tune run``."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from tests.conftest import Run, TuneRun, assert_same_weights
+
+PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
+
+
+def events(run: Run, kind: str) -> list[dict]:
+    lines = (run.output_dir / "adaptive_batching" / "report.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def without_sizes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in step.items() if k not in ("batch_size", "global_batch_size")} for step in metrics]
+
+
+CASES = {
+    "full": ("full",),
+    "full-binary-search": ("full", "adaptive_batching.search=binary_search"),
+    "full-power-of-two": ("full", "adaptive_batching.search=power_of_two"),
+    "full-accumulation": ("full", "gradient_accumulation_steps=2"),
+    "full-optimizer-in-backward": ("full", "optimizer_in_bwd=True", "clip_grad_norm=null"),
+    "full-packed": ("full", "dataset.packed=True"),
+    "full-checkpointing": ("full", "enable_activation_checkpointing=True"),
+    "full-compile": ("full", "compile=True"),
+    "full-sgd-momentum": ("full", "optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9"),
+    # Without merging: on the cpu stock merges into the model that it goes on training.
+    "lora-dropout": ("lora", "model.lora_dropout=0.1", "save_adapter_weights_only=True"),
+    "dora": ("lora", "model.use_dora=True", "save_adapter_weights_only=True"),
+    "qlora": ("lora", "model.quantize_base=True", "save_adapter_weights_only=True"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe that is bound to the configured size changes no bit of the run that follows."""
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    stock = tune_run(*CASES[case], name="stock", stock=True)
+    ours = tune_run(*CASES[case], *PROBE, "adaptive_batching.max_batch_size=4", name="ours")
+    [probe] = events(ours, "probe")
+    assert probe["batch_size"] == 4
+    assert any(m["batch_size"] == 4 and m["fits"] for m in probe["measurements"])
+    if "search" not in str(CASES[case]):
+        assert probe["search"] == "predict", "the step could be traced"
+    assert all(step["batch_size"] == 4 for step in ours.metrics)
+    assert without_sizes(ours.metrics) == stock.metrics
+    assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
+
+
+def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun) -> None:
+    run = tune_run("full", *PROBE, name="ours")
+    [probe] = events(run, "probe")
+    assert (probe["batch_size"], probe["sequence_length"]) == (32, 64)  # of 50 samples, down to a power of two
+    assert [(e["batch_size"], e["steps"], e["dropped_samples"]) for e in events(run, "epoch")] == [(32, 1, 18)] * 2
+    assert [step["global_batch_size"] for step in run.metrics] == [32, 32]
+    exact = tune_run("full", *PROBE, "adaptive_batching.round_to_power_of_two=False", name="exact")
+    assert events(exact, "probe")[0]["batch_size"] == 50
+    assert events(exact, "probe")[0]["reason"] == "50 samples of data"
+    stock = tune_run("full", "batch_size=50", "lr_scheduler.num_warmup_steps=0", name="stock", stock=True)
+    assert stock.metrics[0]["loss"] == exact.metrics[0]["loss"], "the same fifty samples in the first step"
+
+
+def test_accumulation_leaves_data_for_one_step(tune_run: TuneRun) -> None:
+    run = tune_run("lora", *PROBE, "gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False")
+    assert events(run, "probe")[0]["batch_size"] == 16
+    assert [(e["steps"], e["samples"]) for e in events(run, "epoch")] == [(1, 48)] * 2
+
+
+def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:
+    def peak(*overrides: str) -> tuple[int, int]:
+        run = tune_run("full", *PROBE, "epochs=1", *overrides, name="".join(filter(str.isalnum, str(overrides))))
+        [probe] = events(run, "probe")
+        return probe["sequence_length"], max(m["peak_bytes"] for m in probe["measurements"])
+
+    from_tokenizer = peak()
+    from_data = peak("tokenizer.max_seq_len=null", "dataset.split=train[:300]", "batch_size=8")
+    explicit = peak("adaptive_batching.sequence_length=200")
+    packed = peak("dataset.packed=True", "tokenizer.max_seq_len=96", "batch_size=2")
+    assert from_tokenizer[0] == 64
+    assert from_data[0] > 100
+    assert explicit[0] == 200
+    assert packed[0] == 96
+    assert explicit[1] > from_tokenizer[1] + 32 * 100 * 700 * 4, "at least the logits of the longer samples"
+
+
+def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
+    tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "adaptive_batching")
+
+    def messages(*overrides: str) -> str:
+        caplog.clear()
+        tune_run("full", *PROBE, "epochs=1", *overrides)
+        return caplog.text
+
+    first = messages()
+    assert "trial step" in first
+    again = messages("optimizer.lr=5e-4")  # memory does not depend on it... but the optimizer's settings are the key
+    assert "stored probe result ignored, because these changed: optimizer" in again
+    same = messages("optimizer.lr=5e-4")
+    assert "trial step" not in same
+    assert "maximum batch size 32, from the stored probe" in same
+    longer = messages("optimizer.lr=5e-4", "tokenizer.max_seq_len=80", "enable_activation_checkpointing=True")
+    assert "enable_activation_checkpointing: False -> True, sequence_length: 64 -> 80" in longer
+    assert "trial step" in longer
+
+
+def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: TuneRun) -> None:
+    with pytest.raises(SystemExit) as end:
+        tune_run("full", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=20MiB")
+    message = str(end.value)
+    assert "a batch of one sample does not fit in 0.02 GiB: it needs about" in message
+    for remedy in ("enable_activation_checkpointing=True: about", "optimizer_in_bwd=True", "LoRA", "QLoRA",
+                   "tokenizer.max_seq_len=32 (now 64): about", "memory_limit"):  # fmt: skip
+        assert remedy in message, message
