@@ -69,7 +69,13 @@ def test_the_schedule_ends_where_it_should_although_samples_are_dropped(tune_run
 
 
 def test_growth_under_optimizer_in_backward_and_max_steps(tune_run: TuneRun) -> None:
-    run = tune_run("full", *DOUBLE, *BOUND, "optimizer_in_bwd=True", "clip_grad_norm=null", "max_steps_per_epoch=2",
+    run = tune_run(
+        "full",
+        *DOUBLE,
+        *BOUND,
+        "optimizer_in_bwd=True",
+        "clip_grad_norm=null",
+        "max_steps_per_epoch=2",
         "lr_scheduler.num_warmup_steps=1",
     )
     assert [s["batch_size"] for s in run.metrics] == [4, 4, 8, 8]

@@ -1,0 +1,64 @@
+"""A recipe for ``tune run`` that probes and trains under a real memory limit, and prints what happened.
+
+Once the recipe is set up, the process may grow by ``extra_mib``. Then the probe runs, 20 steps of worst-case samples at
+its answer, and one step of two samples more: one more than the probe found not to fit beside the headroom.
+"""
+
+import json
+import resource
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batching.memory import CpuMeter, _status, is_out_of_memory
+from adaptive_batching.torchtune.step import training_step
+from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
+from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
+
+NUM_STEPS = 20
+
+
+class Limited:
+    """Mixed into a recipe: sets the limit just before the probe."""
+
+    def _probe(self, cfg: DictConfig, sample: dict[str, Any], *args: Any) -> Any:
+        CpuMeter().release()
+        before = _status("RssAnon")
+        resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + cfg.extra_mib * 2**20, -1))
+        result = super()._probe(cfg, sample, *args)  # type: ignore[misc]
+        after = _status("RssAnon")
+
+        step = training_step(self, sample)
+        run = step.bind(step.model, step.optimizers)
+        for _ in range(NUM_STEPS):
+            run(step.make_batch(result.batch_size))
+        larger_fails = False
+        try:
+            run(step.make_batch(result.batch_size + 2))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            larger_fails = True
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
+        outcome = {"larger_fails": larger_fails, "left_bytes": after - before, **result.to_dict()}
+        print("OUTCOME " + json.dumps(outcome), flush=True)
+        raise SystemExit(0)
+
+
+class Full(Limited, FullFinetuneRecipeSingleDevice):
+    pass
+
+
+class LoRA(Limited, LoRAFinetuneRecipeSingleDevice):
+    pass
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    recipe = (LoRA if "lora" in cfg.model._component_ else Full)(cfg=cfg)
+    recipe.setup(cfg=cfg)
+
+
+if __name__ == "__main__":
+    recipe_main()

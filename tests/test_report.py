@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from adaptive_batching.plots import draw
+from adaptive_batching.report import Report, read_events
+from tests.test_result import RESULT
+
+
+def write_run(report: Report, epochs: range) -> None:
+    for epoch in epochs:
+        size = 4 * 2**epoch
+        report.epoch(epoch=epoch, batch_size=size, global_batch_size=size, steps=2, samples=2 * size,
+                     dropped_samples=1, reason="kept")  # fmt: skip
+        for step in range(2):
+            report.step(epoch, 2 * epoch + step, size, 5.0 - epoch - 0.5 * step, 0.1)
+
+
+def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.probe(RESULT, sequence_length=64)
+    write_run(report, range(2))
+    table = "\n".join(report.table())
+    assert "8, bound by memory" in table
+    assert "3 training steps, 1 out of memory" in table
+    assert "4.750" in table and "3.750" in table, "the mean loss of each epoch"
+    assert str(tmp_path / "report.jsonl") in table
+
+
+def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(3))
+    write_run(Report(tmp_path, resume=True), range(1, 4))
+    events = read_events(tmp_path / "report.jsonl")
+    assert [e["epoch"] for e in events["epoch"]] == [0, 1, 2, 3]
+    assert len(events["step"]) == 8
+    Report(tmp_path)
+    assert not (tmp_path / "report.jsonl").exists(), "a new run starts a new record"
+
+
+def test_every_line_of_the_record_is_json(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.maximum(16, "max_batch_size=16")
+    write_run(report, range(1))
+    kinds = [json.loads(line)["event"] for line in report.path.read_text().splitlines()]
+    assert kinds == ["maximum", "epoch", "step", "step"]
+
+
+def test_pictures_are_drawn_of_what_the_record_holds(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.probe(RESULT, sequence_length=64)
+    write_run(report, range(3))
+    paths = draw(read_events(report.path), tmp_path)
+    assert [path.name for path in paths] == ["training.png", "probe.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert draw({"step": [], "probe": [], "epoch": []}, tmp_path) == []
