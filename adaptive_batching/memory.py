@@ -128,11 +128,14 @@ class AcceleratorMeter:
         if not self._enforces:
             yield
             return
-        self._api.set_per_process_memory_fraction(min(1.0, num_bytes / self.total_bytes), self.device)
+        before = 1.0
+        if hasattr(self._api, "get_per_process_memory_fraction"):
+            before = self._api.get_per_process_memory_fraction(self.device)
+        self._api.set_per_process_memory_fraction(min(before, num_bytes / self.total_bytes), self.device)
         try:
             yield
         finally:
-            self._api.set_per_process_memory_fraction(1.0, self.device)
+            self._api.set_per_process_memory_fraction(before, self.device)
 
 
 class CpuMeter:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import MemoryMeter, is_out_of_memory
@@ -139,8 +139,10 @@ def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Call
     if curve is None:
         level, missing = 0, 0
     else:
-        # Before training, what is in use is parameters and buffers; the trace says what a step adds to them.
-        level = meter.used_bytes() - sum(t.nbytes for t in [*step.model.parameters(), *step.model.buffers()])
+        # What is in use beside what the trace knows: libraries on the cpu, nothing on an accelerator.
+        states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
+        known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
+        level = meter.used_bytes() - sum(tensor.nbytes for tensor in known)
         needed = curve.peak_bytes(1) + level
         missing = needed - budget
         message += f": it needs about {_gib(needed)}, {_gib(max(missing, 0))} more"

@@ -129,12 +129,11 @@ class Trial:
 
 @contextlib.contextmanager
 def _unchanged_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of Python, numpy and torch, on the cpu and on every accelerator of this type."""
+    """Restore the random state of Python, numpy and torch, on the cpu and on ``device``."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    api = None if device.type == "cpu" else torch.get_device_module(device)
-    devices = [] if api is None else list(range(api.device_count()))
+    on_cpu = device.type == "cpu"
     try:
-        with torch.random.fork_rng(devices, device_type="cuda" if api is None else device.type):
+        with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
             yield
     finally:
         random.setstate(python_state)
