@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; waiting threads cost more than they save
+
 import pytest
 import torch
 from omegaconf import OmegaConf

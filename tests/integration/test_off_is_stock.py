@@ -14,14 +14,19 @@ CASES = {
     "full-packed": ("full", "dataset.packed=True", "batch_size=2"),
     "full-checkpointing": ("full", "enable_activation_checkpointing=True"),
     "full-compile": ("full", "compile=True"),
+    "full-profiler": (
+        "full", "profiler.enabled=True", "profiler.cpu=True", "profiler.cuda=False", "profiler.profile_memory=True",
+        "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1", "profiler.warmup_steps=1",
+        "profiler.active_steps=2", "profiler.num_cycles=1",
+    ),
     "lora-dropout": ("lora", "model.lora_dropout=0.1"),
     "lora-accumulation": ("lora", "gradient_accumulation_steps=5", "model.lora_dropout=0.1"),
     "lora-packed": ("lora", "dataset.packed=True", "batch_size=2"),
     "lora-checkpointing": ("lora", "enable_activation_checkpointing=True"),
     "lora-compile": ("lora", "compile=True"),
     "dora": ("lora", "model.use_dora=True"),
-    "qlora": ("lora", "model._component_=torchtune.models.llama2.lora_llama2", "model.quantize_base=True"),
-}
+    "qlora": ("lora", "model.quantize_base=True"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
