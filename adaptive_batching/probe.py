@@ -135,7 +135,7 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, level: int) -> list[tup
 def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Callable[[], Sequence[Remedy]]) -> str:
     """Why a batch of one does not fit, and what would."""
     curve = _trace(step)
-    message = f"a batch of one sample does not fit in {_gib(budget)}"
+    message = f"a batch of one sample does not fit in {_size(budget)}"
     if curve is None:
         level, missing = 0, 0
     else:
@@ -145,7 +145,7 @@ def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Call
         level = meter.used_bytes() - sum(tensor.nbytes for tensor in known)
         needed = curve.peak_bytes(1) + level
         missing = needed - budget
-        message += f": it needs about {_gib(needed)}, {_gib(max(missing, 0))} more"
+        message += f": it needs about {_size(needed)}, {_size(max(missing, 0))} more"
     lines = []
     for remedy in remedies():
         predicted = _predict_remedy(remedy)
@@ -153,8 +153,8 @@ def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Call
             lines.append(f"  {remedy.setting} (not predicted)")
             continue
         needed = predicted + level
-        verdict = "would fit" if needed <= budget else f"still {_gib(needed - budget)} too much"
-        lines.append(f"  {remedy.setting}: about {_gib(needed)}, {verdict}")
+        verdict = "would fit" if needed <= budget else f"still {_size(needed - budget)} too much"
+        lines.append(f"  {remedy.setting}: about {_size(needed)}, {verdict}")
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
 
 
@@ -168,5 +168,5 @@ def _predict_remedy(remedy: Remedy) -> int | None:
         return None
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -63,7 +63,7 @@ def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
         lora = _frozen_step(recipe, cfg, step)
         found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
         found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
-    elif not any("nf4" in type(p).__name__.lower() or "NF4" in repr(type(p.data)) for p in weights):
+    elif not any("NF4" in type(p).__name__ for p in weights):
         found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
     length = len(sample["tokens"])
     if set(sample) <= {"tokens", "labels", "mask"}:
