@@ -100,14 +100,15 @@ class AcceleratorMeter:
 
     @property
     def total_bytes(self) -> int:
-        return int(self._api.mem_get_info(self.device)[1])
+        return int(self._api.mem_get_info(self.device)[1] * self._fraction())
 
     def used_bytes(self) -> int:
         return int(self._api.memory_allocated(self.device))
 
     def free_bytes(self) -> int:
-        unused = self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
-        return int(self._api.mem_get_info(self.device)[0] + unused)
+        reserved = self._api.memory_reserved(self.device)
+        unused = reserved - self._api.memory_allocated(self.device)
+        return int(min(self._api.mem_get_info(self.device)[0], self.total_bytes - reserved) + unused)
 
     def reset_peak(self) -> None:
         self._api.reset_peak_memory_stats(self.device)
@@ -128,14 +129,19 @@ class AcceleratorMeter:
         if not self._enforces:
             yield
             return
-        before = 1.0
-        if hasattr(self._api, "get_per_process_memory_fraction"):
-            before = self._api.get_per_process_memory_fraction(self.device)
-        self._api.set_per_process_memory_fraction(min(before, num_bytes / self.total_bytes), self.device)
+        before = self._fraction()
+        device_bytes = self._api.mem_get_info(self.device)[1]
+        self._api.set_per_process_memory_fraction(min(before, num_bytes / device_bytes), self.device)
         try:
             yield
         finally:
             self._api.set_per_process_memory_fraction(before, self.device)
+
+    def _fraction(self) -> float:
+        """The share of the device that this process may take, as set by the user."""
+        if not hasattr(self._api, "get_per_process_memory_fraction"):
+            return 1.0
+        return float(self._api.get_per_process_memory_fraction(self.device))
 
 
 class CpuMeter:

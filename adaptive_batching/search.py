@@ -7,7 +7,7 @@ run is never returned, and no size is run twice.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -181,14 +181,25 @@ class _Curve:
         return abs(peak1 - expected) <= (CERTAIN_EXCESS - 1) * self._budget
 
     def first(self) -> int:
-        """Index of the size to run first: the last one if that surely fits, else 2 (the traced size), else 1."""
-        candidates = self._sizes.candidates
-        if self._predict is None:
+        """Index of the size to run first: the last one if that surely fits, else one to calibrate the curve with.
+
+        That is the smallest at which the curve already rises as it does at the expected maximum. Below it the peak is
+        another one, such as the optimizer's, and says nothing about the level of the one that matters.
+        """
+        candidates, predict = self._sizes.candidates, self._predict
+        if predict is None:
             return 0
-        if self._predict(candidates[-1]) <= CERTAIN_FIT * self._budget:
+        if predict(candidates[-1]) <= CERTAIN_FIT * self._budget:
             return len(candidates) - 1
-        two = bisect_right(candidates, 2) - 1
-        return max(two, 0) if self._predict(2) <= self._budget else 0
+        expected = max(self.largest_that_fits(), 0)
+        maximum = candidates[expected]
+
+        def rise(size: int) -> float:
+            return predict(size + 1) - predict(size)
+
+        sizes = range(2, max(maximum // 2, 2))
+        on_slope = 2 + bisect_left(sizes, 0.99 * rise(maximum), key=rise)
+        return min(bisect_left(candidates, on_slope), expected)
 
     def peak(self, index: int) -> float:
         """Expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from adaptive_batching.trial import TrainingStep
+from adaptive_batching.trial import TrainingStep, has_states
 
 TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
 
@@ -92,7 +92,8 @@ def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], N
         if isinstance(tensor, torch.Tensor):
             alive.track(tensor)
     with fake, alive:
-        run(batch)  # creates the optimizer states
+        if not optimizers or not all(map(has_states, optimizers)):
+            run(batch)  # creates them
         alive.restart()
         run(batch)  # the steady state
     return alive.log

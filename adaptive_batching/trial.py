@@ -117,14 +117,23 @@ class Trial:
     def _make_optimizer_states(self) -> None:
         """Step each optimizer once on zero gradients: the states get their memory without a forward pass."""
         for optimizer in self._step.optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            if all(p in optimizer.state for p in parameters):
+            if has_states(optimizer):
                 continue
+            parameters = _trainable(optimizer)
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
+
+
+def has_states(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` has made the states of all its parameters, as it does in its first step."""
+    return all(parameter in optimizer.state for parameter in _trainable(optimizer))
+
+
+def _trainable(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 @contextlib.contextmanager

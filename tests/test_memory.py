@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from adaptive_batching.memory import CpuMeter, is_out_of_memory, memory_meter
+from adaptive_batching.memory import AcceleratorMeter, CpuMeter, is_out_of_memory, memory_meter
 
 MIB = 2**20
 
@@ -80,3 +80,43 @@ def test_cuda_runs_out_of_memory_at_the_limit_and_recovers() -> None:
     with meter.limit(meter.used_bytes() + 200 * MIB), pytest.raises(torch.OutOfMemoryError):
         torch.ones(300 * MIB, dtype=torch.uint8, device="cuda")
     torch.ones(300 * MIB, dtype=torch.uint8, device="cuda")
+
+
+class Allocator:
+    """The statistics of an accelerator's caching allocator, as torch's device modules give them."""
+
+    def __init__(self, *, enforces: bool) -> None:
+        self.fraction = 1.0
+        if enforces:
+            self.set_per_process_memory_fraction = self._set
+            self.get_per_process_memory_fraction = lambda device: self.fraction
+
+    def _set(self, fraction: float, device: torch.device) -> None:
+        self.fraction = fraction
+
+    current_device = staticmethod(lambda: 0)
+    mem_get_info = staticmethod(lambda device: (300, 1000))  # free, total: others hold what is not reserved here
+    memory_allocated = staticmethod(lambda device: 100)
+    memory_reserved = staticmethod(lambda device: 180)
+    max_memory_allocated = staticmethod(lambda device: 150)
+    max_memory_reserved = staticmethod(lambda device: 190)
+
+
+@pytest.mark.parametrize("enforces", [True, False])
+def test_an_accelerator_counts_what_others_hold_and_bounds_itself_where_it_can(
+    enforces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocator = Allocator(enforces=enforces)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
+    meter = AcceleratorMeter(torch.device("cuda"))
+    assert meter.device == torch.device("cuda", 0)
+    assert (meter.total_bytes, meter.used_bytes(), meter.free_bytes()) == (1000, 100, 300 + 80)
+    assert meter.peak_bytes() == (150 if enforces else 190)
+    if enforces:
+        allocator.fraction = 0.25
+        assert (meter.total_bytes, meter.free_bytes()) == (250, 250 - 180 + 80), "a share that the user has set"
+        allocator.fraction = 1.0
+    with pytest.raises(KeyError), meter.limit(400):
+        assert allocator.fraction == (0.4 if enforces else 1.0)
+        raise KeyError
+    assert allocator.fraction == 1.0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
+import numpy as np
 import pytest
+import torch
 
 from tests.conftest import Run, TuneRun, assert_same_weights
 
@@ -120,3 +122,22 @@ def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: Tu
     for remedy in ("enable_activation_checkpointing=True: about", "optimizer_in_bwd=True", "LoRA", "QLoRA",
                    "tokenizer.max_seq_len=32 (now 64): about", "memory_limit"):  # fmt: skip
         assert remedy in message, message
+
+
+class UntraceableLoss(torch.nn.CrossEntropyLoss):
+    """Leaves torch for numpy, which has no fake tensors."""
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        scale = float(np.sign(logits.detach().numpy().shape[0]))
+        return scale * super().forward(logits, labels)
+
+
+def test_a_step_that_cannot_be_traced_is_measured(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:
+    loss = f"loss._component_={__name__}.UntraceableLoss"
+    exact = "adaptive_batching.round_to_power_of_two=False"
+    run = tune_run("full", *PROBE, loss, exact, "dataset.split=train[:20]", "epochs=1")
+    [probe] = events(run, "probe")
+    assert "cannot be traced" in caplog.text
+    assert probe["search"] == "predict (measured, no trace)"
+    assert probe["batch_size"] == 20
+    assert [m["batch_size"] for m in probe["measurements"]][:2] == [1, 4]
