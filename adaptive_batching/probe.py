@@ -127,8 +127,11 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, level: int) -> list[tup
     largest = max(known, key=lambda m: m.batch_size)
     assert largest.peak_bytes is not None
     level = largest.peak_bytes - curve.peak_bytes(largest.batch_size)
-    last = max(m.batch_size for m in sizes.measurements)
-    points = sorted({*(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))})
+    next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
+    last = max(next_size, *(m.batch_size for m in sizes.measurements))
+    points = sorted(
+        {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
+    )
     return [(b, curve.peak_bytes(b) + level) for b in points]
 
 
