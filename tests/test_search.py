@@ -105,7 +105,7 @@ def test_a_search_among_powers_of_two_ends_without_running_out_of_memory_where_t
 
 
 def test_the_calibrating_step_lies_beyond_the_floor() -> None:
-    """The optimizer's peak, 5000 up to a batch of 16, is 100 higher than predicted, which says nothing about the rest."""
+    """The optimizer's peak, 5000 up to a batch of 16, is 100 higher than predicted, unlike the rest."""
     device = Device(lambda b: max(5100 + b, 1000 + 250 * b), budget=20_000)
     sizes = device.search("predict", range(1, 1001), lambda b: max(5000.0 + b, 1000 + 250.0 * b))
     assert sizes.found == 76
