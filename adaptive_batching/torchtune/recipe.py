@@ -224,6 +224,7 @@ class AdaptiveBatching:
 
     def _cache_key(self, cfg: DictConfig, length: int, upper: int, device: str, total_bytes: int) -> dict[str, Any]:
         key = {name: _plain(cfg.get(name)) for name in _KEYS_OF_MEMORY}
+        key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
         for name in ("search", "round_to_power_of_two", "memory_limit", "headroom"):
             value = getattr(self.settings, name)
             key[name] = value if isinstance(value, (str, bool)) or value is None else repr(value)

@@ -8,6 +8,7 @@ import json
 import resource
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torchtune import config
 
@@ -22,12 +23,16 @@ NUM_STEPS = 20
 class Limited:
     """Mixed into a recipe: sets the limit just before the probe."""
 
+    def _optimizer_states(self) -> list[Any]:
+        return [state for o in training_step(self, {}).optimizers for state in o.state.values()]
+
     def _probe(self, cfg: DictConfig, sample: dict[str, Any], *args: Any) -> Any:
         CpuMeter().release()
-        before = _status("RssAnon")
+        state, before = snapshot(self), _status("RssAnon")
         resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + cfg.extra_mib * 2**20, -1))
         result = super()._probe(cfg, sample, *args)  # type: ignore[misc]
         after = _status("RssAnon")
+        unchanged = all(map(torch.equal, state, snapshot(self))) and not self._optimizer_states()
 
         step = training_step(self, sample)
         run = step.bind(step.model, step.optimizers)
@@ -41,9 +46,20 @@ class Limited:
                 raise
             larger_fails = True
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
-        outcome = {"larger_fails": larger_fails, "left_bytes": after - before, **result.to_dict()}
+        outcome = {
+            "larger_fails": larger_fails,
+            "unchanged": unchanged,
+            "left_bytes": after - before,
+            **result.to_dict(),
+        }
         print("OUTCOME " + json.dumps(outcome), flush=True)
         raise SystemExit(0)
+
+
+def snapshot(recipe: Any) -> list[torch.Tensor]:
+    """Weights, buffers and the random state, copied."""
+    tensors = [*recipe._model.parameters(), *recipe._model.buffers()]
+    return [torch.get_rng_state(), *(t.detach().clone() for t in tensors if type(t.data) is torch.Tensor)]
 
 
 class Full(Limited, FullFinetuneRecipeSingleDevice):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from adaptive_batching.memory import CpuMeter
 from tests.conftest import Run, TuneRun, assert_same_weights
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
@@ -54,6 +55,25 @@ def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: py
     assert all(step["batch_size"] == 4 for step in ours.metrics)
     assert without_sizes(ours.metrics) == stock.metrics
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_probe_that_went_over_its_limit_leaves_no_trace(kind: str, tune_run: TuneRun) -> None:
+    constant = {"lr_scheduler": None} if kind == "full" else {}
+    rate = [] if constant else ["lr_scheduler.num_warmup_steps=0", "lr_scheduler.num_cycles=0"]
+    few = ["dataset.split=train[:300]", "tokenizer.max_seq_len=256", "epochs=1", *rate]
+    meter = CpuMeter()
+    meter.release()
+    ours = tune_run(
+        kind, *few, "batch_size=1", "use_maximum_batch_size=True", "adaptive_batching.search=binary_search",
+        f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}", name="ours", replaced=constant,
+    )  # fmt: skip
+    [probe] = events(ours, "probe")
+    assert any(not m["fits"] for m in probe["measurements"])
+    assert 10 < probe["batch_size"] < 150
+    stock = tune_run(kind, *few, f"batch_size={probe['batch_size']}", name="stock", stock=True, replaced=constant)
+    assert without_sizes(ours.metrics) == stock.metrics
+    assert_same_weights(ours.weights(epoch=0), stock.weights(epoch=0))
 
 
 def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun) -> None:
@@ -104,12 +124,14 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
 
     first = messages()
     assert "trial step" in first
-    again = messages("optimizer.lr=5e-4")  # memory does not depend on it... but the optimizer's settings are the key
-    assert "stored probe result ignored, because these changed: optimizer" in again
     same = messages("optimizer.lr=5e-4")
     assert "trial step" not in same
     assert "maximum batch size 32, from the stored probe" in same
-    longer = messages("optimizer.lr=5e-4", "tokenizer.max_seq_len=80", "enable_activation_checkpointing=True")
+    other = messages("optimizer._component_=torch.optim.SGD")
+    assert "stored probe result ignored, because these changed: optimizer" in other
+    assert "trial step" in other
+    messages()
+    longer = messages("tokenizer.max_seq_len=80", "enable_activation_checkpointing=True")
     assert "enable_activation_checkpointing: False -> True, sequence_length: 64 -> 80" in longer
     assert "trial step" in longer
 

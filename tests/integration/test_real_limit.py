@@ -48,6 +48,7 @@ def test_the_answer_trains_and_a_larger_size_runs_out_of_memory(case: str, input
     outcome = json.loads(lines[0].removeprefix("OUTCOME "))
 
     assert outcome["reason"] == "memory"
+    assert outcome["unchanged"], "weights, optimizer states and random numbers are as before"
     assert outcome["larger_fails"], "a larger one should have run out of memory"
     assert outcome["search"] == "predict", "the step could be traced"
     failed = [m["batch_size"] for m in outcome["measurements"] if not m["fits"]]

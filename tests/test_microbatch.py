@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive_batching.microbatch import Cut, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+
+lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
+
+
+def tokens(cut: Cut, lengths: list[int]) -> list[int]:
+    return [padded_tokens([lengths[i] for i in micro_batch]) for micro_batch in cut]
+
+
+def in_order_within(lengths: list[int], max_tokens: int) -> Cut:
+    """Samples as they come, each micro-batch filled as far as the budget allows."""
+    cut: Cut = [[]]
+    for index, length in enumerate(lengths):
+        if cut[-1] and padded_tokens([*(lengths[i] for i in cut[-1]), length]) > max_tokens:
+            cut.append([])
+        cut[-1].append(index)
+    return cut
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths_of_samples, st.integers(1, 5000), st.floats(0, 1000))
+def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_samples(
+    lengths: list[int], max_tokens: int, forward_cost: float
+) -> None:
+    cut = cut_by_length(lengths, max_tokens, forward_cost)
+    assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch, count in zip(cut, tokens(cut, lengths), strict=True):
+        assert count <= max_tokens or len(micro_batch) == 1
+    assert sum(tokens(cut, lengths)) <= sum(tokens(in_order_within(lengths, max_tokens), lengths)) or forward_cost > 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 200), st.integers(0, 60))
+def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_cost: int) -> None:
+    def cost(cut: Cut) -> int:
+        return sum(tokens(cut, lengths)) + forward_cost * len(cut)
+
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    ends = range(1, len(order))
+    every_cut = [
+        [order[a:b] for a, b in zip((0, *inner), (*inner, len(order)), strict=True)]
+        for count in range(len(order))
+        for inner in combinations(ends, count)
+    ]
+    allowed = [
+        cut
+        for cut in every_cut
+        if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(cut, lengths), cut, strict=True))
+    ]
+    assert cost(cut_by_length(lengths, max_tokens, forward_cost)) == min(map(cost, allowed))
+
+
+def test_equal_lengths_are_cut_evenly_and_the_longest_run_first() -> None:
+    assert [len(m) for m in cut_by_length([10] * 9, 30)] == [3, 3, 3]
+    assert cut_by_length([5, 100, 6, 90], 200, forward_cost=50) == [[3, 1], [0, 2]]
+    assert cut_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_dear_forward_makes_micro_batches_larger() -> None:
+    lengths = [10, 20, 30, 40]
+    assert len(cut_by_length(lengths, 1000, forward_cost=0)) == 4
+    assert len(cut_by_length(lengths, 1000, forward_cost=1000)) == 1
+
+
+def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None:
+    limit = TokenLimit(steps_to_recover=2)
+    limit.step_done()
+    assert limit.max_tokens is None
+    limit.shrink(1000)
+    assert limit.max_tokens == 500
+    seen = []
+    for _ in range(4):
+        limit.step_done()
+        seen.append(limit.max_tokens)
+    assert seen == [500, 1000, 1000, 2000]
+    limit.shrink(900)
+    for _ in range(10):
+        limit.step_done()
+    assert limit.max_tokens == 999, "900 and 1000 have failed: two failures at or below 1000"
+    assert limit.num_recoveries == 2
