@@ -1,0 +1,91 @@
+"""How a batch is cut into micro-batches, each one forward and backward. Pure: indices and lengths only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+log = logging.getLogger(__name__)
+
+Cut = list[list[int]]
+"""Micro-batches of indices into the samples; together they hold every index once."""
+
+
+def padded_tokens(lengths: Sequence[int]) -> int:
+    """Tokens that a micro-batch of samples of these lengths takes: each is padded to the longest."""
+    return len(lengths) * max(lengths)
+
+
+def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
+    """Micro-batches of ``micro_batch_size`` samples as they come; the last one may be smaller."""
+    return [list(range(i, min(i + micro_batch_size, num_samples))) for i in range(0, num_samples, micro_batch_size)]
+
+
+def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float = 0.0) -> Cut:
+    """Cut samples, sorted by length, into micro-batches of at most ``max_tokens`` padded tokens, at the least cost.
+
+    The cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order the cheapest cut
+    is one of runs of neighbours, and is found exactly by dynamic programming over where the last run starts.
+
+    Args:
+        lengths: Tokens of each sample.
+        max_tokens: Most padded tokens of a micro-batch; a sample longer than that is alone in its micro-batch.
+        forward_cost: What a forward and backward costs beside its tokens, in tokens.
+
+    Returns:
+        Micro-batches, the longest samples first: if one does not fit, that shows before work is done.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    cost = [0.0]  # cost[j]: least cost of the first j samples
+    starts = [0]  # starts[j]: where the last micro-batch of that cut starts
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        first = max(end - max(max_tokens // longest, 1), 0)
+        best = min(range(first, end), key=lambda start: cost[start] + forward_cost + (end - start) * longest)
+        cost.append(cost[best] + forward_cost + (end - best) * longest)
+        starts.append(best)
+    cut, end = [], len(order)
+    while end > 0:
+        cut.append(order[starts[end] : end])
+        end = starts[end]
+    return cut
+
+
+class TokenLimit:
+    """The most padded tokens of a micro-batch, as running out of memory has taught it.
+
+    It is unknown until a micro-batch runs out of memory. Each time one does, it falls to half of that one. After a
+    number of steps without, it doubles, but never to what has failed twice.
+
+    Args:
+        steps_to_recover: Clean steps after which it is raised.
+    """
+
+    def __init__(self, steps_to_recover: int = 50) -> None:
+        self.max_tokens: int | None = None
+        self.num_recoveries = 0
+        self._steps_to_recover = steps_to_recover
+        self._clean_steps = 0
+        self._failed: list[int] = []
+
+    def shrink(self, tokens: int) -> None:
+        """A micro-batch of ``tokens`` padded tokens ran out of memory."""
+        self._failed.append(tokens)
+        self.num_recoveries += 1
+        self._clean_steps = 0
+        self.max_tokens = max(tokens // 2, 1)
+
+    def step_done(self) -> None:
+        """An optimizer step ended without running out of memory."""
+        if self.max_tokens is None:
+            return
+        self._clean_steps += 1
+        if self._clean_steps < self._steps_to_recover:
+            return
+        self._clean_steps = 0
+        wanted = 2 * self.max_tokens
+        if len(self._failed) > 1:
+            wanted = min(wanted, sorted(self._failed)[1] - 1)
+        if wanted > self.max_tokens:
+            log.info("micro-batches may take %d padded tokens again, from %d", wanted, self.max_tokens)
+            self.max_tokens = wanted
