@@ -70,6 +70,9 @@ class AdaptiveBatchingConfig:
     """``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``; see
     :mod:`adaptive_batching.growth`."""
 
+    micro_batch_size: int | None = None
+    """Samples of one forward and backward; None: the whole batch. It changes how a batch runs, not its gradient."""
+
     search: str = "predict"
     """How the probe looks for the maximum; a key of :data:`adaptive_batching.search.SEARCHES`."""
 
@@ -88,6 +91,9 @@ class AdaptiveBatchingConfig:
     sequence_length: int | None = None
     """Sample length in tokens to probe at. None: the packed length, else the tokenizer's ``max_seq_len``, else the
     longest sample."""
+
+    recover_from_oom: bool = True
+    """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
 
     report_dir: str | None = None
     """Where the record, the probe's result and the pictures go."""
@@ -109,6 +115,7 @@ class AdaptiveBatchingConfig:
         *,
         use_maximum_batch_size: Any = False,
         batch_increase_function: Any = None,
+        micro_batch_size: Any = None,
         batch_size: Any = 1,
     ) -> AdaptiveBatchingConfig:
         """Validate the two top-level fields and the ``adaptive_batching`` section of a config.
@@ -117,6 +124,7 @@ class AdaptiveBatchingConfig:
             section: The ``adaptive_batching`` section, or None.
             use_maximum_batch_size: The top-level field.
             batch_increase_function: The top-level field.
+            micro_batch_size: The top-level field.
             batch_size: The configured batch size, which bounds are checked against.
 
         Raises:
@@ -125,6 +133,7 @@ class AdaptiveBatchingConfig:
         _require_bool("use_maximum_batch_size", use_maximum_batch_size)
         _require_positive_int("batch_size", batch_size)
         _check_increase_field(batch_increase_function)
+        _check_micro_batch_size(micro_batch_size, batch_size)
         if section is not None and not isinstance(section, Mapping):
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
@@ -135,7 +144,7 @@ class AdaptiveBatchingConfig:
             if key not in known:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), known)}")
 
-        for key in ("round_to_power_of_two",):
+        for key in ("round_to_power_of_two", "recover_from_oom"):
             if key in values:
                 _require_bool(f"adaptive_batching.{key}", values[key])
         for key in ("max_batch_size", "sequence_length"):
@@ -163,11 +172,12 @@ class AdaptiveBatchingConfig:
         return cls(
             use_maximum_batch_size=use_maximum_batch_size,
             batch_increase_function=batch_increase_function,
+            micro_batch_size=micro_batch_size,
             **values,
         )
 
 
-_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function")
+_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size")
 
 
 def _require_bool(key: str, value: Any) -> None:
@@ -190,6 +200,15 @@ def _check_increase_field(value: Any) -> None:
             raise ConfigError(f"batch_increase_function={dict(value)!r} has no _component_; {remedy}")
     elif value is not None and not isinstance(value, str):
         raise ConfigError(f"batch_increase_function={value!r} is of type {type(value).__name__}; {remedy}")
+
+
+def _check_micro_batch_size(value: Any, batch_size: int) -> None:
+    if value is None:
+        return
+    _require_positive_int("micro_batch_size", value)
+    if batch_size % value:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ConfigError(f"micro_batch_size={value} does not divide batch_size={batch_size}; these do: {divisors}")
 
 
 def _closest(key: str, known: list[str]) -> str:

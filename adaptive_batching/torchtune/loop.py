@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 from adaptive_batching.growth import reference_steps
+from adaptive_batching.torchtune.data import Sample
+from adaptive_batching.torchtune.recovery import Recovery, in_backward
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +52,6 @@ def apply_gradients(recipe: Any, num_tokens: torch.Tensor) -> torch.Tensor | Non
     return grad_norm
 
 
-def in_backward(recipe: Any) -> bool:
-    """Whether each parameter is stepped in the backward pass; the LoRA recipes do not know the option."""
-    return bool(getattr(recipe, "_optimizer_in_bwd", False))
-
-
 def _lr_holder(recipe: Any) -> Any:
     return recipe._optim_ckpt_wrapper if in_backward(recipe) else recipe._optimizer
 
@@ -63,14 +62,17 @@ class TrainingLoop:
     With adaptive batching off it does what stock's loop does, operation by operation, and so gives the same bits:
     gradients of an accumulation window that an epoch leaves unfinished are carried into the next one, as in stock.
     With it on, an epoch ends with its last full window.
+
+    A *window* is the batches of one optimizer step, ``gradient_accumulation_steps`` of them. Each runs as one
+    micro-batch or several, which changes the gradient by no more than rounding: losses are sums over tokens, and the
+    sum over the window is divided by all of its tokens.
     """
 
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
         self._accumulation: int = recipe._gradient_accumulation_steps
-        self._loss: Any = 0
-        self._num_tokens: Any = 0
-        self._window_start = 0.0
+        self._recovery = Recovery(recipe)
+        self._start_window()
 
     def run(self) -> None:
         recipe = self._recipe
@@ -79,7 +81,6 @@ class TrainingLoop:
         if not in_backward(recipe):
             recipe._optimizer.zero_grad()
         recipe._profiler.start()
-        self._start_window()
         for epoch in range(recipe.epochs_run, recipe.total_epochs):
             recipe.start_epoch(epoch)
             self._run_epoch(epoch)
@@ -94,25 +95,52 @@ class TrainingLoop:
         last_step = recipe._steps_per_epoch if recipe.settings.enabled else recipe.max_steps_per_epoch
         recipe._dataloader.sampler.set_epoch(epoch)
         with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True) as progress:
-            for index, samples in enumerate(recipe._dataloader):
-                self._record_memory_history(epoch, index)
-                loss, num_tokens = forward_backward(recipe, recipe._dataloader.collate(samples))
-                self._loss = self._loss + loss
-                self._num_tokens = self._num_tokens + num_tokens
-                steps_done, remainder = divmod(index + 1, self._accumulation)
-                if remainder == 0:
-                    self._finish_step(epoch, steps_done, progress)
-                recipe._profiler.step()  # every micro-batch, as in stock
+            for index, batch in enumerate(recipe._dataloader):
+                with self._memory_history(epoch, index):
+                    self._run_batch(batch)
+                    steps_done, remainder = divmod(index + 1, self._accumulation)
+                    if remainder == 0:
+                        self._finish_step(epoch, steps_done, progress)
+                recipe._profiler.step()  # every batch, as in stock
                 if steps_done == last_step:
                     break
 
     def _start_window(self) -> None:
-        self._loss = self._num_tokens = 0
+        """Begin the batches of an optimizer step."""
+        self._window: list[list[Sample]] = []
         self._window_start = time.perf_counter()
+        self._loss: Any = 0
+        self._num_tokens: Any = 0
+
+    def _run_batch(self, batch: list[Sample]) -> None:
+        """Gather the gradients of a batch; if it runs out of memory, those of its window anew, in smaller parts."""
+        if not self._window:
+            self._recovery.remember()
+        self._window.append(batch)
+        waiting = [batch]
+        while not self._gather(waiting):
+            self._loss = self._num_tokens = 0
+            waiting = self._window
+
+    def _gather(self, batches: list[list[Sample]]) -> bool:
+        """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
+        recipe = self._recipe
+        for batch in batches:
+            for micro_batch in self._recovery.cut(batch):
+                with self._recovery.caught(micro_batch) as outcome:
+                    loss, num_tokens = forward_backward(recipe, recipe._dataloader.collate(micro_batch))
+                    self._loss = self._loss + loss
+                    self._num_tokens = self._num_tokens + num_tokens
+                if outcome.failed:
+                    self._recovery.recover(micro_batch)
+                    return False
+        return True
 
     def _finish_step(self, epoch: int, steps_done: int, progress: Any) -> None:
         recipe = self._recipe
-        grad_norm = apply_gradients(recipe, self._num_tokens)
+        with self._recovery.fatal():
+            grad_norm = apply_gradients(recipe, self._num_tokens)
+        self._recovery.step_done()
         if recipe._lr_scheduler is not None:
             for _ in range(self._scheduler_steps(steps_done)):
                 recipe._lr_scheduler.step()
@@ -149,13 +177,16 @@ class TrainingLoop:
         )
         return after - before
 
-    def _record_memory_history(self, epoch: int, index: int) -> None:
+    @contextlib.contextmanager
+    def _memory_history(self, epoch: int, index: int) -> Iterator[None]:
         """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to."""
         recipe = self._recipe
-        if epoch > 0 or not recipe.profiler_profile_memory or recipe._device.type != "cuda":
-            return
-        first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+        first = last = -1
+        if epoch == 0 and recipe.profiler_profile_memory and recipe._device.type == "cuda":
+            first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+            last = first + recipe.profiler_active_steps
         if index == first:
             torch.cuda.memory._record_memory_history()
-        elif index == first + recipe.profiler_active_steps + 1:
+        yield
+        if index == last:
             torch.cuda.memory._record_memory_history(enabled=None)

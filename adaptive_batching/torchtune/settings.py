@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 
-FIELDS = ("use_maximum_batch_size", "batch_increase_function", "adaptive_batching")
+FIELDS = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
 
 
 def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
@@ -32,12 +32,18 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         values["adaptive_batching"],
         use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],
         batch_increase_function=values["batch_increase_function"],
+        micro_batch_size=values["micro_batch_size"],
         batch_size=cfg.batch_size,
     )
     collate_fn = cfg.get("collate_fn", "")
     if "left_pad" in str(collate_fn):
         raise ConfigError(
             f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
+        )
+    if settings.micro_batch_size not in (None, cfg.batch_size) and cfg.get("optimizer_in_bwd", False):
+        raise ConfigError(
+            f"optimizer_in_bwd=True cannot accumulate micro-batches (micro_batch_size={settings.micro_batch_size} < "
+            f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
         )
     return settings
 

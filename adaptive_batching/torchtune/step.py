@@ -15,7 +15,8 @@ from torchtune import config, modules, training
 
 from adaptive_batching.probe import Remedy
 from adaptive_batching.torchtune.data import Sample, repeat, stretch
-from adaptive_batching.torchtune.loop import apply_gradients, forward_backward, in_backward
+from adaptive_batching.torchtune.loop import apply_gradients, forward_backward
+from adaptive_batching.torchtune.recovery import in_backward
 from adaptive_batching.trial import Run, TrainingStep
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)

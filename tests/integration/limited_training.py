@@ -1,0 +1,35 @@
+"""A recipe for ``tune run`` that trains under a real limit: the process may grow by ``extra_mib``, if positive."""
+
+import resource
+import sys
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batching.memory import CpuMeter, _status
+from adaptive_batching.torchtune import run_recipe
+from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
+
+MIB = 2**20
+
+
+class Limited(FullFinetuneRecipeSingleDevice):
+    def train(self) -> None:
+        meter = CpuMeter()
+        meter.release()
+        before = meter.used_bytes()
+        if self._cfg.extra_mib > 0:
+            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + self._cfg.extra_mib * MIB, -1))
+        super().train()
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
+        meter.release()
+        print(f"GREW BY {(meter.used_bytes() - before) // MIB} MIB")
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    run_recipe(Limited, cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
