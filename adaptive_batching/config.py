@@ -70,8 +70,9 @@ class AdaptiveBatchingConfig:
     """``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``; see
     :mod:`adaptive_batching.growth`."""
 
-    micro_batch_size: int | None = None
-    """Samples of one forward and backward; None: the whole batch. It changes how a batch runs, not its gradient."""
+    micro_batch_size: int | str | None = None
+    """Samples of one forward and backward; None: the whole batch; ``"auto"``: by length, as many tokens as is fastest
+    within what fits. It changes how a batch runs, not its gradient."""
 
     search: str = "predict"
     """How the probe looks for the maximum; a key of :data:`adaptive_batching.search.SEARCHES`."""
@@ -99,14 +100,20 @@ class AdaptiveBatchingConfig:
     """Where the record, the probe's result and the pictures go."""
 
     @property
+    def cuts_by_length(self) -> bool:
+        """Whether the samples of an optimizer step are sorted by length and cut by tokens."""
+        return self.micro_batch_size == "auto"
+
+    @property
     def enabled(self) -> bool:
-        """False: the run is the stock run."""
-        return self.use_maximum_batch_size or self.batch_increase_function is not None
+        """False: batches are those of the stock run."""
+        return self.use_maximum_batch_size or self.batch_increase_function is not None or self.cuts_by_length
 
     @property
     def probes(self) -> bool:
         """Whether the largest batch has to be measured."""
-        return self.use_maximum_batch_size or (self.batch_increase_function is not None and self.max_batch_size is None)
+        grows_unbounded = self.batch_increase_function is not None and self.max_batch_size is None
+        return self.use_maximum_batch_size or self.cuts_by_length or grows_unbounded
 
     @classmethod
     def from_mapping(
@@ -203,8 +210,10 @@ def _check_increase_field(value: Any) -> None:
 
 
 def _check_micro_batch_size(value: Any, batch_size: int) -> None:
-    if value is None:
+    if value is None or value == "auto":
         return
+    if isinstance(value, str):
+        raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto or null")
     _require_positive_int("micro_batch_size", value)
     if batch_size % value:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]

@@ -83,7 +83,10 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         try:
             found = found(**arguments)
         except Exception as error:
-            raise IncreaseFunctionError(f"{key} failed with the arguments {arguments}: {error}") from error
+            raise IncreaseFunctionError(
+                f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
+                f"plain function without _component_; on the command line, a path keeps the YAML's arguments"
+            ) from error
         if not callable(found):
             raise IncreaseFunctionError(
                 f"{key} is used as a factory (_component_) but returned {found!r}; it must return a function "
@@ -99,7 +102,6 @@ class Decision:
 
     epoch: int
     batch_size: int
-    previous: int
     reason: str
 
 
@@ -129,7 +131,6 @@ class BatchController:
         self._increase = increase
         self._name = name
         self._warned = False
-        self.decisions: list[Decision] = []
 
     def start_epoch(self, epoch: int) -> Decision:
         """Ask the increase function and apply its answer where the sum stays within the maximum.
@@ -154,9 +155,7 @@ class BatchController:
                     previous, self._name, wanted, epoch, self.maximum, self.maximum_reason,
                 )  # fmt: skip
                 self._warned = True
-        decision = Decision(epoch, self.batch_size, previous, reason)
-        self.decisions.append(decision)
-        return decision
+        return Decision(epoch, self.batch_size, reason)
 
     def _ask(self, epoch: int) -> int:
         call = f"batch_increase_function {self._name}(epoch={epoch}, current_batch_size={self.batch_size})"

@@ -220,7 +220,7 @@ def _process_limits() -> list[tuple[int, int]]:
 
 
 def _cgroup_limits(which: str) -> list[int]:
-    """Bytes in ``memory.max`` or ``memory.current`` of this process's cgroups (version 2) that have a limit."""
+    """Bytes that this process's cgroups (version 2) with a limit may take, or take now; pages to drop do not count."""
     root = Path("/sys/fs/cgroup")
     try:
         line = next(li for li in Path("/proc/self/cgroup").read_text().splitlines() if li.startswith("0::"))
@@ -232,5 +232,9 @@ def _cgroup_limits(which: str) -> list[int]:
         limit = folder / "memory.max"
         if not folder.is_relative_to(root) or not limit.exists() or limit.read_text().strip() == "max":
             continue
-        values.append(int((folder / f"memory.{which}").read_text()))
+        value = int((folder / f"memory.{which}").read_text())
+        if which == "current":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            value -= int(stat.get("inactive_file", 0))
+        values.append(value)
     return values

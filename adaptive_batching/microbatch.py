@@ -51,6 +51,40 @@ def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float =
     return cut
 
 
+class ForwardCost:
+    """What a forward and backward takes: a fixed time, and a time for each padded token, fitted to what was measured.
+
+    A least-squares line through (padded tokens, seconds), older measurements counting less.
+
+    Args:
+        decay: Weight that a measurement keeps with each new one.
+        warm_up: First measurements to pass over; they pay for what is set up once.
+    """
+
+    def __init__(self, decay: float = 0.98, warm_up: int = 3) -> None:
+        self._decay = decay
+        self._to_skip = warm_up
+        self._sums = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A micro-batch of ``tokens`` padded tokens took ``seconds``."""
+        if self._to_skip > 0:
+            self._to_skip -= 1
+            return
+        new = (1.0, tokens, tokens**2, seconds, tokens * seconds)
+        self._sums = [self._decay * old + term for old, term in zip(self._sums, new, strict=True)]
+
+    def in_tokens(self, default: float) -> float:
+        """The fixed time of a forward, in the number of tokens that take as long; ``default`` while unknown."""
+        n, t, tt, s, ts = self._sums
+        spread = n * tt - t * t
+        if n < 2 or spread <= 1e-6 * n * tt:  # all of one size: no slope to be seen
+            return default
+        per_token = (n * ts - t * s) / spread
+        fixed = (s - per_token * t) / n
+        return max(fixed / per_token, 0.0) if per_token > 0 else default
+
+
 class TokenLimit:
     """The most padded tokens of a micro-batch, as running out of memory has taught it.
 
@@ -77,7 +111,7 @@ class TokenLimit:
 
     def step_done(self) -> None:
         """An optimizer step ended without running out of memory."""
-        if self.max_tokens is None:
+        if self.max_tokens is None or self.max_tokens >= max(self._failed, default=0):
             return
         self._clean_steps += 1
         if self._clean_steps < self._steps_to_recover:

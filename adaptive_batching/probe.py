@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class DoesNotFitError(RuntimeError):
-    """Not even a batch of one sample fits. The message says how much is missing and what would help."""
+    """Training does not fit in memory, from the start or at some step. The message says what would help."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     available = meter.used_bytes() + meter.free_bytes()
     headroom = config.headroom.of(meter.total_bytes)
     if config.memory_limit is None:
-        return available - headroom
+        return max(available - headroom, 0)
     return min(config.memory_limit.of(meter.total_bytes), available)
 
 

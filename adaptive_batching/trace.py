@@ -87,10 +87,8 @@ def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], N
         run = step.bind(model, optimizers)
         batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
     alive = _BytesAlive()
-    states = [value for optimizer in optimizers for value in tree_iter(list(optimizer.state.values()))]
-    for tensor in [*model.parameters(), *model.buffers(), *states]:
-        if isinstance(tensor, torch.Tensor):
-            alive.track(tensor)
+    for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
+        alive.track(tensor)
     with fake, alive:
         if not optimizers or not all(map(has_states, optimizers)):
             run(batch)  # creates them
@@ -138,12 +136,17 @@ class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
+def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    values = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def _fake_copy(
     model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode
 ) -> tuple[nn.Module, list[Optimizer]]:
     """Copy model and optimizers together, every tensor fake and on the cpu, the optimizers tied to the copy."""
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
         copied = _fake_on_cpu(tensor, fake)
         if isinstance(tensor, nn.Parameter):
             with fake:
@@ -152,6 +155,9 @@ def _fake_copy(
     with FakeCopyMode(fake):
         copied_model, copied_optimizers = copy.deepcopy((model, list(optimizers)), memo)
     for optimizer, original in zip(copied_optimizers, optimizers, strict=True):
+        for name, value in vars(original).items():  # an optimizer copies its states and groups, and nothing of its own
+            if name != "step":  # which a learning-rate scheduler binds to the original
+                vars(optimizer).setdefault(name, value)
         _choose_implementation_of_device(optimizer, original)
     return copied_model, copied_optimizers
 

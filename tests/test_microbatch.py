@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import random
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.microbatch import Cut, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.microbatch import Cut, ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
 
 lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
 
@@ -69,6 +71,28 @@ def test_a_dear_forward_makes_micro_batches_larger() -> None:
     assert len(cut_by_length(lengths, 1000, forward_cost=1000)) == 1
 
 
+def test_the_cost_of_a_forward_is_found_in_noisy_times() -> None:
+    generator = random.Random(0)
+    cost = ForwardCost()
+    assert cost.in_tokens(default=7.0) == 7.0
+    for step in range(200):
+        tokens = generator.randint(100, 4000)
+        seconds = (0.02 + 1e-5 * tokens) * generator.uniform(0.9, 1.1)
+        cost.observe(tokens, seconds + (step < 3) * 5)  # the first ones pay for warming up
+    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.2)
+
+
+def test_without_a_slope_the_cost_stays_unknown() -> None:
+    cost = ForwardCost(warm_up=0)
+    for _ in range(50):
+        cost.observe(512, 0.1)
+    assert cost.in_tokens(default=7.0) == 7.0
+    falling = ForwardCost(warm_up=0)
+    for tokens in range(100, 200):
+        falling.observe(tokens, 1.0 / tokens)
+    assert falling.in_tokens(default=7.0) == 7.0
+
+
 def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None:
     limit = TokenLimit(steps_to_recover=2)
     limit.step_done()
@@ -79,7 +103,7 @@ def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None
     for _ in range(4):
         limit.step_done()
         seen.append(limit.max_tokens)
-    assert seen == [500, 1000, 1000, 2000]
+    assert seen == [500, 1000, 1000, 1000], "once beyond what failed, it rests"
     limit.shrink(900)
     for _ in range(10):
         limit.step_done()

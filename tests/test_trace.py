@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -74,6 +74,46 @@ def test_a_trace_changes_nothing_and_is_the_same_before_and_after_the_first_step
     step.bind(model, [optimizer])(step.make_batch(2))
     second = trace_peak_memory(step)
     assert [first.peak_bytes(b) for b in (2, 50)] == [second.peak_bytes(b) for b in (2, 50)]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_states_on_a_device_are_traced_on_the_cpu_like_the_parameters(optimizer_class: type[Optimizer]) -> None:
+    """The meta device stands for an accelerator: tensors that are not on the cpu."""
+
+    def curve(device: str, *, has_states: bool) -> list[int]:
+        model = deep_model().to(device)
+        optimizer = optimizer_class(model.parameters(), lr=0.1, foreach=True, **momentum)
+        if has_states:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        traced = trace_peak_memory(training_step(model, optimizer, torch.sum))
+        return [traced.resting_bytes, traced.peak_bytes(2), traced.peak_bytes(500)]
+
+    momentum = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+    expected = curve("cpu", has_states=False)
+    assert (
+        curve("cpu", has_states=True) == curve("meta", has_states=True) == curve("meta", has_states=False) == expected
+    )
+
+
+def test_an_optimizer_with_attributes_of_its_own_is_traced() -> None:
+    class Scaled(torch.optim.SGD):
+        def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+            super().__init__(parameters, lr)
+            self.scale = 2.0
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            assert self.scale == 2.0
+            super().step()
+
+    model = deep_model()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # replaces optimizer.step
+    before = [p.detach().clone() for p in model.parameters()]
+    assert trace_peak_memory(training_step(model, optimizer, torch.sum)).peak_bytes(2) > 0
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_memory_of_large_batches_grows_by_the_activations() -> None:

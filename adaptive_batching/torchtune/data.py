@@ -132,21 +132,19 @@ def repeat(sample: Sample, count: int) -> list[Sample]:
     return [copy.copy(sample) for _ in range(count)]
 
 
-def random_state() -> dict[str, Any]:
-    """The state of torch's random number generators, as a checkpoint can hold it."""
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of torch's random numbers on the cpu and on ``device``, as a checkpoint can hold it."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.accelerator.is_available():
-        name = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
-        state[name] = torch.get_device_module(name).get_rng_state()
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """The inverse of :func:`random_state`; states of devices that are not here are skipped."""
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of :func:`random_state`; a state of another kind of device is skipped."""
     torch.set_rng_state(state["cpu"])
-    for name, value in state.items():
-        if name != "cpu" and torch.accelerator.is_available():
-            torch.get_device_module(name).set_rng_state(value)
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 def _longest(dataset: Any) -> Sample:

@@ -20,17 +20,24 @@ from adaptive_batching.torchtune.recovery import Recovery, in_backward
 log = logging.getLogger(__name__)
 
 
-def forward_backward(recipe: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_backward(
+    recipe: Any, batch: dict[str, Any], weight: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one micro-batch.
 
+    Args:
+        recipe: The recipe; its ``_loss_step`` gives a mean over tokens.
+        batch: The collated samples.
+        weight: What the mean loss is multiplied by; None: the number of labels.
+
     Returns:
-        The summed loss of its target tokens, and their number; both scalars.
+        The weighted loss, and the number of labels; both scalars.
     """
     utils.batch_to_device(batch, recipe._device)
     num_tokens = (batch["labels"] != recipe._loss_fn.ignore_index).sum()
     # The loss is a mean over tokens. Times their number it can be summed over micro-batches, and the gradient divided
     # by all tokens of the step.
-    loss = recipe._loss_step(batch) * num_tokens
+    loss = recipe._loss_step(batch) * (num_tokens if weight is None else weight)
     loss.backward()
     return loss.detach(), num_tokens
 
@@ -97,8 +104,8 @@ class TrainingLoop:
         with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True) as progress:
             for index, batch in enumerate(recipe._dataloader):
                 with self._memory_history(epoch, index):
-                    self._run_batch(batch)
                     steps_done, remainder = divmod(index + 1, self._accumulation)
+                    self._run_batch(batch, ends_window=remainder == 0)
                     if remainder == 0:
                         self._finish_step(epoch, steps_done, progress)
                 recipe._profiler.step()  # every batch, as in stock
@@ -112,12 +119,17 @@ class TrainingLoop:
         self._loss: Any = 0
         self._num_tokens: Any = 0
 
-    def _run_batch(self, batch: list[Sample]) -> None:
+    def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window anew, in smaller parts."""
         if not self._window:
             self._recovery.remember()
         self._window.append(batch)
         waiting = [batch]
+        if self._recipe.settings.cuts_by_length:
+            # All samples of the step are sorted together.
+            self._window = waiting = [[sample for each in self._window for sample in each]]
+            if not ends_window:
+                return
         while not self._gather(waiting):
             self._loss = self._num_tokens = 0
             waiting = self._window
@@ -127,12 +139,14 @@ class TrainingLoop:
         recipe = self._recipe
         for batch in batches:
             for micro_batch in self._recovery.cut(batch):
-                with self._recovery.caught(micro_batch) as outcome:
-                    loss, num_tokens = forward_backward(recipe, recipe._dataloader.collate(micro_batch))
+                samples = micro_batch.samples
+                with self._recovery.caught(samples) as outcome, self._recovery.timed(samples):
+                    collated = recipe._dataloader.collate(samples)
+                    loss, num_tokens = forward_backward(recipe, collated, micro_batch.weight)
                     self._loss = self._loss + loss
                     self._num_tokens = self._num_tokens + num_tokens
                 if outcome.failed:
-                    self._recovery.recover(micro_batch)
+                    self._recovery.recover(samples)
                     return False
         return True
 

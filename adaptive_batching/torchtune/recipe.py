@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -68,6 +69,8 @@ class AdaptiveBatching:
         self.reference_batch_size: int = cfg.batch_size
         """The batch size that the learning-rate schedule is laid out for."""
         self.reference_steps_per_epoch = 0
+        self.token_budget = 0
+        """Most padded tokens of a micro-batch that fit; known where the step is cut by length."""
         self.report: Report | None = None
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
@@ -80,7 +83,7 @@ class AdaptiveBatching:
         self._controller = self._make_controller(cfg)
         if "random_state" in self._stored:
             self.global_step = self._stored["global_step"]
-            set_random_state(self._stored["random_state"])
+            set_random_state(self._stored["random_state"], self._device)
 
     def train(self) -> None:
         TrainingLoop(self).run()
@@ -149,8 +152,10 @@ class AdaptiveBatching:
     def _make_controller(self, cfg: DictConfig) -> BatchController:
         maximum, reason = self._find_maximum(cfg)
         if self._increase is None:
-            start = maximum
-            log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
+            start = maximum if self.settings.use_maximum_batch_size else int(cfg.batch_size)
+            maximum = start
+            if start != cfg.batch_size:
+                log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
         else:
             start = self._size_before_this_run(cfg)
             if start > maximum:
@@ -193,6 +198,11 @@ class AdaptiveBatching:
         )
         result = self._probe(cfg, sample, length, upper, reason)
         self.report.probe(result, sequence_length=length)
+        if self.settings.cuts_by_length:
+            self.token_budget = result.batch_size * length
+            if self._increase is not None:
+                return upper, reason  # what does not fit at once is cut
+            return _round_down(result.batch_size, self.settings.round_to_power_of_two), result.reason
         return result.batch_size, result.reason
 
     def _probe(self, cfg: DictConfig, sample: dict[str, Any], length: int, upper: int, reason: str) -> ProbeResult:
@@ -212,7 +222,8 @@ class AdaptiveBatching:
             log.info("stored probe result ignored: it takes %d bytes, and %d are left", stored.peak_bytes, available)
         result = find_maximum_batch_size(
             training_step(self, sample),
-            self.settings,
+            # A budget of tokens is no size to round.
+            replace(self.settings, round_to_power_of_two=self._rounds),
             meter,
             upper=upper,
             upper_reason=reason,
@@ -222,10 +233,15 @@ class AdaptiveBatching:
         store_result(path, key, result)
         return result
 
+    @property
+    def _rounds(self) -> bool:
+        return self.settings.round_to_power_of_two and not self.settings.cuts_by_length
+
     def _cache_key(self, cfg: DictConfig, length: int, upper: int, device: str, total_bytes: int) -> dict[str, Any]:
         key = {name: _plain(cfg.get(name)) for name in _KEYS_OF_MEMORY}
         key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
-        for name in ("search", "round_to_power_of_two", "memory_limit", "headroom"):
+        key |= {"round_to_power_of_two": self._rounds, "cuts_by_length": self.settings.cuts_by_length}
+        for name in ("search", "memory_limit", "headroom"):
             value = getattr(self.settings, name)
             key[name] = value if isinstance(value, (str, bool)) or value is None else repr(value)
         key["include"] = self.reference_batch_size if self._increase is not None else None
@@ -240,9 +256,8 @@ class AdaptiveBatching:
         return {
             "batch_size": self._controller.batch_size,
             "configured_batch_size": self.reference_batch_size,
-            "maximum_batch_size": self._controller.maximum,
             "global_step": self.global_step,
-            "random_state": random_state(),
+            "random_state": random_state(self._device),
         }
 
 
@@ -265,6 +280,10 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
         if error.__cause__ is not None:
             log.error("the cause, in full:", exc_info=error.__cause__)
         raise SystemExit(f"error: {error}") from None
+
+
+def _round_down(size: int, to_power_of_two: bool) -> int:
+    return 1 << (size.bit_length() - 1) if to_power_of_two else size
 
 
 def _plain(value: Any) -> Any:

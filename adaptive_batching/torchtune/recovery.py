@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torchtune.training import OffloadActivations
 
 from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.microbatch import TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.microbatch import ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.torchtune.data import Sample, random_state, set_random_state
 
@@ -24,6 +27,21 @@ CONSECUTIVE_RECOVERIES_TO_WARN = 3
 def in_backward(recipe: Any) -> bool:
     """Whether each parameter is stepped in the backward pass; the LoRA recipes do not know the option."""
     return bool(getattr(recipe, "_optimizer_in_bwd", False))
+
+
+def reset_offloading(recipe: Any) -> None:
+    """Forget the activations of a forward that did not end; torchtune's context keeps track of them by itself."""
+    if isinstance(recipe.activations_handling_ctx, OffloadActivations):
+        recipe.activations_handling_ctx = OffloadActivations()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one forward and backward."""
+
+    samples: list[Sample]
+    weight: float | None = None
+    """What its mean loss is multiplied by; None: the number of its labels, as in stock."""
 
 
 @dataclass
@@ -46,29 +64,65 @@ class Recovery:
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
         self._limit = TokenLimit()
+        self.cost = ForwardCost()
         self._random_state: dict[str, Any] = {}
+        self._events: list[tuple[int, torch.Event, torch.Event]] = []
         self._recovered_in_row = 0
         self._recovered_in_step = False
         self._warned = False
 
-    def cut(self, batch: list[Sample]) -> list[list[Sample]]:
-        """The micro-batches of ``batch``: of ``micro_batch_size`` samples, or fewer where that ran out of memory."""
-        size = self._recipe.settings.micro_batch_size or len(batch)
-        parts = [[batch[i] for i in indices] for indices in cut_in_order(len(batch), size)]
+    def cut(self, batch: list[Sample]) -> list[MicroBatch]:
+        """The micro-batches of ``batch``: of ``micro_batch_size`` samples, or by length within the token budget."""
+        if self._recipe.settings.cuts_by_length:
+            budget = self._recipe.token_budget
+            # Until the costs are known, a forward is taken to cost as much as an eighth of the budget.
+            cut = cut_by_length(_lengths(batch), budget, min(self.cost.in_tokens(default=budget / 8), budget))
+        else:
+            cut = cut_in_order(len(batch), self._recipe.settings.micro_batch_size or len(batch))
+        parts = [[batch[i] for i in indices] for indices in cut]
         if self._limit.max_tokens is not None:
             parts = [micro_batch for part in parts for micro_batch in _cut_to(part, self._limit.max_tokens)]
-        # A truncated sample can be all prompt. Alone in a micro-batch its mean loss over no target would be 0/0; its
-        # share of the whole batch's gradient is nothing.
-        return [part for part in parts if self._has_target(part)] or parts
+        if len(parts) == 1:
+            return [MicroBatch(parts[0])]
+        # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
+        # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
+        # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
+        targets = [sum(self._count(sample["labels"][1:]) for sample in part) for part in parts]
+        labels = sum(self._count(sample["labels"]) for sample in batch)
+        shares = [count * labels / max(sum(targets), 1) for count in targets]
+        weighted = [MicroBatch(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
+        return weighted or [MicroBatch(batch)]
 
-    def _has_target(self, samples: list[Sample]) -> bool:
-        ignored = self._recipe._loss_fn.ignore_index
-        return any(label != ignored for sample in samples for label in sample["labels"][1:])
+    def _count(self, labels: Any) -> int:
+        return int((np.asarray(labels) != self._recipe._loss_fn.ignore_index).sum())
 
     def remember(self) -> None:
         """A window begins: keep the random state that it begins with."""
         if self._possible:
-            self._random_state = random_state()
+            self._random_state = random_state(self._recipe._device)
+
+    def timed(self, micro_batch: list[Sample]) -> contextlib.AbstractContextManager[None]:
+        """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
+        if not self._recipe.settings.cuts_by_length:
+            return contextlib.nullcontext()
+        return self._timed(padded_tokens(_lengths(micro_batch)))
+
+    @contextlib.contextmanager
+    def _timed(self, tokens: int) -> Iterator[None]:
+        if self._recipe._device.type == "cpu":
+            start = time.perf_counter()
+            yield
+            self.cost.observe(tokens, time.perf_counter() - start)
+            return
+        # Events are read when the step is over, so that the device is not waited for in between.
+        begin, end = (
+            torch.Event(device=self._recipe._device, enable_timing=True),
+            torch.Event(device=self._recipe._device, enable_timing=True),
+        )
+        begin.record()
+        yield
+        end.record()
+        self._events.append((tokens, begin, end))
 
     @contextlib.contextmanager
     def caught(self, micro_batch: list[Sample]) -> Iterator[Outcome]:
@@ -100,15 +154,21 @@ class Recovery:
             "tokens in a forward (recovery number %d)",
             len(micro_batch), max(_lengths(micro_batch)), self._limit.max_tokens, self._limit.num_recoveries,
         )  # fmt: skip
+        self._events.clear()
         for parameter in self._recipe._model.parameters():
             parameter.grad = None
         gc.collect()
         if self._recipe._device.type != "cpu":
             torch.get_device_module(self._recipe._device).empty_cache()
-        set_random_state(self._random_state)
+        reset_offloading(self._recipe)
+        set_random_state(self._random_state, self._recipe._device)
 
     def step_done(self) -> None:
         """An optimizer step is done."""
+        for tokens, begin, end in self._events:
+            end.synchronize()
+            self.cost.observe(tokens, begin.elapsed_time(end) / 1000)
+        self._events.clear()
         if not self._recovered_in_step:
             self._limit.step_done()
         self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_in_step else 0
@@ -119,10 +179,6 @@ class Recovery:
                 "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
                 "or enable_activation_checkpointing=True"
             )
-
-    @property
-    def num_recoveries(self) -> int:
-        return self._limit.num_recoveries
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
@@ -155,10 +211,10 @@ class Recovery:
             )
         if not self._recipe.settings.recover_from_oom:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
-        start = list(micro_batch[0]["tokens"][:12])
+        start = [int(token) for token in micro_batch[0]["tokens"][:12]]
         return (
-            f"out of memory with a single sample of {lengths[0]} tokens (it begins with the tokens {start}); set "
-            f"tokenizer.max_seq_len below {lengths[0]}, or enable_activation_checkpointing=True"
+            f"out of memory with a single sample, or pack, of {lengths[0]} tokens (it begins with the tokens {start}); "
+            f"set tokenizer.max_seq_len below {lengths[0]}, or enable_activation_checkpointing=True"
         )
 
 

@@ -40,9 +40,10 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         raise ConfigError(
             f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
-    if settings.micro_batch_size not in (None, cfg.batch_size) and cfg.get("optimizer_in_bwd", False):
+    cuts = settings.micro_batch_size is not None and (settings.enabled or settings.micro_batch_size != cfg.batch_size)
+    if cuts and cfg.get("optimizer_in_bwd", False):
         raise ConfigError(
-            f"optimizer_in_bwd=True cannot accumulate micro-batches (micro_batch_size={settings.micro_batch_size} < "
+            f"optimizer_in_bwd=True cannot accumulate micro-batches (micro_batch_size={settings.micro_batch_size}, "
             f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
         )
     return settings

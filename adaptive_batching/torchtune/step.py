@@ -16,7 +16,7 @@ from torchtune import config, modules, training
 from adaptive_batching.probe import Remedy
 from adaptive_batching.torchtune.data import Sample, repeat, stretch
 from adaptive_batching.torchtune.loop import apply_gradients, forward_backward
-from adaptive_batching.torchtune.recovery import in_backward
+from adaptive_batching.torchtune.recovery import in_backward, reset_offloading
 from adaptive_batching.trial import Run, TrainingStep
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
@@ -36,7 +36,9 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
         def run(batch: dict[str, Any]) -> None:
             # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
             num_tokens: Any = 0
-            for _ in range(min(recipe._gradient_accumulation_steps, 2)):
+            reset_offloading(target)
+            accumulates = recipe._gradient_accumulation_steps > 1 or recipe.settings.cuts_by_length
+            for _ in range(2 if accumulates else 1):
                 num_tokens = num_tokens + forward_backward(target, dict(batch))[1]
             apply_gradients(target, num_tokens)
 

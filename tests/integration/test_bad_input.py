@@ -31,7 +31,7 @@ def factory(every: int = 1):
         (["adaptive_batching.search=fastest"], r"search='fastest' is unknown; Known: .*predict"),
         (["adaptive_batching.max_batch_size=3"], "max_batch_size=3 is below batch_size=4; raise"),
         (["micro_batch_size=3"], r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
-        (["micro_batch_size=auto"], "micro_batch_size='auto' must be a whole number"),
+        (["micro_batch_size=most"], "micro_batch_size='most' must be a whole number, auto or null"),
         (["micro_batch_size=2", "optimizer_in_bwd=True"], "cannot accumulate micro-batches"),
         (["batch_size=0"], "batch_size=0 must be a whole number"),
         ([f"{FUNCTION}=no.such.function"], r"batch_increase_function='no\.such\.function' cannot be imported"),

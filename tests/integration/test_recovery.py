@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching.microbatch import TokenLimit
 from tests.conftest import Run, TuneRun
+from tests.integration.test_probe import events
 
 # What the next models do: where they run out of memory, and how often.
 plan: dict[str, Any] = {}
@@ -56,11 +58,12 @@ def no_plan() -> None:
     plan.update(layer=0, call=1, times=0, calls=0, now=False, where="forward")
 
 
-def assert_close(ours: Run, theirs: Run, epoch: int = 1) -> None:
+def assert_close(ours: Run, theirs: Run, epoch: int = 1, rel: float = 2e-4) -> None:
     """Equal to float rounding: losses, learning rates and weights."""
     assert len(ours.metrics) == len(theirs.metrics)
     for a, b in zip(ours.metrics, theirs.metrics, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=2e-4)
+        assert a["loss"] == pytest.approx(b["loss"], rel=rel)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=10 * rel)
         assert a["lr"] == b["lr"]
     for name, weights in theirs.weights(epoch).items():
         torch.testing.assert_close(ours.weights(epoch)[name], weights, rtol=1e-2, atol=2e-4)
@@ -77,6 +80,59 @@ def test_micro_batches_train_as_the_whole_batch(kind: str, micro_batch_size: int
     cut = tune_run(kind, *common, f"micro_batch_size={micro_batch_size}", name="cut")
     assert cut.metrics != whole.metrics, "rounding tells that the batch was cut"
     assert_close(cut, whole)
+
+
+@pytest.mark.parametrize("micro_batch_size", ["1", "auto"])
+def test_micro_batches_weigh_by_targets_where_every_token_is_one(micro_batch_size: str, tune_run: TuneRun) -> None:
+    """Without a masked prompt a sample has a label more than it has targets, which weighs most in short samples."""
+    common = [*SGD, "batch_size=8", "dataset.train_on_input=True", "tokenizer.max_seq_len=256", "epochs=1"]
+    common += ["adaptive_batching.memory_limit=8GiB", "lr_scheduler.num_warmup_steps=0"]
+    whole = tune_run("full", *common, name="whole")
+    assert_close(
+        tune_run("full", *common, f"micro_batch_size={micro_batch_size}", name="cut"), whole, epoch=0, rel=3e-6
+    )
+
+
+class CountingModel:
+    """Notes the shape of every forward's tokens."""
+
+    shapes: ClassVar[list[tuple[int, int]]] = []
+
+    def __new__(cls, **arguments: Any) -> nn.Module:
+        model = llama2(**arguments)
+        model.register_forward_pre_hook(lambda module, args, kwargs: cls.note(kwargs["tokens"]), with_kwargs=True)
+        return model
+
+    @classmethod
+    def note(cls, tokens: torch.Tensor) -> None:
+        if not isinstance(tokens, FakeTensor):
+            cls.shapes.append(tuple(tokens.shape))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: bool, tune_run: TuneRun) -> None:
+    common = [
+        *SGD, f"model._component_={__name__}.CountingModel", "batch_size=16", "gradient_accumulation_steps=2",
+        "dataset.split=train[:200]", "epochs=1", "tokenizer.max_seq_len=256", f"dataset.packed={packed}",
+        *(["batch_size=4"] if packed else []),
+    ]  # fmt: skip
+    CountingModel.shapes.clear()
+    whole = tune_run("full", *common, name="whole")
+    whole_shapes = list(CountingModel.shapes)
+    limit = ["adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16"]
+    CountingModel.shapes.clear()
+    cut = tune_run("full", *common, *limit, "micro_batch_size=auto", name="cut")
+    probe = events(cut, "probe")[0]
+    shapes = CountingModel.shapes[2 * len(probe["measurements"]) :]  # a trial accumulates: two forwards
+    assert_close(cut, whole, epoch=0)
+    budget = probe["batch_size"] * probe["sequence_length"]
+    assert all(rows * length <= budget for rows, length in shapes)
+    if packed:
+        assert {length for _, length in shapes} == {256}
+    else:
+        assert sum(rows for rows, _ in shapes) == 192, "every sample once"
+        padded = [sum(rows * length for rows, length in each) for each in (whole_shapes, shapes)]
+        assert padded[1] < 0.7 * padded[0]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -142,7 +198,7 @@ def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
 
 def test_a_single_sample_that_does_not_fit_is_named(tune_run: TuneRun) -> None:
     plan.update(times=10**6)
-    with pytest.raises(SystemExit, match=r"single sample of \d+ tokens .*tokenizer.max_seq_len below"):
+    with pytest.raises(SystemExit, match=r"single sample, or pack, of \d+ tokens .*tokenizer.max_seq_len below"):
         tune_run("full", f"model._component_={__name__}.full_model")
 
 
