@@ -16,7 +16,7 @@ from adaptive_batching.config import ConfigError
 
 Sample = dict[str, Any]
 STATE_KEY = "adaptive_batching"
-_LISTS = {"tokens", "labels", "mask"}
+TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
 
 
 class SampleLoader:
@@ -75,6 +75,11 @@ def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int
         )
 
 
+def is_packed(dataset: Any) -> bool:
+    """Whether samples are packs of one length, in one data set or several."""
+    return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
+
+
 def worst_case_sample(
     dataset: Any, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
 ) -> tuple[Sample, int]:
@@ -91,8 +96,8 @@ def worst_case_sample(
             longer than the model takes.
     """
     sample = dict(dataset[0])
-    packed = isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
-    fixed = packed or not set(sample) <= _LISTS  # tokens that refer to images cannot be repeated or cut
+    packed = is_packed(dataset)
+    fixed = packed or not set(sample) <= TEXT_KEYS  # tokens that refer to images cannot be repeated or cut
     if fixed:
         sample = sample if packed else _longest(dataset)
         length = len(sample["tokens"])

@@ -22,6 +22,7 @@ from adaptive_batching.torchtune.data import (
     STATE_KEY,
     SampleLoader,
     check_data_fills_a_step,
+    is_packed,
     random_state,
     set_random_state,
     worst_case_sample,
@@ -43,7 +44,8 @@ _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes
 class AdaptiveBatching:
     """Mixed into a stock single-device recipe, before it in the order of bases.
 
-    With neither ``use_maximum_batch_size`` nor ``batch_increase_function`` the recipe trains as stock, bit for bit.
+    With none of ``use_maximum_batch_size``, ``batch_increase_function`` and ``micro_batch_size`` set, the recipe trains
+    as stock, bit for bit.
     """
 
     # Set by the stock recipe
@@ -63,7 +65,6 @@ class AdaptiveBatching:
         self._increase_name, self._increase = "", None
         if self.settings.batch_increase_function is not None:
             self._increase_name, self._increase = resolve(self.settings.batch_increase_function)
-        self._cfg = cfg
         self._stored: dict[str, Any] = {}
         self._controller: BatchController | None = None
         self.reference_batch_size: int = cfg.batch_size
@@ -246,7 +247,7 @@ class AdaptiveBatching:
             key[name] = value if isinstance(value, (str, bool)) or value is None else repr(value)
         key["include"] = self.reference_batch_size if self._increase is not None else None
         key |= {"recipe": type(self).__name__, "sequence_length": length, "upper": upper}
-        key |= {"packed": hasattr(self._dataloader.dataset, "packs"), "device": device, "total_bytes": total_bytes}
+        key |= {"packed": is_packed(self._dataloader.dataset), "device": device, "total_bytes": total_bytes}
         key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
         return key
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchtune import config, modules, training
 
 from adaptive_batching.probe import Remedy
-from adaptive_batching.torchtune.data import Sample, repeat, stretch
+from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, repeat, stretch
 from adaptive_batching.torchtune.loop import apply_gradients, forward_backward
 from adaptive_batching.torchtune.recovery import in_backward, reset_offloading
 from adaptive_batching.trial import Run, TrainingStep
@@ -69,7 +69,7 @@ def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
     elif not any("NF4" in type(p).__name__ for p in weights):
         found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
     length = len(sample["tokens"])
-    if set(sample) <= {"tokens", "labels", "mask"}:
+    if set(sample) <= TEXT_KEYS:
         for shorter in (length // 2, length // 4):
             if shorter > 1:
                 shorter_step = training_step(recipe, stretch(sample, shorter))

@@ -14,12 +14,16 @@ MIB = 2**20
 
 
 class Limited(FullFinetuneRecipeSingleDevice):
+    def setup(self, cfg: DictConfig) -> None:
+        self._extra_mib = cfg.extra_mib
+        super().setup(cfg)
+
     def train(self) -> None:
         meter = CpuMeter()
         meter.release()
         before = meter.used_bytes()
-        if self._cfg.extra_mib > 0:
-            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + self._cfg.extra_mib * MIB, -1))
+        if self._extra_mib > 0:
+            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + self._extra_mib * MIB, -1))
         super().train()
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
         meter.release()
