@@ -72,7 +72,8 @@ class AdaptiveBatchingConfig:
 
     micro_batch_size: int | str | None = None
     """Samples of one forward and backward; None: the whole batch; ``"auto"``: by length, as many tokens as is fastest
-    within what fits. It changes how a batch runs, not its gradient."""
+    within what fits; ``"explore"``: the fastest of these, measured before training. It changes how a batch runs, not
+    its gradient."""
 
     search: str = "predict"
     """How the probe looks for the maximum; a key of :data:`adaptive_batching.search.SEARCHES`."""
@@ -93,6 +94,12 @@ class AdaptiveBatchingConfig:
     """Sample length in tokens to probe at. None: the packed length, else the tokenizer's ``max_seq_len``, else the
     longest sample."""
 
+    keep_global_batch: bool = False
+    """Divide ``gradient_accumulation_steps`` by what ``batch_size`` gains, so that the optimizer sees the same."""
+
+    grow_beyond_memory: bool = False
+    """Let growth go on past the maximum: what does not fit in one forward runs in several."""
+
     recover_from_oom: bool = True
     """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
 
@@ -105,15 +112,33 @@ class AdaptiveBatchingConfig:
         return self.micro_batch_size == "auto"
 
     @property
+    def explores(self) -> bool:
+        """Whether the fastest ``micro_batch_size`` is to be measured before training."""
+        return self.micro_batch_size == "explore"
+
+    @property
+    def fills_memory(self) -> bool:
+        """Whether micro-batches take whatever fits, beside the gradients of those before."""
+        grows_by_accumulation = self.batch_increase_function is not None and not self.growth_is_bound_by_memory
+        return self.cuts_by_length or self.explores or (self.micro_batch_size is None and grows_by_accumulation)
+
+    @property
+    def growth_is_bound_by_memory(self) -> bool:
+        """Whether a batch has to fit in one forward."""
+        return self.micro_batch_size is None and not self.grow_beyond_memory
+
+    @property
     def enabled(self) -> bool:
         """False: batches are those of the stock run."""
-        return self.use_maximum_batch_size or self.batch_increase_function is not None or self.cuts_by_length
+        grows = self.batch_increase_function is not None
+        return self.use_maximum_batch_size or grows or self.cuts_by_length or self.explores
 
     @property
     def probes(self) -> bool:
         """Whether the largest batch has to be measured."""
-        grows_unbounded = self.batch_increase_function is not None and self.max_batch_size is None
-        return self.use_maximum_batch_size or self.cuts_by_length or grows_unbounded
+        grows = self.batch_increase_function is not None
+        needs_bound = grows and self.growth_is_bound_by_memory and self.max_batch_size is None
+        return self.enabled and (self.use_maximum_batch_size or self.fills_memory or needs_bound)
 
     @classmethod
     def from_mapping(
@@ -151,7 +176,7 @@ class AdaptiveBatchingConfig:
             if key not in known:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), known)}")
 
-        for key in ("round_to_power_of_two", "recover_from_oom"):
+        for key in ("round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "recover_from_oom"):
             if key in values:
                 _require_bool(f"adaptive_batching.{key}", values[key])
         for key in ("max_batch_size", "sequence_length"):
@@ -164,6 +189,11 @@ class AdaptiveBatchingConfig:
             del values["headroom"]  # an explicit null means the default, as everywhere in these configs
         if values.get("report_dir") is not None and not isinstance(values["report_dir"], str):
             raise ConfigError(f"adaptive_batching.report_dir={values['report_dir']!r} must be a path")
+        if values.get("keep_global_batch") and values.get("grow_beyond_memory"):
+            raise ConfigError(
+                "adaptive_batching.keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True "
+                "lets it grow by accumulation; set one of them to False"
+            )
         search = values.get("search", "predict")
         if not isinstance(search, str) or search not in SEARCHES:
             raise ConfigError(f"adaptive_batching.search={search!r} is unknown{_closest(str(search), list(SEARCHES))}")
@@ -210,10 +240,10 @@ def _check_increase_field(value: Any) -> None:
 
 
 def _check_micro_batch_size(value: Any, batch_size: int) -> None:
-    if value is None or value == "auto":
+    if value is None or value in ("auto", "explore"):
         return
     if isinstance(value, str):
-        raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto or null")
+        raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto, explore or null")
     _require_positive_int("micro_batch_size", value)
     if batch_size % value:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]

@@ -114,6 +114,7 @@ class BatchController:
         maximum_reason: Where the maximum comes from, for messages.
         increase: The increase function; None keeps the size.
         name: What messages call the increase function.
+        divides: Every size divides this number, the global batch where that is to stay; None: any size will do.
     """
 
     def __init__(
@@ -123,13 +124,16 @@ class BatchController:
         maximum_reason: str = "",
         increase: IncreaseFunction | None = None,
         name: str = "",
+        divides: int | None = None,
     ) -> None:
         assert 1 <= batch_size <= maximum, (batch_size, maximum)
+        assert divides is None or divides % batch_size == 0, (batch_size, divides)
         self.batch_size = batch_size
         self.maximum = maximum
         self.maximum_reason = maximum_reason
         self._increase = increase
         self._name = name
+        self._divides = divides
         self._warned = False
 
     def start_epoch(self, epoch: int) -> Decision:
@@ -141,11 +145,15 @@ class BatchController:
         previous = self.batch_size
         increase = self._ask(epoch) if self._increase is not None else 0
         wanted = previous + increase
-        if increase == 0:
-            reason = "kept"
+        note = ""
+        if self._divides is not None and self._divides % wanted:
+            note = f" (asked for {increase}: {wanted} does not divide the global batch {self._divides})"
+            wanted = largest_divisor(self._divides, at_most=wanted)
+        if wanted == previous:
+            reason = "kept" + note
         elif wanted <= self.maximum:
             self.batch_size = wanted
-            reason = f"{self._name} added {increase}"
+            reason = f"{self._name} added {wanted - previous}{note}"
             log.info("batch size %d -> %d at epoch %d (limit %d)", previous, wanted, epoch, self.maximum)
         else:
             reason = f"kept: {wanted} would exceed {self.maximum}"
@@ -174,6 +182,11 @@ class BatchController:
         if increase < 0:
             raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy} (a batch never shrinks)")
         return increase
+
+
+def largest_divisor(number: int, *, at_most: int) -> int:
+    """The largest divisor of ``number`` that is no more than ``at_most``; both at least 1."""
+    return next(size for size in range(min(at_most, number), 0, -1) if number % size == 0)
 
 
 def reference_steps(

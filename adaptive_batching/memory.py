@@ -27,6 +27,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
 
 
+def num_allocation_retries(device: torch.device) -> int:
+    """How often the device's allocator has had to free its cache and try again; 0 where it does not count."""
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    return int(module.memory_stats(device).get("num_alloc_retries", 0)) if hasattr(module, "memory_stats") else 0
+
+
 class MemoryMeter(Protocol):
     """Reads and bounds the memory of one device, as this process sees it. All amounts are bytes."""
 

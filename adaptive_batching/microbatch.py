@@ -17,8 +17,10 @@ def padded_tokens(lengths: Sequence[int]) -> int:
 
 
 def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
-    """Micro-batches of ``micro_batch_size`` samples as they come; the last one may be smaller."""
-    return [list(range(i, min(i + micro_batch_size, num_samples))) for i in range(0, num_samples, micro_batch_size)]
+    """Micro-batches of at most ``micro_batch_size`` samples as they come, as few as possible and about equal."""
+    count = -(-num_samples // micro_batch_size)
+    size = -(-num_samples // count)
+    return [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
 
 
 def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float = 0.0) -> Cut:
@@ -104,8 +106,12 @@ class TokenLimit:
 
     def shrink(self, tokens: int) -> None:
         """A micro-batch of ``tokens`` padded tokens ran out of memory."""
-        self._failed.append(tokens)
         self.num_recoveries += 1
+        self.lower(tokens)
+
+    def lower(self, tokens: int) -> None:
+        """A micro-batch of ``tokens`` padded tokens is not to run again, though it may have fitted just so."""
+        self._failed.append(tokens)
         self._clean_steps = 0
         self.max_tokens = max(tokens // 2, 1)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from adaptive_batching.result import ProbeResult
+from adaptive_batching.throughput import Exploration
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ class Report:
         if not resume:
             self.path.unlink(missing_ok=True)
         self._maximum: list[tuple[str, str]] = []
+        self._explored: list[tuple[str, str]] = []
+        self._recoveries = 0
 
     def maximum(self, batch_size: int, reason: str) -> None:
         """Record a maximum that needed no probe."""
@@ -55,9 +59,17 @@ class Report:
         """Record the decision for an epoch that starts."""
         self._write("epoch", **values)
 
-    def step(self, epoch: int, step: int, samples: int, loss: float, lr: float) -> None:
-        """Record an optimizer step on ``samples`` samples."""
-        self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr)
+    def exploration(self, result: Exploration) -> None:
+        """Record the timings of an exploration."""
+        best, base = result.recommended, result.estimates[0]
+        self._write("exploration", **dataclasses.asdict(result))
+        found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
+        self._explored = [("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100")]
+
+    def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
+        """Record an optimizer step on ``samples`` samples, and how many steps have had to run again so far."""
+        self._recoveries = recoveries
+        self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries)
 
     def finish(self) -> None:
         """Draw the pictures, and log the table of what was decided and why."""
@@ -66,7 +78,8 @@ class Report:
     def table(self) -> list[str]:
         """The lines of the summary: the maximum, then every epoch."""
         events = read_events(self.path)
-        lines = [f"  {name:<20} {value}" for name, value in self._maximum]
+        recovered = [("out of memory", f"{self._recoveries} times, recovered")] if self._recoveries else []
+        lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
         for epoch in events["epoch"]:
             steps = [step for step in events["step"] if step["epoch"] == epoch["epoch"]]
@@ -92,7 +105,8 @@ class Report:
 
 def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The events of a record by kind. Of an epoch that was run twice, as after a resume, the last run counts."""
-    events: dict[str, list[dict[str, Any]]] = {"maximum": [], "probe": [], "epoch": [], "step": []}
+    kinds = ("maximum", "probe", "exploration", "epoch", "step")
+    events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for line in path.read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "epoch":

@@ -68,7 +68,7 @@ class Trial:
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
             stack.callback(self._meter.release)
-            stack.enter_context(_unchanged_random_state(self._meter.device))
+            stack.enter_context(unchanged_random_state(self._meter.device))
             stack.enter_context(_unchanged(self._step.model, self._step.optimizers))
             self._meter.release()
             with self._meter.limit(self._budget_bytes):
@@ -137,7 +137,7 @@ def _trainable(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _unchanged_random_state(device: torch.device) -> Iterator[None]:
+def unchanged_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random state of Python, numpy and torch, on the cpu and on ``device``."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     on_cpu = device.type == "cpu"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
@@ -17,6 +18,7 @@ from adaptive_batching.config import ConfigError
 Sample = dict[str, Any]
 STATE_KEY = "adaptive_batching"
 TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
+_PACKED_KEYS = frozenset({"input_pos", "seq_lens"})
 
 
 class SampleLoader:
@@ -45,7 +47,7 @@ class SampleLoader:
             return  # a new loader would be the same; keeping it keeps stock's random draws
         self.batch_size = batch_size
         self._loader = StatefulDataLoader(
-            dataset=self.dataset, batch_size=batch_size, sampler=self.sampler, collate_fn=_as_list, drop_last=True
+            _Indexed(self.dataset), batch_size, sampler=self.sampler, collate_fn=_as_list, drop_last=True
         )
 
     def __len__(self) -> int:
@@ -58,6 +60,40 @@ class SampleLoader:
         state: dict[str, Any] = self._loader.state_dict()
         extra = self._extra_state()
         return state if extra is None else {**state, STATE_KEY: extra}
+
+
+class _Indexed(Dataset[Sample]):
+    """A data set whose samples know their number in it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = _IndexedSample(self._dataset[index])
+        sample.index = index
+        return sample
+
+
+class _IndexedSample(Sample):
+    index: int
+
+
+def index_of(sample: Sample) -> int | None:
+    """The number of a loaded sample in its data set, from 0; None for one that no loader has yielded."""
+    return getattr(sample, "index", None)
+
+
+def is_multimodal(sample: Sample) -> bool:
+    """Whether a sample has more than text: images, or whatever else its tokens refer to."""
+    return not set(sample) <= TEXT_KEYS | _PACKED_KEYS
+
+
+def sizes(samples: Sequence[Sample]) -> list[int]:
+    """What each sample takes of a micro-batch: its tokens, or 1 for multimodal samples, where tokens say little."""
+    return [1 if is_multimodal(sample) else len(sample["tokens"]) for sample in samples]
 
 
 def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:

@@ -14,7 +14,9 @@ from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 from adaptive_batching.growth import reference_steps
+from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.data import Sample
+from adaptive_batching.torchtune.micro_batches import Cutter
 from adaptive_batching.torchtune.recovery import Recovery, in_backward
 
 log = logging.getLogger(__name__)
@@ -77,8 +79,9 @@ class TrainingLoop:
 
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
-        self._accumulation: int = recipe._gradient_accumulation_steps
-        self._recovery = Recovery(recipe)
+        limit = TokenLimit()
+        self._cutter = Cutter(recipe, recipe.settings.micro_batch_size, recipe.forward_cost, limit)
+        self._recovery = Recovery(recipe, limit)
         self._start_window()
 
     def run(self) -> None:
@@ -104,7 +107,7 @@ class TrainingLoop:
         with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True) as progress:
             for index, batch in enumerate(recipe._dataloader):
                 with self._memory_history(epoch, index):
-                    steps_done, remainder = divmod(index + 1, self._accumulation)
+                    steps_done, remainder = divmod(index + 1, recipe._gradient_accumulation_steps)
                     self._run_batch(batch, ends_window=remainder == 0)
                     if remainder == 0:
                         self._finish_step(epoch, steps_done, progress)
@@ -138,15 +141,15 @@ class TrainingLoop:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
         recipe = self._recipe
         for batch in batches:
-            for micro_batch in self._recovery.cut(batch):
-                samples = micro_batch.samples
-                with self._recovery.caught(samples) as outcome, self._recovery.timed(samples):
-                    collated = recipe._dataloader.collate(samples)
+            for micro_batch in self._cutter.cut(batch):
+                with self._recovery.caught(micro_batch) as outcome, self._cutter.timed(micro_batch):
+                    collated = recipe._dataloader.collate(micro_batch.samples)
                     loss, num_tokens = forward_backward(recipe, collated, micro_batch.weight)
                     self._loss = self._loss + loss
                     self._num_tokens = self._num_tokens + num_tokens
                 if outcome.failed:
-                    self._recovery.recover(samples)
+                    self._cutter.forget_timings()
+                    self._recovery.recover(micro_batch)
                     return False
         return True
 
@@ -154,6 +157,7 @@ class TrainingLoop:
         recipe = self._recipe
         with self._recovery.fatal():
             grad_norm = apply_gradients(recipe, self._num_tokens)
+        self._cutter.read_timings()
         self._recovery.step_done()
         if recipe._lr_scheduler is not None:
             for _ in range(self._scheduler_steps(steps_done)):
@@ -162,19 +166,24 @@ class TrainingLoop:
         loss = self._loss.item() / self._num_tokens
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{recipe.global_step}|Loss: {loss}")
+        if recipe.global_step % recipe._log_every_n_steps == 0:
+            self._log_metrics(loss, grad_norm)
+        recipe.record_step(epoch, loss, get_lr(_lr_holder(recipe)), self._recovery.num_recoveries)
+        self._start_window()
+
+    def _log_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+        recipe = self._recipe
         metrics = {
             "loss": loss,
             "lr": get_lr(_lr_holder(recipe)),
             "tokens_per_second_per_gpu": self._num_tokens / (time.perf_counter() - self._window_start),
         }
-        if recipe.global_step % recipe._log_every_n_steps == 0:
-            if recipe._device.type != "cpu" and recipe._log_peak_memory_stats:
-                metrics.update(training.get_memory_stats(device=recipe._device))
-            if grad_norm is not None:
-                metrics["grad_norm"] = grad_norm
-            recipe._metric_logger.log_dict({**metrics, **recipe.batch_metrics()}, step=recipe.global_step)
-        recipe.record_step(epoch, float(loss), float(metrics["lr"]))
-        self._start_window()
+        if recipe._device.type != "cpu" and recipe._log_peak_memory_stats:
+            metrics.update(training.get_memory_stats(device=recipe._device))
+        if grad_norm is not None:
+            metrics["grad_norm"] = grad_norm
+        metrics.update(recipe.batch_metrics(), **self._recovery.metrics())
+        recipe._metric_logger.log_dict(metrics, step=recipe.global_step)
 
     def _scheduler_steps(self, steps_done: int) -> int:
         """How far the schedule moves with this step: 1, unless the batch has grown."""
@@ -183,9 +192,9 @@ class TrainingLoop:
             reference_steps(
                 done,
                 steps=recipe._steps_per_epoch,
-                samples_per_step=recipe._dataloader.batch_size * self._accumulation,
+                samples_per_step=recipe.global_batch_size,
                 reference_steps=recipe.reference_steps_per_epoch,
-                reference_samples_per_step=recipe.reference_batch_size * self._accumulation,
+                reference_samples_per_step=recipe.reference_global_batch_size,
             )
             for done in (steps_done - 1, steps_done)
         )

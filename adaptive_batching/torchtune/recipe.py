@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import logging
-import platform
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import config
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
-from adaptive_batching.growth import BatchController, IncreaseFunctionError, resolve
+from adaptive_batching.growth import BatchController, IncreaseFunctionError, largest_divisor, resolve
 from adaptive_batching.memory import memory_meter
-from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size, memory_budget
+from adaptive_batching.microbatch import ForwardCost
+from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.report import Report
-from adaptive_batching.result import ProbeResult, load_result, store_result
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
     SampleLoader,
     check_data_fills_a_step,
-    is_packed,
     random_state,
     set_random_state,
+    sizes,
     worst_case_sample,
 )
+from adaptive_batching.torchtune.explore import explore_micro_batches, store
 from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching.torchtune.maximum import probe
 from adaptive_batching.torchtune.settings import read_settings, report_dir
-from adaptive_batching.torchtune.step import remedies, training_step
+from adaptive_batching.torchtune.step import batch_dependent_module
 
 log = logging.getLogger(__name__)
-
-# What the memory of a training step depends on, beside the length of the samples and the device.
-_KEYS_OF_MEMORY = (
-    "model", "optimizer", "loss", "dtype", "compile", "collate_fn", "optimizer_in_bwd", "clip_grad_norm",
-    "gradient_accumulation_steps", "enable_activation_checkpointing", "enable_activation_offloading",
-)  # fmt: skip
-_VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
 
 
 class AdaptiveBatching:
@@ -66,12 +59,17 @@ class AdaptiveBatching:
         if self.settings.batch_increase_function is not None:
             self._increase_name, self._increase = resolve(self.settings.batch_increase_function)
         self._stored: dict[str, Any] = {}
+        self._explored: int | str | None = None
         self._controller: BatchController | None = None
         self.reference_batch_size: int = cfg.batch_size
-        """The batch size that the learning-rate schedule is laid out for."""
+        self.reference_global_batch_size: int = cfg.batch_size * cfg.gradient_accumulation_steps
+        """What the optimizer sees at the configured sizes, which the learning-rate schedule is laid out for."""
         self.reference_steps_per_epoch = 0
+        self.samples_per_forward: int | None = None
+        """Most samples of the longest length that fit in a forward; known where they bound micro-batches."""
         self.token_budget = 0
-        """Most padded tokens of a micro-batch that fit; known where the step is cut by length."""
+        """Most padded tokens of a micro-batch that fit, or samples where they are multimodal; known likewise."""
+        self.forward_cost = ForwardCost()
         self.report: Report | None = None
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
@@ -79,9 +77,14 @@ class AdaptiveBatching:
         super().setup(cfg=cfg)  # type: ignore[misc]
         self.reference_steps_per_epoch = self._steps_per_epoch
         if not self.settings.enabled:
+            if self.settings.micro_batch_size not in (None, cfg.batch_size):
+                self._check_that_cutting_is_exact()
             return
         self.report = Report(report_dir(cfg, self.settings), resume=bool(cfg.resume_from_checkpoint))
+        self._check_that_cutting_is_exact()
         self._controller = self._make_controller(cfg)
+        if self.settings.explores:
+            self._explore(self._controller.batch_size)
         if "random_state" in self._stored:
             self.global_step = self._stored["global_step"]
             set_random_state(self._stored["random_state"], self._device)
@@ -99,12 +102,14 @@ class AdaptiveBatching:
             return
         decision = self._controller.start_epoch(epoch)
         self._dataloader.set_batch_size(decision.batch_size)
+        if self.settings.keep_global_batch:
+            self._gradient_accumulation_steps = self.reference_global_batch_size // decision.batch_size
         steps = len(self._dataloader) // self._gradient_accumulation_steps
         self._steps_per_epoch = min(steps, self.max_steps_per_epoch or steps)
         num_samples = len(self._dataloader.sampler)
-        used = self._steps_per_epoch * decision.batch_size * self._gradient_accumulation_steps
+        used = self._steps_per_epoch * self.global_batch_size
         self.report.epoch(
-            epoch=epoch, batch_size=decision.batch_size, global_batch_size=self._global_batch_size,
+            epoch=epoch, batch_size=decision.batch_size, global_batch_size=self.global_batch_size,
             steps=self._steps_per_epoch, samples=used, dropped_samples=num_samples - used, reason=decision.reason,
         )  # fmt: skip
 
@@ -112,14 +117,19 @@ class AdaptiveBatching:
         """Added to the metrics that stock logs."""
         if self._controller is None:
             return {}
-        return {"batch_size": self._dataloader.batch_size, "global_batch_size": self._global_batch_size}
+        return {"batch_size": self._dataloader.batch_size, "global_batch_size": self.global_batch_size}
 
-    def record_step(self, epoch: int, loss: float, lr: float) -> None:
+    def record_step(self, epoch: int, loss: torch.Tensor, lr: float, recoveries: int) -> None:
         if self.report is not None:
-            self.report.step(epoch, self.global_step, self._global_batch_size, loss, lr)
+            self.report.step(epoch, self.global_step, self.global_batch_size, float(loss), float(lr), recoveries)
+
+    def batch_dependent_module(self) -> str | None:
+        """A module of the model that computes over the batch dimension, so that cutting a batch changes the result."""
+        return batch_dependent_module(self)
 
     @property
-    def _global_batch_size(self) -> int:
+    def global_batch_size(self) -> int:
+        """Samples that the optimizer sees in a step of this epoch."""
         return int(self._dataloader.batch_size) * self._gradient_accumulation_steps
 
     # Where stock's set-up is extended
@@ -150,23 +160,44 @@ class AdaptiveBatching:
 
     # The decisions before training
 
+    def _check_that_cutting_is_exact(self) -> None:
+        settings = self.settings
+        if settings.micro_batch_size is None and not settings.fills_memory:
+            return
+        module = self.batch_dependent_module()
+        if module is not None:
+            key = "adaptive_batching.grow_beyond_memory" if settings.micro_batch_size is None else "micro_batch_size"
+            raise ConfigError(
+                f"{key}={settings.micro_batch_size or True} would change the result: {module} computes over the batch, "
+                f"so that its parts do not add up to it; leave {key} unset"
+            )
+
     def _make_controller(self, cfg: DictConfig) -> BatchController:
+        settings = self.settings
+        if settings.grow_beyond_memory and self._increase is None:
+            log.warning("adaptive_batching.grow_beyond_memory=True does nothing without batch_increase_function")
         maximum, reason = self._find_maximum(cfg)
+        divides = None
+        if settings.keep_global_batch:
+            divides = self.reference_global_batch_size
+            maximum = largest_divisor(divides, at_most=maximum)
         if self._increase is None:
-            start = maximum if self.settings.use_maximum_batch_size else int(cfg.batch_size)
+            start = maximum if settings.use_maximum_batch_size else int(cfg.batch_size)
             maximum = start
             if start != cfg.batch_size:
                 log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
         else:
             start = self._size_before_this_run(cfg)
+            if divides is not None:
+                start = largest_divisor(divides, at_most=start)  # a stored one may be of another accumulation
             if start > maximum:
                 log.warning(
                     "batch size %d is above the maximum %d (%s); starting at %d", start, maximum, reason, maximum
                 )
                 start = maximum
-            elif self.settings.use_maximum_batch_size:
+            elif settings.use_maximum_batch_size:
                 log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
-        return BatchController(start, maximum, reason, self._increase, self._increase_name)
+        return BatchController(start, maximum, reason, self._increase, self._increase_name, divides)
 
     def _size_before_this_run(self, cfg: DictConfig) -> int:
         """The batch size that the next increase adds to: the stored one on resume, unless the user has changed it."""
@@ -184,72 +215,58 @@ class AdaptiveBatching:
     def _find_maximum(self, cfg: DictConfig) -> tuple[int, str]:
         """The largest batch size of this run, and what bounds it."""
         assert self.report is not None
+        settings = self.settings
         samples = len(self._dataloader.sampler)
         upper, reason = samples // self._gradient_accumulation_steps, f"{samples} samples of data"
-        if self.settings.max_batch_size is not None and self.settings.max_batch_size <= upper:
-            upper, reason = self.settings.max_batch_size, f"max_batch_size={self.settings.max_batch_size}"
-        if not self.settings.probes:
+        if settings.keep_global_batch:
+            upper, reason = self.reference_global_batch_size, "the global batch, which is kept"
+        if settings.max_batch_size is not None and settings.max_batch_size <= upper:
+            upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+        if not settings.probes:
             self.report.maximum(upper, reason)
             return upper, reason
         sample, length = worst_case_sample(
             self._dataloader.dataset,
-            sequence_length=self.settings.sequence_length,
+            sequence_length=settings.sequence_length,
             tokenizer_max=getattr(self._tokenizer, "max_seq_len", None),
             model_max=getattr(self._model, "max_seq_len", None),
         )
-        result = self._probe(cfg, sample, length, upper, reason)
+        result = probe(self, cfg, sample, length, upper, reason)
         self.report.probe(result, sequence_length=length)
-        if self.settings.cuts_by_length:
-            self.token_budget = result.batch_size * length
-            if self._increase is not None:
-                return upper, reason  # what does not fit at once is cut
-            return _round_down(result.batch_size, self.settings.round_to_power_of_two), result.reason
+        if settings.fills_memory:
+            self.samples_per_forward = result.batch_size
+            self.token_budget = result.batch_size * sizes([sample])[0]
+        if isinstance(settings.micro_batch_size, int) and settings.micro_batch_size > result.batch_size:
+            self._lower_micro_batch_size(settings.micro_batch_size, int(cfg.batch_size), result.batch_size)
+        if self._increase is not None and not settings.growth_is_bound_by_memory:
+            return upper, reason  # what does not fit at once is cut
+        if settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
+            return 1 << (result.batch_size.bit_length() - 1), result.reason
         return result.batch_size, result.reason
 
-    def _probe(self, cfg: DictConfig, sample: dict[str, Any], length: int, upper: int, reason: str) -> ProbeResult:
+    def _lower_micro_batch_size(self, wanted: int, batch_size: int, maximum: int) -> None:
+        size = largest_divisor(batch_size, at_most=maximum)
+        log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking %d", wanted, maximum, size)
+        self.settings = replace(self.settings, micro_batch_size=size)
+
+    def _explore(self, batch_size: int) -> None:
+        """Settle on a ``micro_batch_size``: that of the run that is resumed, or the fastest."""
         assert self.report is not None
-        try:
+        chosen = self._stored.get("explored")
+        if isinstance(chosen, int) and (batch_size % chosen or chosen > (self.samples_per_forward or chosen)):
+            chosen = None  # batch size or device is another than in the run that is resumed
+        if chosen is not None:
+            log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
+        else:
             meter = memory_meter(self._device)
-        except NotImplementedError as error:
-            raise ConfigError(str(error)) from error
-        path = self.report.directory / "probe.json"
-        key = self._cache_key(cfg, length, upper, meter.device_name, meter.total_bytes)
-        stored = load_result(path, key)
-        if stored is not None:
-            available = memory_budget(self.settings, meter)
-            if stored.peak_bytes <= available:
-                log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
-                return stored
-            log.info("stored probe result ignored: it takes %d bytes, and %d are left", stored.peak_bytes, available)
-        result = find_maximum_batch_size(
-            training_step(self, sample),
-            # A budget of tokens is no size to round.
-            replace(self.settings, round_to_power_of_two=self._rounds),
-            meter,
-            upper=upper,
-            upper_reason=reason,
-            include=self.reference_batch_size if self._increase is not None else None,
-            remedies=lambda: remedies(self, cfg, sample),
-        )
-        store_result(path, key, result)
-        return result
-
-    @property
-    def _rounds(self) -> bool:
-        return self.settings.round_to_power_of_two and not self.settings.cuts_by_length
-
-    def _cache_key(self, cfg: DictConfig, length: int, upper: int, device: str, total_bytes: int) -> dict[str, Any]:
-        key = {name: _plain(cfg.get(name)) for name in _KEYS_OF_MEMORY}
-        key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
-        key |= {"round_to_power_of_two": self._rounds, "cuts_by_length": self.settings.cuts_by_length}
-        for name in ("search", "memory_limit", "headroom"):
-            value = getattr(self.settings, name)
-            key[name] = value if isinstance(value, (str, bool)) or value is None else repr(value)
-        key["include"] = self.reference_batch_size if self._increase is not None else None
-        key |= {"recipe": type(self).__name__, "sequence_length": length, "upper": upper}
-        key |= {"packed": is_packed(self._dataloader.dataset), "device": device, "total_bytes": total_bytes}
-        key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
-        return key
+            result = explore_micro_batches(self, batch_size, meter)
+            chosen = result.recommended.candidate
+            path = self.report.directory / "explored.yaml"
+            store(path, result, batch_size, meter.device_name)
+            self.report.exploration(result)
+            log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
+        self._explored = chosen
+        self.settings = replace(self.settings, micro_batch_size=chosen)
 
     def _state_to_store(self) -> dict[str, Any] | None:
         if self._controller is None:
@@ -259,6 +276,7 @@ class AdaptiveBatching:
             "configured_batch_size": self.reference_batch_size,
             "global_step": self.global_step,
             "random_state": random_state(self._device),
+            "explored": self._explored,
         }
 
 
@@ -281,18 +299,3 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
         if error.__cause__ is not None:
             log.error("the cause, in full:", exc_info=error.__cause__)
         raise SystemExit(f"error: {error}") from None
-
-
-def _round_down(size: int, to_power_of_two: bool) -> int:
-    return 1 << (size.bit_length() - 1) if to_power_of_two else size
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -5,23 +5,24 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torchtune.training import OffloadActivations
 
-from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.microbatch import ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.memory import is_out_of_memory, num_allocation_retries
+from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.probe import DoesNotFitError
-from adaptive_batching.torchtune.data import Sample, random_state, set_random_state
+from adaptive_batching.torchtune.data import index_of, is_multimodal, random_state, set_random_state
+from adaptive_batching.torchtune.micro_batches import MicroBatch
 
 log = logging.getLogger(__name__)
 
 CONSECUTIVE_RECOVERIES_TO_WARN = 3
+# The allocator may have to start over once when sizes change; doing so step after step makes training crawl.
+CONSECUTIVE_RETRIES_TO_SHRINK = 2
 
 
 def in_backward(recipe: Any) -> bool:
@@ -35,15 +36,6 @@ def reset_offloading(recipe: Any) -> None:
         recipe.activations_handling_ctx = OffloadActivations()
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples of one forward and backward."""
-
-    samples: list[Sample]
-    weight: float | None = None
-    """What its mean loss is multiplied by; None: the number of its labels, as in stock."""
-
-
 @dataclass
 class Outcome:
     """Whether what ran in :meth:`Recovery.caught` ran out of memory."""
@@ -52,125 +44,79 @@ class Outcome:
 
 
 class Recovery:
-    """Cuts the batches of a recipe, and lets a window of them run again after one ran out of memory.
+    """Lets the batches of an optimizer step run again after one ran out of memory.
 
     Nothing is lost and nothing repeated: the gradients of the whole window are discarded, the random state is put back
     to the window's beginning, and the same samples run again with at most half of the tokens in a forward.
 
     Args:
         recipe: A recipe that has been set up.
+        limit: Lowered when a micro-batch runs out of memory.
     """
 
-    def __init__(self, recipe: Any) -> None:
+    def __init__(self, recipe: Any, limit: TokenLimit) -> None:
         self._recipe = recipe
-        self._limit = TokenLimit()
-        self.cost = ForwardCost()
+        self._limit = limit
         self._random_state: dict[str, Any] = {}
-        self._events: list[tuple[int, torch.Event, torch.Event]] = []
         self._recovered_in_row = 0
         self._recovered_in_step = False
         self._warned = False
-
-    def cut(self, batch: list[Sample]) -> list[MicroBatch]:
-        """The micro-batches of ``batch``: of ``micro_batch_size`` samples, or by length within the token budget."""
-        if self._recipe.settings.cuts_by_length:
-            budget = self._recipe.token_budget
-            # Until the costs are known, a forward is taken to cost as much as an eighth of the budget.
-            cut = cut_by_length(_lengths(batch), budget, min(self.cost.in_tokens(default=budget / 8), budget))
-        else:
-            cut = cut_in_order(len(batch), self._recipe.settings.micro_batch_size or len(batch))
-        parts = [[batch[i] for i in indices] for indices in cut]
-        if self._limit.max_tokens is not None:
-            parts = [micro_batch for part in parts for micro_batch in _cut_to(part, self._limit.max_tokens)]
-        if len(parts) == 1:
-            return [MicroBatch(parts[0])]
-        # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
-        # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
-        # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        targets = [sum(self._count(sample["labels"][1:]) for sample in part) for part in parts]
-        labels = sum(self._count(sample["labels"]) for sample in batch)
-        shares = [count * labels / max(sum(targets), 1) for count in targets]
-        weighted = [MicroBatch(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
-        return weighted or [MicroBatch(batch)]
-
-    def _count(self, labels: Any) -> int:
-        return int((np.asarray(labels) != self._recipe._loss_fn.ignore_index).sum())
+        self._cuts_freely: bool | None = None
+        self._largest_tokens = 0
+        self._retries = num_allocation_retries(recipe._device)
+        self._retried_in_row = 0
 
     def remember(self) -> None:
         """A window begins: keep the random state that it begins with."""
         if self._possible:
             self._random_state = random_state(self._recipe._device)
 
-    def timed(self, micro_batch: list[Sample]) -> contextlib.AbstractContextManager[None]:
-        """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
-        if not self._recipe.settings.cuts_by_length:
-            return contextlib.nullcontext()
-        return self._timed(padded_tokens(_lengths(micro_batch)))
-
     @contextlib.contextmanager
-    def _timed(self, tokens: int) -> Iterator[None]:
-        if self._recipe._device.type == "cpu":
-            start = time.perf_counter()
-            yield
-            self.cost.observe(tokens, time.perf_counter() - start)
-            return
-        # Events are read when the step is over, so that the device is not waited for in between.
-        begin, end = (
-            torch.Event(device=self._recipe._device, enable_timing=True),
-            torch.Event(device=self._recipe._device, enable_timing=True),
-        )
-        begin.record()
-        yield
-        end.record()
-        self._events.append((tokens, begin, end))
-
-    @contextlib.contextmanager
-    def caught(self, micro_batch: list[Sample]) -> Iterator[Outcome]:
+    def caught(self, micro_batch: MicroBatch) -> Iterator[Outcome]:
         """Note that the micro-batch ran out of memory, where it can run again in smaller parts; else raise.
 
         Raises:
             DoesNotFitError: If it ran out of memory and cannot be run again.
         """
         outcome = Outcome()
+        self._largest_tokens = max(self._largest_tokens, micro_batch.tokens)
         try:
             yield outcome
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if not self._possible or len(micro_batch) == 1:
+            if not self._possible or len(micro_batch.samples) == 1:
                 raise DoesNotFitError(self._why_not(micro_batch)) from error
             outcome.failed = True
 
-    def recover(self, micro_batch: list[Sample]) -> None:
+    def recover(self, micro_batch: MicroBatch) -> None:
         """Discard the window's gradients, really release their memory, and halve the limit.
 
         Not to be called in an ``except`` block: the traceback holds the step's tensors.
+
+        Raises:
+            DoesNotFitError: If the model computes over the batch dimension, so that parts of it are not the same.
         """
-        tokens = padded_tokens(_lengths(micro_batch))
-        self._limit.shrink(tokens)
-        self._recovered_in_step = True
-        log.warning(
-            "out of memory with %d samples of up to %d tokens; running the step's samples again with at most %d padded "
-            "tokens in a forward (recovery number %d)",
-            len(micro_batch), max(_lengths(micro_batch)), self._limit.max_tokens, self._limit.num_recoveries,
-        )  # fmt: skip
-        self._events.clear()
         for parameter in self._recipe._model.parameters():
             parameter.grad = None
         gc.collect()
         if self._recipe._device.type != "cpu":
             torch.get_device_module(self._recipe._device).empty_cache()
         reset_offloading(self._recipe)
+        self._check_that_cutting_is_exact(micro_batch)
+        self._limit.shrink(micro_batch.tokens)
+        self._recovered_in_step = True
+        log.warning(
+            "out of memory with %s; running the step's samples again with at most %d %s in a forward (recovery number "
+            "%d)", _describe(micro_batch), self._limit.max_tokens, _unit(micro_batch), self._limit.num_recoveries,
+        )  # fmt: skip
         set_random_state(self._random_state, self._recipe._device)
 
     def step_done(self) -> None:
         """An optimizer step is done."""
-        for tokens, begin, end in self._events:
-            end.synchronize()
-            self.cost.observe(tokens, begin.elapsed_time(end) / 1000)
-        self._events.clear()
-        if not self._recovered_in_step:
+        if not self._recovered_in_step and not self._shrink_if_thrashing():
             self._limit.step_done()
+        self._largest_tokens = 0
         self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_in_step else 0
         self._recovered_in_step = False
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
@@ -179,6 +125,16 @@ class Recovery:
                 "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
                 "or enable_activation_checkpointing=True"
             )
+
+    @property
+    def num_recoveries(self) -> int:
+        """How often a step has had to run again."""
+        return self._limit.num_recoveries
+
+    def metrics(self) -> dict[str, int]:
+        """Added to what stock logs; nothing as long as a run that is as stock has met no error."""
+        counts = self.num_recoveries > 0 or self._recipe.settings.enabled
+        return {"out_of_memory_recoveries": self.num_recoveries} if counts else {}
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
@@ -201,9 +157,36 @@ class Recovery:
     def _possible(self) -> bool:
         return self._recipe.settings.recover_from_oom and not in_backward(self._recipe)
 
-    def _why_not(self, micro_batch: list[Sample]) -> str:
-        lengths = _lengths(micro_batch)
-        what = f"out of memory in a forward or backward of {len(lengths)} samples of up to {max(lengths)} tokens"
+    def _check_that_cutting_is_exact(self, micro_batch: MicroBatch) -> None:
+        if self._cuts_freely is None:
+            module = self._recipe.batch_dependent_module()
+            self._cuts_freely = module is None
+            if module is not None:
+                raise DoesNotFitError(
+                    f"out of memory with {_describe(micro_batch)}, and smaller parts would not give the same result: "
+                    f"{module} computes over the batch. Set a smaller batch_size, or "
+                    f"enable_activation_checkpointing=True"
+                )
+
+    def _shrink_if_thrashing(self) -> bool:
+        """Lower the limit where the allocator frees its cache to start over, step after step; the step stands."""
+        retries = num_allocation_retries(self._recipe._device)
+        rose, self._retries = retries > self._retries, retries
+        self._retried_in_row = self._retried_in_row + 1 if rose else 0
+        if not self._recipe.settings.enabled or not self._possible:  # off is stock, however slow
+            return False
+        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or self._largest_tokens < 2:
+            return False
+        self._retried_in_row = 0
+        self._limit.lower(self._largest_tokens)
+        log.warning(
+            "the allocator of %s frees its cache in every step to find room (num_alloc_retries: %d); from now on a "
+            "forward takes at most half, %d", self._recipe._device, retries, self._limit.max_tokens,
+        )  # fmt: skip
+        return True
+
+    def _why_not(self, micro_batch: MicroBatch) -> str:
+        what = f"out of memory in a forward or backward of {_describe(micro_batch)}"
         if in_backward(self._recipe):
             return (
                 f"{what}; with optimizer_in_bwd=True some parameters may be updated already, and no smaller "
@@ -211,21 +194,21 @@ class Recovery:
             )
         if not self._recipe.settings.recover_from_oom:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
-        start = [int(token) for token in micro_batch[0]["tokens"][:12]]
+        sample = micro_batch.samples[0]
+        tokens = sample["tokens"]
+        start = [int(token) for token in tokens[:12]]
         return (
-            f"out of memory with a single sample, or pack, of {lengths[0]} tokens (it begins with the tokens {start}); "
-            f"set tokenizer.max_seq_len below {lengths[0]}, or enable_activation_checkpointing=True"
+            f"out of memory with a single sample, or pack, of {len(tokens)} tokens: number {index_of(sample)} of the "
+            f"dataset (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
+            f"{len(tokens)}, or enable_activation_checkpointing=True"
         )
 
 
-def _cut_to(part: list[Sample], max_tokens: int) -> list[list[Sample]]:
-    lengths = _lengths(part)
-    if padded_tokens(lengths) <= max_tokens:
-        return [part]
-    # What a forward costs is not known here; a high price keeps their number low.
-    cut = cut_by_length(lengths, max_tokens, forward_cost=max_tokens)
-    return [[part[i] for i in indices] for indices in cut]
+def _describe(micro_batch: MicroBatch) -> str:
+    samples = micro_batch.samples
+    plural = "s" if len(samples) > 1 else ""
+    return f"{len(samples)} sample{plural} of up to {max(len(sample['tokens']) for sample in samples)} tokens"
 
 
-def _lengths(samples: list[Sample]) -> list[int]:
-    return [len(sample["tokens"]) for sample in samples]
+def _unit(micro_batch: MicroBatch) -> str:
+    return "samples" if is_multimodal(micro_batch.samples[0]) else "padded tokens"

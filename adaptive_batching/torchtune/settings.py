@@ -40,13 +40,28 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         raise ConfigError(
             f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
+    if cfg.get("optimizer_in_bwd", False):
+        _check_against_optimizer_in_backward(cfg, settings)
+    if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
+        raise ConfigError(
+            "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to "
+            "gain; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
+        )
+    return settings
+
+
+def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
     cuts = settings.micro_batch_size is not None and (settings.enabled or settings.micro_batch_size != cfg.batch_size)
-    if cuts and cfg.get("optimizer_in_bwd", False):
+    if cuts:
         raise ConfigError(
             f"optimizer_in_bwd=True cannot accumulate micro-batches (micro_batch_size={settings.micro_batch_size}, "
             f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
         )
-    return settings
+    if settings.enabled and settings.grow_beyond_memory:
+        raise ConfigError(
+            "optimizer_in_bwd=True cannot accumulate micro-batches (adaptive_batching.grow_beyond_memory=True); set "
+            "one of them to False"
+        )
 
 
 def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune import config, modules, training
 
+from adaptive_batching.batch_dependence import find_batch_dependent_module
 from adaptive_batching.probe import Remedy
-from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, repeat, stretch
+from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
 from adaptive_batching.torchtune.loop import apply_gradients, forward_backward
 from adaptive_batching.torchtune.recovery import in_backward, reset_offloading
 from adaptive_batching.trial import Run, TrainingStep
@@ -37,7 +38,7 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
             # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
             num_tokens: Any = 0
             reset_offloading(target)
-            accumulates = recipe._gradient_accumulation_steps > 1 or recipe.settings.cuts_by_length
+            accumulates = recipe._gradient_accumulation_steps > 1 or recipe.settings.fills_memory
             for _ in range(2 if accumulates else 1):
                 num_tokens = num_tokens + forward_backward(target, dict(batch))[1]
             apply_gradients(target, num_tokens)
@@ -75,6 +76,18 @@ def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
                 shorter_step = training_step(recipe, stretch(sample, shorter))
                 found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
     return found
+
+
+def batch_dependent_module(recipe: Any) -> str | None:
+    """A module of the recipe's model that computes over the batch dimension, or None."""
+    tokens = torch.arange(1, 25, device=recipe._device).reshape(3, 8)  # [b, s]; any text will do
+    sample = recipe._dataloader.dataset[0]
+
+    def run(batch: torch.Tensor) -> None:
+        if not is_multimodal(sample):  # what such a model makes of text alone is its own affair
+            recipe._model(tokens=batch)
+
+    return find_batch_dependent_module(recipe._model, run, tokens[[0, 1]], tokens[[0, 2]])
 
 
 def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Any:

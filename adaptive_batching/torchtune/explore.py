@@ -1,0 +1,137 @@
+"""``micro_batch_size: explore``: time the ways to run a step on the user's data, and recommend the fastest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.microbatch import TokenLimit
+from adaptive_batching.throughput import Exploration, explore
+from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
+from adaptive_batching.torchtune.loop import forward_backward
+from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
+from adaptive_batching.torchtune.recovery import reset_offloading
+from adaptive_batching.trial import unchanged_random_state
+
+log = logging.getLogger(__name__)
+
+# Neighbouring candidates differ by at least this factor: closer ones hardly differ in speed.
+MIN_RATIO = 1.4
+
+
+def candidate_sizes(batch_size: int, largest: int) -> list[int]:
+    """Divisors of ``batch_size`` that are at most ``largest``, ascending, thinned where they lie close."""
+    divisors = [size for size in range(min(batch_size, largest), 0, -1) if batch_size % size == 0]
+    chosen = divisors[:1]
+    for size in divisors[1:]:
+        if size * MIN_RATIO <= chosen[-1]:
+            chosen.append(size)
+    return chosen[::-1]
+
+
+def explore_micro_batches(recipe: Any, batch_size: int, meter: MemoryMeter) -> Exploration:
+    """Time each candidate on the same samples and find the fastest; weights, gradients, random state and data order
+    are left as they were.
+
+    Args:
+        recipe: A recipe that has been set up and probed.
+        batch_size: The batch size to run; micro-batches divide it.
+        meter: The device's memory.
+    """
+    sizes: list[int | str] = [*candidate_sizes(batch_size, recipe.samples_per_forward)]
+    dataset = recipe._dataloader.dataset
+    if not is_packed(dataset) and not is_multimodal(dataset[0]):  # else every cut by length is one by number
+        sizes.append("auto")
+    windows = _windows(recipe, batch_size)
+    seen: list[list[list[Sample]]] = []
+    # One for all: what a forward of any candidate takes tells "auto" where to cut.
+    cutters = {size: Cutter(recipe, size, recipe.forward_cost, TokenLimit(), learns=True) for size in sizes}
+    warm: set[int | str] = set()
+
+    def measure(size: int | str, round_: int) -> float | None:
+        if round_ == len(seen):
+            seen.append(next(windows))
+        batches = seen[round_]
+        if size == "auto":
+            batches = [[sample for batch in batches for sample in batch]]
+        cutter = cutters[size]
+        micro_batches = [micro_batch for batch in batches for micro_batch in cutter.cut(batch)]
+        if size not in warm:  # allocating memory and choosing kernels are paid for once
+            warm.add(size)
+            if _seconds(recipe, cutter, micro_batches[:1], meter) is None:
+                return None
+        return _seconds(recipe, cutter, micro_batches, meter)
+
+    log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
+    with unchanged_random_state(meter.device):
+        result = explore(sizes, measure)
+    log.info("explored\n%s", "\n".join(table(result)))
+    return result
+
+
+def _seconds(recipe: Any, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
+    """Time of forward and backward of all ``micro_batches``; None if one ran out of memory."""
+    meter.synchronize()
+    start = time.perf_counter()
+    seconds = None
+    try:
+        for micro_batch in micro_batches:
+            with cutter.timed(micro_batch):
+                forward_backward(recipe, recipe._dataloader.collate(micro_batch.samples), micro_batch.weight)
+        meter.synchronize()
+        seconds = time.perf_counter() - start
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    # Outside of the except block: the traceback holds the step's tensors.
+    if seconds is None:
+        cutter.forget_timings()
+        reset_offloading(recipe)
+    else:
+        cutter.read_timings()
+    for parameter in recipe._model.parameters():
+        parameter.grad = None
+    if seconds is None:
+        meter.release()
+    return seconds
+
+
+def _windows(recipe: Any, batch_size: int) -> Iterator[list[list[Sample]]]:
+    """The batches of one optimizer step after the other, drawn from the data by a generator of their own."""
+    dataset = recipe._dataloader.dataset
+    accumulation = recipe._gradient_accumulation_steps
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        order = torch.randperm(len(dataset), generator=generator).tolist()
+        for first in range(0, len(order) - batch_size * accumulation + 1, batch_size * accumulation):
+            yield [
+                [dataset[index] for index in order[start : start + batch_size]]
+                for start in range(first, first + batch_size * accumulation, batch_size)
+            ]
+
+
+def table(result: Exploration) -> list[str]:
+    """A line for each candidate."""
+    lines = [f"  {'micro_batch_size':>16} {'s/step':>8} {'x base':>7} {'runs':>5}  confidence"]
+    for estimate in result.estimates:
+        mark = "  <- recommended" if estimate is result.recommended else ""
+        lines.append(
+            f"  {estimate.candidate:>16} {estimate.seconds:>8.3f} {estimate.speedup:>7.2f} {estimate.runs:>5}"
+            f"  {100 * estimate.confidence:.0f} of 100{mark}"
+        )
+    return [*lines, f"  noise of one timing: {100 * result.noise:.1f} %"]
+
+
+def store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
+    """Write the table, as comments, and the line to paste into a config."""
+    comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
+    comments += [*table(result), "", "Paste this into the config, and the next run need not explore:"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    path.write_text(f"{text}micro_batch_size: {result.recommended.candidate}\n")

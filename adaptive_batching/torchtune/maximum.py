@@ -1,0 +1,92 @@
+"""The probe of a recipe: its training step, on its device, with the result kept for the next run."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from adaptive_batching.config import ConfigError
+from adaptive_batching.memory import memory_meter
+from adaptive_batching.probe import find_maximum_batch_size, memory_budget
+from adaptive_batching.result import ProbeResult, load_result, store_result
+from adaptive_batching.torchtune.data import is_packed
+from adaptive_batching.torchtune.step import remedies, training_step
+
+log = logging.getLogger(__name__)
+
+# What the memory of a training step depends on, beside the length of the samples and the device.
+_KEYS_OF_MEMORY = (
+    "model", "optimizer", "loss", "dtype", "compile", "collate_fn", "optimizer_in_bwd", "clip_grad_norm",
+    "gradient_accumulation_steps", "enable_activation_checkpointing", "enable_activation_offloading",
+)  # fmt: skip
+_VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
+
+
+def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upper: int, reason: str) -> ProbeResult:
+    """Find the largest batch of copies of ``sample``, or take the result that an earlier run has stored.
+
+    Args:
+        recipe: A recipe that has been set up.
+        cfg: Its config.
+        sample: As long as training can meet.
+        length: Its tokens.
+        upper: No size above it is tried.
+        reason: What bounds it.
+
+    Raises:
+        ConfigError: If the device's memory cannot be measured.
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
+    assert recipe.report is not None
+    settings = recipe.settings
+    try:
+        meter = memory_meter(recipe._device)
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from error
+    # What a forward may take is no size to round.
+    settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
+    include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
+    path = recipe.report.directory / "probe.json"
+    key = {name: _plain(cfg.get(name)) for name in _KEYS_OF_MEMORY}
+    key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
+    key |= {"search": settings.search, "round_to_power_of_two": settings.round_to_power_of_two}
+    key |= {"memory_limit": repr(settings.memory_limit), "headroom": repr(settings.headroom)}
+    key |= {"fills_memory": settings.fills_memory, "include": include, "upper": upper}
+    key |= {"recipe": type(recipe).__name__, "sequence_length": length}
+    key |= {"packed": is_packed(recipe._dataloader.dataset)}
+    key |= {"device": meter.device_name, "total_bytes": meter.total_bytes}
+    key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
+    stored = load_result(path, key)
+    if stored is not None:
+        available = memory_budget(settings, meter)
+        if stored.peak_bytes <= available:
+            log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
+            return stored
+        log.info("stored probe result ignored: it takes %d bytes, and %d are left", stored.peak_bytes, available)
+    result = find_maximum_batch_size(
+        training_step(recipe, sample),
+        settings,
+        meter,
+        upper=upper,
+        upper_reason=reason,
+        include=include,
+        remedies=lambda: remedies(recipe, cfg, sample),
+    )
+    store_result(path, key, result)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,126 @@
+"""From the samples of a batch to micro-batches, each with its share in the gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptive_batching.microbatch import ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.torchtune.data import Sample, sizes
+
+# What a forward is taken to cost beside its tokens until that has been measured, in tokens: launching the kernels of a
+# model takes some tens of milliseconds, in which the device could do some hundreds of tokens more.
+FIRST_FORWARD_COST = 512
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one forward and backward."""
+
+    samples: list[Sample]
+    weight: float | None = None
+    """What its mean loss is multiplied by; None: the number of its labels, as in stock."""
+
+    @property
+    def tokens(self) -> int:
+        """Its padded tokens; of multimodal samples, their number."""
+        return padded_tokens(sizes(self.samples))
+
+
+class Cutter:
+    """Cuts the batches of a recipe, and learns what a forward costs.
+
+    Args:
+        recipe: A recipe that has been set up.
+        micro_batch_size: As in the config, ``"explore"`` excepted.
+        cost: What a forward costs, as far as it has been measured; timings are added to it.
+        limit: What has been seen not to fit.
+        learns: Time every forward, even where the cut does not depend on it.
+    """
+
+    def __init__(
+        self,
+        recipe: Any,
+        micro_batch_size: int | str | None,
+        cost: ForwardCost,
+        limit: TokenLimit,
+        *,
+        learns: bool = False,
+    ) -> None:
+        self._recipe = recipe
+        self._micro_batch_size = micro_batch_size
+        self._cost = cost
+        self._limit = limit
+        self._learns = learns or micro_batch_size == "auto"
+        self._events: list[tuple[int, torch.Event, torch.Event]] = []
+
+    def cut(self, batch: list[Sample]) -> list[MicroBatch]:
+        """The micro-batches of ``batch``; together they have its gradient."""
+        most = self._micro_batch_size or self._recipe.samples_per_forward or len(batch)
+        if isinstance(most, str):
+            budget = self._recipe.token_budget
+            cut = cut_by_length(sizes(batch), budget, min(self._cost.in_tokens(FIRST_FORWARD_COST), budget))
+        else:
+            cut = cut_in_order(len(batch), most)
+        parts = [[batch[i] for i in indices] for indices in cut]
+        if self._limit.max_tokens is not None:
+            parts = [part for whole in parts for part in _cut_to(whole, self._limit.max_tokens)]
+        return [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
+
+    def _weighted(self, batch: list[Sample], parts: list[list[Sample]]) -> list[MicroBatch]:
+        # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
+        # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
+        # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
+        targets = [sum(self._count(sample["labels"][1:]) for sample in part) for part in parts]
+        labels = sum(self._count(sample["labels"]) for sample in batch)
+        shares = [count * labels / max(sum(targets), 1) for count in targets]
+        weighted = [MicroBatch(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
+        return weighted or [MicroBatch(batch)]
+
+    def _count(self, labels: Any) -> int:
+        return int((np.asarray(labels) != self._recipe._loss_fn.ignore_index).sum())
+
+    def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
+        return self._timed(micro_batch.tokens) if self._learns else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _timed(self, tokens: int) -> Iterator[None]:
+        device = self._recipe._device
+        if device.type == "cpu":
+            start = time.perf_counter()
+            yield
+            self._cost.observe(tokens, time.perf_counter() - start)
+            return
+        # Events are read when the step is over, so that the device is not waited for in between.
+        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._events.append((tokens, begin, end))
+
+    def read_timings(self) -> None:
+        """A step is over: learn from what it took."""
+        for tokens, begin, end in self._events:
+            end.synchronize()
+            self._cost.observe(tokens, begin.elapsed_time(end) / 1000)
+        self._events.clear()
+
+    def forget_timings(self) -> None:
+        """A step was broken off."""
+        self._events.clear()
+
+
+def _cut_to(part: list[Sample], max_tokens: int) -> list[list[Sample]]:
+    lengths = sizes(part)
+    if padded_tokens(lengths) <= max_tokens:
+        return [part]
+    # What a forward costs is not known here; a high price keeps their number low.
+    cut = cut_by_length(lengths, max_tokens, forward_cost=max_tokens)
+    return [[part[i] for i in indices] for indices in cut]
