@@ -7,11 +7,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from adaptive_batching.throughput import Exploration, Timings, explore
 
+EVALUATE = Timings.evaluate
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 
 
@@ -84,12 +86,9 @@ def test_confidence_is_as_often_right_as_it_says(noise: float, monkeypatch: pyte
     answers: list[tuple[float, bool]] = []
     for seed in range(150):
         device = wandering(seed, noise)
-        evaluate = Timings.evaluate
 
-        def noted(
-            self: Timings, *arguments: object, device: Device = device, evaluate: object = evaluate
-        ) -> Exploration:
-            result: Exploration = evaluate(self, *arguments)  # type: ignore[operator]
+        def noted(self: Timings, *arguments: Any, device: Device = device) -> Exploration:
+            result = EVALUATE(self, *arguments)
             best = result.recommended
             answers.append((best.confidence, device.none_is_faster_by_more_than_the_noise(best.candidate)))
             return result

@@ -21,7 +21,8 @@ def events(run: Run, kind: str) -> list[dict]:
 
 
 def without_sizes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in step.items() if k not in ("batch_size", "global_batch_size")} for step in metrics]
+    ours = ("batch_size", "global_batch_size", "out_of_memory_recoveries")
+    return [{k: v for k, v in step.items() if k not in ours} for step in metrics]
 
 
 CASES = {

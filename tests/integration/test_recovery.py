@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any, ClassVar
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchtune.models.llama2 import llama2, lora_llama2
+from torchtune.modules import RMSNorm
 
+from adaptive_batching.memory import CpuMeter
 from adaptive_batching.microbatch import TokenLimit
+from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import Run, TuneRun
-from tests.integration.test_probe import events
+from tests.integration.test_growth import DOUBLE
+from tests.integration.test_probe import events, without_sizes
 
 # What the next models do: where they run out of memory, and how often.
 plan: dict[str, Any] = {}
@@ -20,6 +25,7 @@ plan: dict[str, Any] = {}
 
 def run_out(error: str = "can't allocate memory") -> None:
     plan["times"] -= 1
+    plan["now"] = False
     raise RuntimeError(f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: {error}")
 
 
@@ -34,12 +40,18 @@ def arm(layer: nn.Module) -> None:
         if plan["now"] and plan["where"] == "forward":
             run_out()
 
+    def after_accumulation(gradient: torch.Tensor) -> None:
+        if plan["now"] and plan["where"] == "hook":
+            run_out()
+
     def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad and plan["now"] and plan["where"] == "backward":
             output.register_hook(lambda gradient: run_out())
 
     layer.register_forward_pre_hook(before_forward, with_kwargs=True)
     layer.register_forward_hook(after_forward)
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(after_accumulation)
 
 
 def full_model(**arguments: Any) -> nn.Module:
@@ -69,11 +81,6 @@ def assert_close(ours: Run, theirs: Run, epoch: int = 1, rel: float = 2e-4) -> N
         assert a["lr"] == b["lr"]
     for name, weights in theirs.weights(epoch).items():
         torch.testing.assert_close(ours.weights(epoch)[name], weights, rtol=1e-2, atol=2e-4)
-
-
-def without_recoveries(run: Run) -> list[dict[str, float]]:
-    """The metrics that a run has which has met no error."""
-    return [{k: v for k, v in step.items() if k != "out_of_memory_recoveries"} for step in run.metrics]
 
 
 SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
@@ -143,7 +150,7 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("call", [1, 4])
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
@@ -187,18 +194,17 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     monkeypatch.setattr("adaptive_batching.torchtune.loop.TokenLimit", Limited)
     at_once = tune_run("lora", *common, name="at_once")
     assert [step.pop("out_of_memory_recoveries") for step in recovered.metrics] == [1.0] * len(at_once.metrics)
-    assert without_recoveries(recovered) == at_once.metrics
+    assert without_sizes(recovered.metrics) == at_once.metrics
     for name, weights in at_once.weights(0).items():
         assert torch.equal(recovered.weights(0)[name], weights), name
 
 
-def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
-    tune_run: TuneRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever is cut, the tokens behind each step's loss are the same."""
+@pytest.mark.parametrize("fits", [1, 2])
+def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(fits: int, tune_run: TuneRun) -> None:
+    """Down to single samples. Whatever is cut, the tokens behind each step's loss are the same."""
     common = [*SGD, f"model._component_={__name__}.full_model", "batch_size=8", "epochs=1"]
     undisturbed = tune_run("full", *common, name="undisturbed")
-    plan.update(where="forward", call=1, calls=0, times=10**6, fits=2)
+    plan.update(where="forward", call=1, calls=0, times=10**6, fits=fits)
     recovered = tune_run("full", *common, name="recovered")
     assert_close(recovered, undisturbed, epoch=0)
     assert 10**6 - plan["times"] < 20, "the limit is kept from step to step"
@@ -238,3 +244,105 @@ class OptimizerWithoutMemory(torch.optim.SGD):
 def test_out_of_memory_in_the_optimizer_is_fatal_and_says_so(tune_run: TuneRun) -> None:
     with pytest.raises(SystemExit, match=r"in the optimizer's step.*resume from the last checkpoint"):
         tune_run("full", f"optimizer._component_={__name__}.OptimizerWithoutMemory")
+
+
+class ForgetfulLimit(TokenLimit):
+    """Takes any size again with the next step."""
+
+    def step_done(self) -> None:
+        self.max_tokens = None
+
+
+def bytes_of_tensors() -> int:
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not isinstance(o, FakeTensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a kind that leaves a traceback with the activations of a layer, in forward and in backward."""
+    monkeypatch.setattr("adaptive_batching.torchtune.loop.TokenLimit", ForgetfulLimit)
+    used: list[tuple[int, int, int]] = []
+    meter = CpuMeter()
+    finish_step = TrainingLoop._finish_step
+
+    def finish_and_note(self: TrainingLoop, *arguments: Any) -> None:
+        finish_step(self, *arguments)
+        plan["where"] = ("forward", "backward", "hook")[self._recovery.num_recoveries % 3]
+        if self._recipe.global_step % 10 == 0:
+            meter.release()
+            used.append((self._recovery.num_recoveries, bytes_of_tensors(), meter.used_bytes()))
+
+    monkeypatch.setattr(TrainingLoop, "_finish_step", finish_and_note)
+    plan.update(times=10**6, fits=2, where="forward")
+    tune_run("full", *SGD, f"model._component_={__name__}.full_model", "dataset.split=train[:240]", "epochs=4")
+    (_, tensors_at_first, used_at_first), *_, (recoveries, tensors, used_at_last) = used
+    assert recoveries >= 100
+    assert tensors == tensors_at_first
+    assert used_at_last < used_at_first + 2 * 2**20
+
+
+class NormalisedOverTheBatch(RMSNorm):
+    """A norm that takes its mean over samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = super().forward(x)
+        return normed - normed.mean(dim=0)
+
+
+def batch_dependent_model(**arguments: Any) -> nn.Module:
+    model = full_model(**arguments)
+    layer = list(model.layers)[1]
+    layer.mlp_norm = NormalisedOverTheBatch(arguments["embed_dim"])  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "micro_batch_size=2",
+        "micro_batch_size=auto",
+        "micro_batch_size=explore",
+        "adaptive_batching.grow_beyond_memory=True",
+    ],
+)
+def test_a_model_that_computes_over_the_batch_is_not_cut(setting: str, tune_run: TuneRun) -> None:
+    key = setting.split("=")[0].replace(".", r"\.")
+    common = [f"model._component_={__name__}.batch_dependent_model", "epochs=1"]
+    grows = DOUBLE if "grow" in setting else []
+    with pytest.raises(SystemExit, match=rf"{key}=\w+ would change the result: layers.1.mlp_norm \(NormalisedOver"):
+        tune_run("full", *common, *grows, setting, "adaptive_batching.memory_limit=8GiB")
+
+
+def test_a_model_that_computes_over_the_batch_trains_whole_and_is_not_recovered(tune_run: TuneRun) -> None:
+    common = [f"model._component_={__name__}.batch_dependent_model", "epochs=1"]
+    assert len(tune_run("full", *common, name="whole").metrics) == 12
+    plan.update(times=1, call=plan["calls"] + 3)
+    message = r"smaller parts would not give the same result: layers.1.mlp_norm \(NormalisedOverTheBatch\)"
+    with pytest.raises(SystemExit, match=message):
+        tune_run("full", *common, name="broken")
+
+
+def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the step, which stands; a run that is as stock is left alone."""
+    retries = 0
+
+    def rising(device: torch.device) -> int:
+        nonlocal retries
+        retries += 1
+        return retries
+
+    common = [*SGD, f"model._component_={__name__}.CountingModel", "epochs=1", "dataset.packed=True"]
+    undisturbed = tune_run("full", *common, name="undisturbed")
+    monkeypatch.setattr("adaptive_batching.torchtune.recovery.num_allocation_retries", rising)
+    assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
+    CountingModel.shapes.clear()
+    shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")
+    assert [rows for rows, _ in CountingModel.shapes[:8]] == [4, 4, 2, 2, 2, 2, 1, 1]
+    assert "num_alloc_retries" in caplog.text
+    assert_close(shrunk, undisturbed, epoch=0)
+    assert {step["out_of_memory_recoveries"] for step in shrunk.metrics} == {0.0}
