@@ -27,6 +27,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench  ## Run every benchmark; results go to benchmarks/results
 	$(BIN)/python benchmarks/probe_vs_peers.py
 	$(BIN)/python benchmarks/epoch_time.py
+	$(BIN)/python benchmarks/overhead.py
 
 clean:  ## Remove the environment and what the quickstart made
 	rm -rf $(VENV) data/quickstart outputs/quickstart

@@ -53,6 +53,7 @@ def find_maximum_batch_size(
     upper: int,
     upper_reason: str = "upper bound",
     include: int | None = None,
+    coarse: bool = False,
     remedies: Callable[[], Sequence[Remedy]] = tuple,
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and leave no trace of having looked.
@@ -64,6 +65,8 @@ def find_maximum_batch_size(
         upper: No size above it is tried, such as what the data can fill; at least 1.
         upper_reason: What :attr:`ProbeResult.reason` says where ``upper`` is the answer.
         include: A size to consider although it is no power of two.
+        coarse: An answer up to an eighth below the maximum will do. Where a prediction shows that the next candidate
+            does not fit, that saves the step that would prove it, and its out-of-memory error.
         remedies: Called if a batch of one does not fit: what to suggest.
 
     Raises:
@@ -72,7 +75,12 @@ def find_maximum_batch_size(
     start = time.perf_counter()
     meter.release()
     budget = memory_budget(config, meter)
-    candidates = candidate_sizes(upper, powers_of_two=config.round_to_power_of_two, include=include)
+    candidates = candidate_sizes(
+        upper,
+        powers_of_two=config.round_to_power_of_two,
+        include=include,
+        coarse=coarse and config.search == "predict",  # the others walk through a list one by one
+    )
     log.info(
         "probing for the largest batch size up to %d in %.0f MiB (%.0f MiB in use)",
         candidates[-1], budget / 2**20, meter.used_bytes() / 2**20,

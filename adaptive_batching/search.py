@@ -140,18 +140,25 @@ SEARCHES: dict[str, Callable[[SizesRun, int, PredictPeak | None], None]] = {
 }
 
 
-def candidate_sizes(upper: int, *, powers_of_two: bool, include: int | None = None) -> list[int] | range:
+def candidate_sizes(
+    upper: int, *, powers_of_two: bool, include: int | None = None, coarse: bool = False
+) -> list[int] | range:
     """The batch sizes that a search may answer with, ascending, none above ``upper``.
 
     Args:
         upper: The largest size that bounds and data allow.
         powers_of_two: Only powers of two, and ``include``.
         include: A size that must be among them, such as the configured one that growth starts from.
+        coarse: Only sizes of four binary digits and zeros, and ``upper``: each at most an eighth above the one before.
     """
     assert upper >= 1, upper
-    if not powers_of_two:
+    if powers_of_two:
+        sizes = {2**k for k in range(upper.bit_length()) if 2**k <= upper}
+    elif coarse:
+        sizes = {digits << zeros for zeros in range(upper.bit_length()) for digits in range(1, 16)}
+        sizes = {size for size in sizes if size < upper} | {upper}
+    else:
         return range(1, upper + 1)
-    sizes = {2**k for k in range(upper.bit_length()) if 2**k <= upper}
     if include is not None and include <= upper:
         sizes.add(include)
     return sorted(sizes)

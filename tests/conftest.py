@@ -128,3 +128,14 @@ def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def assert_close(ours: Run, theirs: Run, epoch: int = 1, rel: float = 2e-4) -> None:
+    """Equal to float rounding: losses, learning rates and weights."""
+    assert len(ours.metrics) == len(theirs.metrics)
+    for a, b in zip(ours.metrics, theirs.metrics, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=rel)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=10 * rel)
+        assert a["lr"] == b["lr"]
+    for name, weights in theirs.weights(epoch).items():
+        torch.testing.assert_close(ours.weights(epoch)[name], weights, rtol=1e-2, atol=2e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -156,3 +157,12 @@ def test_candidates_are_bounded_and_hold_the_configured_size() -> None:
     assert candidate_sizes(20, powers_of_two=True, include=6) == [1, 2, 4, 6, 8, 16]
     assert candidate_sizes(4, powers_of_two=True, include=6) == [1, 2, 4]
     assert list(candidate_sizes(3, powers_of_two=False)) == [1, 2, 3]
+
+
+@given(st.integers(1, 10_000))
+def test_coarse_candidates_are_at_most_an_eighth_apart_and_hold_the_powers_of_two(upper: int) -> None:
+    coarse = candidate_sizes(upper, powers_of_two=False, coarse=True)
+    assert coarse[0] == 1 and coarse[-1] == upper
+    assert all(b <= max(a + 1, a * 9 / 8) for a, b in pairwise(coarse))
+    assert set(candidate_sizes(upper, powers_of_two=True)) <= set(coarse)
+    assert len(coarse) <= 8 * upper.bit_length()

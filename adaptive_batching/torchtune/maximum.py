@@ -75,6 +75,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         upper=upper,
         upper_reason=reason,
         include=include,
+        coarse=settings.fills_memory,  # how much of what fits is best used is another question
         remedies=lambda: remedies(recipe, cfg, sample),
     )
     store_result(path, key, result)

@@ -6,7 +6,9 @@ import logging
 
 import pytest
 
-from tests.conftest import TuneRun, assert_same_weights
+from adaptive_batching.memory import CpuMeter
+from tests.conftest import TuneRun, assert_close, assert_same_weights
+from tests.integration.counting import CountingModel
 from tests.integration.test_probe import events
 
 DOUBLE = [
@@ -91,6 +93,57 @@ def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(tune_ru
 def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: TuneRun) -> None:
     run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=40", "epochs=1")
     assert events(run, "epoch")[0]["batch_size"] == 40
+
+
+SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_global_batch_stays_where_it_is_to_be_kept(kind: str, tune_run: TuneRun) -> None:
+    """What batch_size gains, accumulation loses: losses, rates and weights are those of the constant run."""
+    common = [*SGD, "epochs=4", "batch_size=2", "gradient_accumulation_steps=8", "dataset.split=train[:48]"]
+    constant = tune_run(kind, *common, *DOUBLE, "adaptive_batching.max_batch_size=2", name="constant")
+    kept = tune_run(kind, *common, *DOUBLE, "adaptive_batching.keep_global_batch=True", *BOUND, name="kept")
+    assert [(s["batch_size"], s["global_batch_size"]) for s in kept.metrics[::3]] == [(n, 16) for n in (2, 4, 8, 16)]
+    assert [e["steps"] for e in events(kept, "epoch")] == [3] * 4
+    assert_close(kept, constant, epoch=3)
+
+
+def test_a_maximum_and_a_growth_that_do_not_divide_the_global_batch_are_rounded_down(tune_run: TuneRun) -> None:
+    keep = ["adaptive_batching.keep_global_batch=True", "adaptive_batching.round_to_power_of_two=False"]
+    keep += ["batch_size=2", "gradient_accumulation_steps=6", "epochs=2"]
+    bound = "adaptive_batching.max_batch_size=5"
+    maximum = tune_run("full", *keep, bound, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB")
+    assert [(e["batch_size"], e["global_batch_size"]) for e in events(maximum, "epoch")] == [(4, 12)] * 2
+    adds_three = ["batch_increase_function._component_=tests.integration.test_growth.adds_three"]
+    grown = tune_run("full", *keep, *adds_three, "adaptive_batching.max_batch_size=12", "epochs=4", name="grown")
+    epochs = events(grown, "epoch")
+    assert [(e["batch_size"], e["global_batch_size"]) for e in epochs] == [(2, 12), (4, 12), (6, 12), (6, 12)]
+    assert "7 does not divide the global batch 12" in epochs[2]["reason"]
+
+
+def adds_three(every: int = 1):
+    return lambda epoch, current_batch_size: 3 if epoch else 0
+
+
+def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun) -> None:
+    """The forwards stay within what was found to fit, the gradients are those of the whole batch."""
+    model = "model._component_=tests.integration.counting.CountingModel"
+    few = [*SGD, model, "dataset.split=train[:300]", "tokenizer.max_seq_len=256", "epochs=4", "batch_size=32"]
+    whole = tune_run("full", *few, *DOUBLE, "adaptive_batching.max_batch_size=256", name="whole")
+    meter = CpuMeter()
+    meter.release()
+    limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}"
+    beyond = [limit, "adaptive_batching.max_batch_size=256", "adaptive_batching.grow_beyond_memory=True"]
+    CountingModel.shapes.clear()
+    grown = tune_run("full", *few, *DOUBLE, *beyond, name="grown")
+    [probe] = events(grown, "probe")
+    assert 20 < probe["batch_size"] < 200
+    assert [e["batch_size"] for e in events(grown, "epoch")] == [32, 64, 128, 256]
+    trained = CountingModel.shapes[2 * len(probe["measurements"]) :]
+    assert max(rows for rows, _ in trained) <= probe["batch_size"]
+    assert sum(rows for rows, _ in trained) == 288 + 256 * 3
+    assert_close(grown, whole, epoch=3)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

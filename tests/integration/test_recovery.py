@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,9 @@ from torchtune.modules import RMSNorm
 from adaptive_batching.memory import CpuMeter
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.loop import TrainingLoop
-from tests.conftest import Run, TuneRun
-from tests.integration.test_growth import DOUBLE
+from tests.conftest import TuneRun, assert_close
+from tests.integration.counting import CountingModel
+from tests.integration.test_growth import DOUBLE, SGD
 from tests.integration.test_probe import events, without_sizes
 
 # What the next models do: where they run out of memory, and how often.
@@ -72,20 +73,6 @@ def no_plan() -> None:
     plan.update(layer=0, call=1, times=0, calls=0, now=False, where="forward")
 
 
-def assert_close(ours: Run, theirs: Run, epoch: int = 1, rel: float = 2e-4) -> None:
-    """Equal to float rounding: losses, learning rates and weights."""
-    assert len(ours.metrics) == len(theirs.metrics)
-    for a, b in zip(ours.metrics, theirs.metrics, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=rel)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=10 * rel)
-        assert a["lr"] == b["lr"]
-    for name, weights in theirs.weights(epoch).items():
-        torch.testing.assert_close(ours.weights(epoch)[name], weights, rtol=1e-2, atol=2e-4)
-
-
-SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
-
-
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 def test_micro_batches_train_as_the_whole_batch(kind: str, micro_batch_size: int, tune_run: TuneRun) -> None:
@@ -107,28 +94,12 @@ def test_micro_batches_weigh_by_targets_where_every_token_is_one(micro_batch_siz
     )
 
 
-class CountingModel:
-    """Notes the shape of every forward's tokens."""
-
-    shapes: ClassVar[list[tuple[int, int]]] = []
-
-    def __new__(cls, **arguments: Any) -> nn.Module:
-        model = llama2(**arguments)
-        model.register_forward_pre_hook(lambda module, args, kwargs: cls.note(kwargs["tokens"]), with_kwargs=True)
-        return model
-
-    @classmethod
-    def note(cls, tokens: torch.Tensor) -> None:
-        if torch.is_grad_enabled() and not isinstance(tokens, FakeTensor):
-            cls.shapes.append(tuple(tokens.shape))
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: bool, tune_run: TuneRun) -> None:
     common = [
-        *SGD, f"model._component_={__name__}.CountingModel", "batch_size=16", "gradient_accumulation_steps=2",
+        *SGD, "model._component_=tests.integration.counting.CountingModel", "gradient_accumulation_steps=2",
         "dataset.split=train[:200]", "epochs=1", "tokenizer.max_seq_len=256", f"dataset.packed={packed}",
-        *(["batch_size=4"] if packed else []),
+        f"batch_size={4 if packed else 16}",
     ]  # fmt: skip
     CountingModel.shapes.clear()
     whole = tune_run("full", *common, name="whole")
@@ -336,7 +307,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
         retries += 1
         return retries
 
-    common = [*SGD, f"model._component_={__name__}.CountingModel", "epochs=1", "dataset.packed=True"]
+    common = [*SGD, "model._component_=tests.integration.counting.CountingModel", "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
     monkeypatch.setattr("adaptive_batching.torchtune.recovery.num_allocation_retries", rising)
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics

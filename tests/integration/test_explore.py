@@ -1,0 +1,76 @@
+"""``micro_batch_size: explore`` within real recipes, run through ``tune run``."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from adaptive_batching.torchtune.explore import candidate_sizes
+from tests.conftest import TuneRun, assert_same_weights
+from tests.integration.test_growth import FUNCTION
+from tests.integration.test_probe import events, without_sizes
+
+EXPLORE = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
+
+
+def test_candidates_divide_the_batch_and_are_not_close_to_each_other() -> None:
+    assert candidate_sizes(64, 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert candidate_sizes(64, 20) == [1, 2, 4, 8, 16]
+    assert candidate_sizes(60, 60) == [1, 2, 4, 6, 12, 20, 30, 60]
+    assert candidate_sizes(7, 6) == [1]
+
+
+def test_exploring_leaves_no_trace_and_its_snippet_gives_the_same_run(
+    tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit, with dropout and accumulation. Packed, so that no cut depends on timings."""
+    common = ["dataset.packed=True", "model.lora_dropout=0.1", "gradient_accumulation_steps=2"]
+    common += ["dataset.split=train[:160]", "save_adapter_weights_only=True"]
+    caplog.set_level(logging.INFO, "adaptive_batching")
+    explored = tune_run("lora", *common, *EXPLORE, name="explored")
+    [exploration] = events(explored, "exploration")
+    assert [estimate["candidate"] for estimate in exploration["estimates"]] == [1, 2, 4]
+    found = exploration["recommended"]["candidate"]
+    answers = re.findall(r"recommended micro_batch_size (\w+), ([\d.]+)x base, confidence (\d+) of 100", caplog.text)
+    assert len(answers) == sum(estimate["runs"] for estimate in exploration["estimates"])
+    assert answers[-1][0] == str(found)
+
+    snippet = OmegaConf.load(explored.output_dir / "adaptive_batching" / "explored.yaml")
+    assert snippet == {"micro_batch_size": found}
+    pasted = tune_run("lora", *common, f"micro_batch_size={found}", name="pasted")
+    assert without_sizes(explored.metrics) == pasted.metrics
+    assert_same_weights(explored.weights(epoch=1), pasted.weights(epoch=1))
+
+
+def test_cutting_by_length_is_a_candidate_where_lengths_differ(tune_run: TuneRun) -> None:
+    few = ["epochs=1", "dataset.split=train[:120]", "batch_size=24", "tokenizer.max_seq_len=256"]
+    run = tune_run("full", *few, *EXPLORE)
+    [exploration] = events(run, "exploration")
+    assert [e["candidate"] for e in exploration["estimates"]] == [1, 2, 4, 8, 12, 24, "auto"]
+    assert [step["batch_size"] for step in run.metrics] == [24] * 5
+
+
+def test_no_candidate_exceeds_what_fits(tune_run: TuneRun) -> None:
+    run = tune_run("full", *EXPLORE, "epochs=1", "batch_size=16", "adaptive_batching.max_batch_size=16")
+    assert events(run, "probe")[0]["batch_size"] == 16
+    assert {e["candidate"] for e in events(run, "exploration")[0]["estimates"]} == {1, 2, 4, 8, 16, "auto"}
+
+
+def test_a_resumed_run_takes_what_the_first_one_has_explored(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:160]"]
+    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", 1)
+    with pytest.raises(SystemExit, match="the power went out"):
+        tune_run("full", *common, name="run")
+    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", None)
+    caplog.set_level(logging.INFO, "adaptive_batching")
+    caplog.clear()
+    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
+    resumed = tune_run("full", *common, "resume_from_checkpoint=True", files, name="run")
+    assert "explored by the run that is resumed" in caplog.text
+    assert "exploring" not in caplog.text
+    assert [e["batch_size"] for e in events(resumed, "epoch")] == [4, 8, 16]
