@@ -26,6 +26,9 @@ def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
 def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float = 0.0) -> Cut:
     """Cut samples, sorted by length, into micro-batches of at most ``max_tokens`` padded tokens, at the least cost.
 
+    Padded tokens bound memory also where attention takes memory by the square of the length: a budget that was found
+    with the longest samples holds fewer than as many products of two positions when samples are shorter.
+
     The cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order the cheapest cut
     is one of runs of neighbours, and is found exactly by dynamic programming over where the last run starts.
 
@@ -38,6 +41,8 @@ def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float =
         Micro-batches, the longest samples first: if one does not fit, that shows before work is done.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    if lengths[order[0]] == lengths[order[-1]]:  # as packed samples: any cut into as few is as good, so an even one
+        return cut_in_order(len(lengths), max(max_tokens // lengths[0], 1))
     cost = [0.0]  # cost[j]: least cost of the first j samples
     starts = [0]  # starts[j]: where the last micro-batch of that cut starts
     for end in range(1, len(order) + 1):

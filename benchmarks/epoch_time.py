@@ -19,20 +19,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import measure_in_fresh_process, write_report
 from omegaconf import OmegaConf
 
 from adaptive_batching.memory import memory_meter
@@ -97,16 +91,6 @@ def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def measure_in_fresh_process(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
-    """What :func:`measure` returns, from a process of its own."""
-    command = [sys.executable, __file__, "--device", device, "--samples", str(samples), "--measure", way, inputs]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{way} failed:\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[str, float]]:
     """A Markdown table of medians, and the ratios."""
 
@@ -157,29 +141,21 @@ def main() -> None:
         build(inputs)
         for repeat in range(args.repeats):
             for way in [*WAYS][repeat % 3 :] + [*WAYS][: repeat % 3]:
-                result = measure_in_fresh_process(way, str(inputs), args.device, args.samples)
+                arguments = ["--device", args.device, "--samples", str(args.samples), "--measure", way, str(inputs)]
+                result = measure_in_fresh_process(*arguments)
                 results[way].append(result)
                 shown = {key: value for key, value in result.items() if key != "losses"}
                 print(f"{way}: {shown}, last loss {result['losses'][-1]:.4f}", flush=True)
     rows, ratios = evaluate(results)
-    name = memory_meter(args.device).device_name
-    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchtune", "torchao"))
-    report = [
-        "# One epoch, 64 samples in each optimizer step",
-        f"\n    {shlex.join(['python', *sys.argv])}\n",
-        f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {name}, {os.cpu_count()} CPU cores; "
-        f"Python {platform.python_version()}, {packages}",
-        f"- {args.samples} samples, medians of {args.repeats}; losses of every step differ by at most "
-        f"{ratios['loss_difference']:.1e} of their value",
-        "",
-        *rows,
-        f"\n    {json.dumps(ratios)}",
-    ]
-    output = args.output or Path(__file__).parent / "results" / f"epoch_time_{args.device}.md"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join(report) + "\n")
-    print("\n".join(rows))
-    print(json.dumps(ratios))
+    difference = f"losses of every step differ by at most {ratios['loss_difference']:.1e} of their value"
+    write_report(
+        "One epoch, 64 samples in each optimizer step",
+        device=args.device,
+        facts=[f"{args.samples} samples, medians of {args.repeats}; {difference}"],
+        rows=rows,
+        figures=ratios,
+        output=args.output,
+    )
 
 
 if __name__ == "__main__":

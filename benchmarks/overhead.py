@@ -19,21 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import measure_in_fresh_process, write_report
 
 # Our package is imported where it is used: stock's process must not pay for it.
 
@@ -87,19 +82,14 @@ def measure(recipe: str, config: str, output_dir: str) -> dict[str, list[float]]
 
 def run_in_fresh_process(way: str, config: Path) -> Run:
     """Train with a recipe in a process of its own."""
+    environment = {
+        "HF_DATASETS_CACHE": str(config.parent / "cache"),
+        "PYTHONDONTWRITEBYTECODE": "",  # a checkout runs from bytecode, too, as what pip installs does
+    }
     with tempfile.TemporaryDirectory(dir=config.parent) as output_dir:
-        command = [sys.executable, __file__, "--measure", RECIPES[way], str(config), output_dir]
-        environment = {
-            **os.environ,
-            "HF_DATASETS_CACHE": str(config.parent / "cache"),
-            "PYTHONDONTWRITEBYTECODE": "",  # a checkout runs from bytecode, too, as what pip installs does
-        }
         start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        found = measure_in_fresh_process("--measure", RECIPES[way], str(config), output_dir, environment=environment)
         seconds = time.perf_counter() - start
-    if done.returncode:
-        sys.exit(f"{way} failed:\n{done.stderr[-4000:]}")
-    found = json.loads(done.stdout.strip().splitlines()[-1])
     step_seconds = np.diff(found["times"]).tolist()  # of all but the first step
     return Run(found["losses"], step_seconds[WARM_UP_STEPS - 1 :], seconds, seconds - sum(step_seconds))
 
@@ -192,7 +182,6 @@ def main() -> None:
             f"{BATCH_SIZE}) and --repeats > 0, got --samples {args.samples} --repeats {args.repeats}"
         )
 
-    from adaptive_batching.memory import memory_meter
     from adaptive_batching.torchtune.quickstart import build
 
     runs: dict[str, list[Run]] = {way: [] for way in RECIPES}
@@ -213,24 +202,17 @@ def main() -> None:
                     flush=True,
                 )
     rows, ratios = evaluate(runs)
-    name = memory_meter(args.device).device_name
-    packages = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchtune", "torchao"))
-    report = [
-        "# The cost of our recipe with everything off",
-        f"\n    {shlex.join(['python', *sys.argv])}\n",
-        f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {name}, {os.cpu_count()} CPU cores; "
-        f"Python {platform.python_version()}, {packages}",
-        f"- {steps} steps of {BATCH_SIZE} samples, the first {WARM_UP_STEPS} left out; medians of {args.repeats} runs; "
-        f"the losses of all {2 * args.repeats} runs are equal bit for bit",
-        "",
-        *rows,
-        f"\n    {json.dumps(ratios)}",
-    ]
-    output = args.output or Path(__file__).parent / "results" / f"overhead_{args.device}.md"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join(report) + "\n")
-    print("\n".join(rows))
-    print(json.dumps(ratios))
+    write_report(
+        "The cost of our recipe with everything off",
+        device=args.device,
+        facts=[
+            f"{steps} steps of {BATCH_SIZE} samples, the first {WARM_UP_STEPS} left out; medians of {args.repeats} runs",
+            f"the losses of all {2 * args.repeats} runs are equal bit for bit",
+        ],
+        rows=rows,
+        figures=ratios,
+        output=args.output,
+    )
 
 
 if __name__ == "__main__":

@@ -27,21 +27,17 @@ import gc
 import importlib.metadata
 import json
 import os
-import platform
 import resource
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import ProcessFailed, measure_in_fresh_process, write_report
 from torch.nn import functional
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3, lora_llama3
@@ -292,15 +288,16 @@ def measure(model: str, method: str, device: str) -> dict[str, Any]:
     return {"answer": answer, "steps": task.num_steps, "ooms": task.num_out_of_memory, "seconds": round(seconds, 2)}
 
 
-def measure_in_fresh_process(model: str, method: str, device: str, cpus: int) -> dict[str, Any]:
+def run_in_fresh_process(model: str, method: str, device: str, cpus: int) -> dict[str, Any]:
     """What :func:`measure` returns, or ``{"error": ...}``, with the names of model and method."""
-    command = [sys.executable, __file__, "--device", device, "--measure", model, method]
-    env = {**os.environ, **TAME_MALLOC, "OMP_NUM_THREADS": str(cpus)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0 and method in (OURS, TRUTH):
-        sys.exit(f"{model}: {method} failed:\n{done.stderr}")
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or [f"status {done.returncode}"]
-    return {"model": model, "method": method, **({"error": lines[-1]} if done.returncode else json.loads(lines[-1]))}
+    environment = {**TAME_MALLOC, "OMP_NUM_THREADS": str(cpus)}
+    try:
+        found = measure_in_fresh_process("--device", device, "--measure", model, method, environment=environment)
+    except ProcessFailed as error:
+        if method in (OURS, TRUTH):
+            raise
+        found = {"error": str(error).splitlines()[-1]}
+    return {"model": model, "method": method, **found}
 
 
 def evaluate(results: list[dict[str, Any]]) -> tuple[list[str], dict[str, Any]]:
@@ -357,30 +354,26 @@ def main() -> None:
         for shift, model in enumerate(WORKLOADS, start=repeat):
             order = [methods[(shift + i) % len(methods)] for i in range(len(methods))]
             for method in [TRUTH, *order, TRUTH] if repeat == 0 else order:
-                results.append(measure_in_fresh_process(model, method, args.device, cpus))
+                results.append(run_in_fresh_process(model, method, args.device, cpus))
                 print(*(f"{key}: {value}" for key, value in results[-1].items()), sep=", ", flush=True)
 
     rows, worst = evaluate(results)
     width, length = SCALE[args.device]
-    versions = [f"Python {platform.python_version()}", *(f"{p} {INSTALLED.get(p, 'absent')}" for p in PACKAGES)]
     limits = [f"{w.limit_mib * width * length} MiB at {w.sequence_length * length} tokens" for w in WORKLOADS.values()]
-    report = [
-        "# Search for the largest batch size: predict and its peers",
-        f"\n    {shlex.join(['python', *sys.argv])}\n",
-        f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, {(time.perf_counter() - start) / 60:.1f} minutes",
-        f"- {memory_meter(args.device).device_name}, {cpus} CPU cores; {', '.join(versions)}",
-        *(f"- {model}: {limit}" for model, limit in zip(WORKLOADS, limits, strict=True)),
-        f"- repeats: {args.repeats}; two truths are the noise of the limit",
-        *(f"- {line}" for line in left_out),
-        "",
-        *rows,
-        f"\n    {json.dumps(worst)}",
-    ]
-    output = args.output or Path(__file__).parent / "results" / f"probe_vs_peers_{args.device}.md"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join(report) + "\n")
-    print("\n", "\n".join(rows), f"\n\nwritten to {output}", sep="")
-    print(json.dumps(worst))
+    write_report(
+        "Search for the largest batch size: predict and its peers",
+        device=args.device,
+        facts=[
+            *(f"{model}: {limit}" for model, limit in zip(WORKLOADS, limits, strict=True)),
+            f"repeats: {args.repeats}; two truths are the noise of the limit; "
+            f"{(time.perf_counter() - start) / 60:.1f} minutes",
+            *left_out,
+        ],
+        rows=rows,
+        figures=worst,
+        output=args.output,
+        packages=PACKAGES,
+    )
 
 
 if __name__ == "__main__":

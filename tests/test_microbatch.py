@@ -61,6 +61,7 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_co
 
 def test_equal_lengths_are_cut_evenly_and_the_longest_run_first() -> None:
     assert [len(m) for m in cut_by_length([10] * 9, 30)] == [3, 3, 3]
+    assert [len(m) for m in cut_by_length([10] * 10, 70, forward_cost=20)] == [5, 5]
     assert cut_by_length([5, 100, 6, 90], 200, forward_cost=50) == [[3, 1], [0, 2]]
     assert cut_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
 

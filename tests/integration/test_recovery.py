@@ -255,6 +255,23 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
     assert used_at_last < used_at_first + 2 * 2**20
 
 
+def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where another program takes more and more of the device."""
+    finish_step = TrainingLoop._finish_step
+
+    def finish_with_less_memory(self: TrainingLoop, *arguments: Any) -> None:
+        finish_step(self, *arguments)
+        plan["fits"] = max(plan["fits"] // 2, 1)
+
+    monkeypatch.setattr(TrainingLoop, "_finish_step", finish_with_less_memory)
+    plan.update(times=10**6, fits=8)
+    run = tune_run("full", f"model._component_={__name__}.full_model", "batch_size=16", "epochs=1")
+    assert caplog.text.count("training crawls. Set a smaller batch_size or micro_batch_size, or") == 1
+    assert [step["out_of_memory_recoveries"] for step in run.metrics] == [1, 2, 3]
+
+
 class NormalisedOverTheBatch(RMSNorm):
     """A norm that takes its mean over samples."""
 

@@ -1,0 +1,88 @@
+"""What the benchmarks share: fresh processes, and the file that a result is kept in.
+
+Nothing of the package is imported at the top: a process that measures something else must not pay for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "torchtune", "torchao")
+
+
+class ProcessFailed(RuntimeError):
+    """A process ended with an error; the message is what it wrote."""
+
+
+def measure_in_fresh_process(*arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run this script with ``arguments`` in a process of its own; its last line of output is a JSON object.
+
+    Raises:
+        ProcessFailed: If it ends with another status than 0.
+    """
+    command = [sys.executable, sys.argv[0], *arguments]
+    env = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise ProcessFailed(done.stderr[-4000:].strip() or f"status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def write_report(
+    title: str,
+    *,
+    device: str,
+    facts: Sequence[str],
+    rows: Sequence[str],
+    figures: Mapping[str, float],
+    output: Path | None,
+    packages: Sequence[str] = PACKAGES,
+) -> None:
+    """Write a result with its command, hardware and versions; print its table and, in the last line, its figures.
+
+    Args:
+        title: Heading of the file.
+        device: ``cpu`` or ``cuda``.
+        facts: What else a reader has to know, a line for each.
+        rows: The table, in Markdown.
+        figures: The result in numbers.
+        output: The file; None: ``benchmarks/results/<script>_<device>.md``.
+        packages: Distributions whose versions matter.
+    """
+    from adaptive_batching.memory import memory_meter
+
+    name = memory_meter(device).device_name
+    versions = ", ".join(f"{package} {_version(package)}" for package in packages)
+    report = [
+        f"# {title}",
+        f"\n    {shlex.join(['python', *sys.argv])}\n",
+        f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {name}, {len(os.sched_getaffinity(0))} CPU cores; "
+        f"Python {platform.python_version()}, {versions}",
+        *(f"- {fact}" for fact in facts),
+        "",
+        *rows,
+        f"\n    {json.dumps(figures)}",
+    ]
+    output = output or Path(__file__).parent / "results" / f"{Path(sys.argv[0]).stem}_{device}.md"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text("\n".join(report) + "\n")
+    print("\n".join(rows))
+    print(json.dumps(figures))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "absent"

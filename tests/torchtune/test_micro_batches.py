@@ -1,0 +1,45 @@
+"""How a recipe's samples become micro-batches, for samples that no small model here can train on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from adaptive_batching.microbatch import ForwardCost, TokenLimit
+from adaptive_batching.torchtune.data import index_of, sizes
+from adaptive_batching.torchtune.micro_batches import Cutter
+
+
+def recipe(**attributes: Any) -> Any:
+    loss = SimpleNamespace(ignore_index=-100)
+    return SimpleNamespace(_loss_fn=loss, _device=torch.device("cpu"), samples_per_forward=None, **attributes)
+
+
+def with_image(length: int) -> dict[str, Any]:
+    tokens = list(range(length))
+    return {"tokens": tokens, "labels": tokens, "mask": [False] * length, "encoder_input": {"images": [torch.ones(2)]}}
+
+
+def cut(samples: list[dict[str, Any]], limit: TokenLimit, **attributes: Any) -> list[list[dict[str, Any]]]:
+    cutter = Cutter(recipe(**attributes), "auto", ForwardCost(), limit)
+    return [micro_batch.samples for micro_batch in cutter.cut(samples)]
+
+
+def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
+    samples = [with_image(length) for length in (5, 900, 7, 40, 3, 300, 10)]
+    assert sizes(samples) == [1] * 7
+    parts = cut(samples, TokenLimit(), token_budget=4)
+    assert [len(part) for part in parts] == [4, 3]
+    limit = TokenLimit()
+    limit.shrink(4)
+    assert [len(part) for part in cut(samples, limit, token_budget=4)] == [2, 2, 2, 1]
+
+
+def test_text_samples_are_cut_by_tokens() -> None:
+    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 900, 7, 40, 3, 300, 10)]
+    parts = cut(samples, TokenLimit(), token_budget=1000)
+    assert sorted(len(sample["tokens"]) for part in parts for sample in part) == [3, 5, 7, 10, 40, 300, 900]
+    assert all(len(part) * max(len(sample["tokens"]) for sample in part) <= 1000 for part in parts)
+    assert index_of(samples[0]) is None
