@@ -4,13 +4,14 @@
     python benchmarks/overhead.py                    # about 5 minutes on 2 cores
     python benchmarks/overhead.py --device cuda
 
-Both fine-tune the quickstart's model on its data for one epoch, from one config that none of our fields is in. The losses
-of all runs must be equal bit for bit; if they are not, there is no result.
+Both fine-tune the quickstart's model on its data for one epoch, from one config that none of our fields is in. The
+losses of all runs must be equal bit for bit; if they are not, there is no result.
 
-*Per step.* A machine's speed changes from second to second by more than what is asked for here, so both recipes train in
-one process, each in a thread of its own, and take turns: a step of one, then the same step of the other. A pair of steps
-gives a ratio; the result is the median over pairs, and its interval is where 95 % of medians lie when pairs are drawn
-anew, with replacement. The recipe that goes first changes from process to process.
+*Per step.* A machine's speed changes from second to second by more than what is asked for here, so both recipes train
+in one process, each in a thread of its own, and take turns: a step of one, then the same step of the other. On the host
+torch has one thread, so that no recipe has its workers on the better cores. A pair of steps gives a ratio; the result
+is the median over pairs, and its interval is where 95 % of medians lie when pairs are drawn anew, with replacement. The
+recipe that goes first changes from process to process.
 
 *Per process.* ``tune run`` in fresh processes, in turn, from start to exit.
 
@@ -151,7 +152,7 @@ def main() -> None:
     """Measure steps and processes, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--samples", type=int, default=480)
+    parser.add_argument("--samples", type=int, default=320)
     parser.add_argument("--repeats", type=int, default=4, help="processes of each kind")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/overhead_<device>.md")
     parser.add_argument("--measure", nargs=4, metavar=("WHAT", "CONFIG", "WHICH", "OUTPUT_DIR"), help=argparse.SUPPRESS)
@@ -176,6 +177,7 @@ def main() -> None:
         build(Path(directory) / "inputs")
         config = str(write_config(Path(directory), args.device, args.samples))
         environment = {
+            "OMP_NUM_THREADS": "1",
             "HF_DATASETS_CACHE": f"{directory}/cache",
             "PYTHONDONTWRITEBYTECODE": "",  # a checkout runs from bytecode, too, as what pip installs does
         }
