@@ -131,7 +131,7 @@ class AdaptiveBatchingConfig:
     def enabled(self) -> bool:
         """False: batches are those of the stock run."""
         grows = self.batch_increase_function is not None
-        return self.use_maximum_batch_size or grows or self.cuts_by_length or self.explores
+        return self.use_maximum_batch_size or grows or self.micro_batch_size is not None
 
     @property
     def probes(self) -> bool:
@@ -165,7 +165,9 @@ class AdaptiveBatchingConfig:
         _require_bool("use_maximum_batch_size", use_maximum_batch_size)
         _require_positive_int("batch_size", batch_size)
         _check_increase_field(batch_increase_function)
-        _check_micro_batch_size(micro_batch_size, batch_size)
+        _check_micro_batch_size(micro_batch_size)
+        if not use_maximum_batch_size and batch_increase_function is None:
+            _check_that_it_divides(micro_batch_size, batch_size)
         if section is not None and not isinstance(section, Mapping):
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
@@ -239,13 +241,16 @@ def _check_increase_field(value: Any) -> None:
         raise ConfigError(f"batch_increase_function={value!r} is of type {type(value).__name__}; {remedy}")
 
 
-def _check_micro_batch_size(value: Any, batch_size: int) -> None:
+def _check_micro_batch_size(value: Any) -> None:
     if value is None or value in ("auto", "explore"):
         return
     if isinstance(value, str):
         raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto, explore or null")
     _require_positive_int("micro_batch_size", value)
-    if batch_size % value:
+
+
+def _check_that_it_divides(value: Any, batch_size: int) -> None:
+    if isinstance(value, int) and batch_size % value:
         divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise ConfigError(f"micro_batch_size={value} does not divide batch_size={batch_size}; these do: {divisors}")
 

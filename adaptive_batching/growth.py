@@ -151,6 +151,9 @@ class BatchController:
             wanted = largest_divisor(self._divides, at_most=wanted)
         if wanted == previous:
             reason = "kept" + note
+            if note and not self._warned:
+                log.warning("batch size stays at %d at epoch %d%s", previous, epoch, note)
+                self._warned = True
         elif wanted <= self.maximum:
             self.batch_size = wanted
             reason = f"{self._name} added {wanted - previous}{note}"

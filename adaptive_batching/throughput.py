@@ -96,20 +96,18 @@ def explore(
                 possible.remove(index)
                 continue
             timings.add(index, round_, seconds)
-            result = timings.evaluate(candidates, possible)
-            best = result.recommended
+            best = timings.evaluate(candidates, possible).recommended
             log.info(
                 "recommended micro_batch_size %s, %.2fx base, confidence %.0f of 100",
                 best.candidate, best.speedup, math.floor(100 * best.confidence),
             )  # fmt: skip
-            # One timing of each could be a hiccup of one; the best has to have been seen twice.
-            if round_ > 0 and best.runs > 1 and best.confidence >= confidence:
-                return result
         if not possible:
             raise ValueError(f"every one of the candidates {list(candidates)} ran out of memory")
-        if len(possible) == 1:
+        result = timings.evaluate(candidates, possible)
+        # A single timing could be a hiccup, so the best and its closest rivals are to have been seen twice.
+        if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= confidence):
             break
-    return timings.evaluate(candidates, possible)
+    return result
 
 
 class Timings:

@@ -12,6 +12,7 @@ import torch
 
 from adaptive_batching.memory import MemoryMeter, is_out_of_memory
 from adaptive_batching.microbatch import TokenLimit
+from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.throughput import Exploration, explore
 from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
 from adaptive_batching.torchtune.loop import forward_backward
@@ -35,20 +36,25 @@ def candidate_sizes(batch_size: int, largest: int) -> list[int]:
     return chosen[::-1]
 
 
-def explore_micro_batches(recipe: Any, batch_size: int, meter: MemoryMeter) -> Exploration:
+def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter: MemoryMeter) -> Exploration:
     """Time each candidate on the same samples and find the fastest; weights, gradients, random state and data order
     are left as they were.
 
     Args:
         recipe: A recipe that has been set up and probed.
         batch_size: The batch size to run; micro-batches divide it.
+        accumulation: Batches of an optimizer step.
         meter: The device's memory.
+
+    Raises:
+        DoesNotFitError: If every candidate runs out of memory.
     """
     sizes: list[int | str] = [*candidate_sizes(batch_size, recipe.samples_per_forward)]
     dataset = recipe._dataloader.dataset
-    if not is_packed(dataset) and not is_multimodal(dataset[0]):  # else every cut by length is one by number
+    same_lengths = is_packed(dataset) or is_multimodal(dataset[0])  # where every cut by length is one by number
+    if not same_lengths and batch_size * accumulation > 1:
         sizes.append("auto")
-    windows = _windows(recipe, batch_size)
+    windows = _windows(dataset, batch_size, accumulation)
     seen: list[list[list[Sample]]] = []
     # One for all: what a forward of any candidate takes tells "auto" where to cut.
     cutters = {size: Cutter(recipe, size, recipe.forward_cost, TokenLimit(), learns=True) for size in sizes}
@@ -64,13 +70,17 @@ def explore_micro_batches(recipe: Any, batch_size: int, meter: MemoryMeter) -> E
         micro_batches = [micro_batch for batch in batches for micro_batch in cutter.cut(batch)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
             warm.add(size)
-            if _seconds(recipe, cutter, micro_batches[:1], meter) is None:
+            first = micro_batches if recipe._compile else micro_batches[:1]  # shapes may be compiled one by one
+            if _seconds(recipe, cutter, first, meter) is None:
                 return None
         return _seconds(recipe, cutter, micro_batches, meter)
 
     log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
-    with unchanged_random_state(meter.device):
-        result = explore(sizes, measure)
+    try:
+        with unchanged_random_state(meter.device):
+            result = explore(sizes, measure)
+    except ValueError as error:
+        raise DoesNotFitError(f"{error}; set a smaller adaptive_batching.memory_limit, or sequence_length") from error
     log.info("explored\n%s", "\n".join(table(result)))
     return result
 
@@ -102,10 +112,9 @@ def _seconds(recipe: Any, cutter: Cutter, micro_batches: list[MicroBatch], meter
     return seconds
 
 
-def _windows(recipe: Any, batch_size: int) -> Iterator[list[list[Sample]]]:
+def _windows(dataset: Any, batch_size: int, accumulation: int) -> Iterator[list[list[Sample]]]:
     """The batches of one optimizer step after the other, drawn from the data by a generator of their own."""
-    dataset = recipe._dataloader.dataset
-    accumulation = recipe._gradient_accumulation_steps
+    assert batch_size * accumulation <= len(dataset), (batch_size, accumulation, len(dataset))
     generator = torch.Generator().manual_seed(0)
     while True:
         order = torch.randperm(len(dataset), generator=generator).tolist()

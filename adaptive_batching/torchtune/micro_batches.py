@@ -81,7 +81,7 @@ class Cutter:
         labels = sum(self._count(sample["labels"]) for sample in batch)
         shares = [count * labels / max(sum(targets), 1) for count in targets]
         weighted = [MicroBatch(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
-        return weighted or [MicroBatch(batch)]
+        return weighted or [MicroBatch(parts[0])]  # no targets at all: 0/0, as in stock
 
     def _count(self, labels: Any) -> int:
         return int((np.asarray(labels) != self._recipe._loss_fn.ignore_index).sum())

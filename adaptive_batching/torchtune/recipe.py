@@ -33,6 +33,8 @@ from adaptive_batching.torchtune.step import batch_dependent_module
 
 log = logging.getLogger(__name__)
 
+_UNKNOWN = "not looked for yet"
+
 
 class AdaptiveBatching:
     """Mixed into a stock single-device recipe, before it in the order of bases.
@@ -55,6 +57,7 @@ class AdaptiveBatching:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings: AdaptiveBatchingConfig = read_settings(cfg)
+        self._batch_dependent: str | None = _UNKNOWN
         self._increase_name, self._increase = "", None
         if self.settings.batch_increase_function is not None:
             self._increase_name, self._increase = resolve(self.settings.batch_increase_function)
@@ -77,14 +80,12 @@ class AdaptiveBatching:
         super().setup(cfg=cfg)  # type: ignore[misc]
         self.reference_steps_per_epoch = self._steps_per_epoch
         if not self.settings.enabled:
-            if self.settings.micro_batch_size not in (None, cfg.batch_size):
-                self._check_that_cutting_is_exact()
             return
         self.report = Report(report_dir(cfg, self.settings), resume=bool(cfg.resume_from_checkpoint))
         self._check_that_cutting_is_exact()
         self._controller = self._make_controller(cfg)
         if self.settings.explores:
-            self._explore(self._controller.batch_size)
+            self._explore(self._controller)
         if "random_state" in self._stored:
             self.global_step = self._stored["global_step"]
             set_random_state(self._stored["random_state"], self._device)
@@ -125,7 +126,9 @@ class AdaptiveBatching:
 
     def batch_dependent_module(self) -> str | None:
         """A module of the model that computes over the batch dimension, so that cutting a batch changes the result."""
-        return batch_dependent_module(self)
+        if self._batch_dependent is _UNKNOWN:
+            self._batch_dependent = batch_dependent_module(self)
+        return self._batch_dependent
 
     @property
     def global_batch_size(self) -> int:
@@ -222,6 +225,9 @@ class AdaptiveBatching:
             upper, reason = self.reference_global_batch_size, "the global batch, which is kept"
         if settings.max_batch_size is not None and settings.max_batch_size <= upper:
             upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+        if not settings.use_maximum_batch_size and self._increase is None:
+            # All that a forward could take is what an optimizer step has.
+            upper, reason = self.reference_global_batch_size, "the samples of an optimizer step"
         if not settings.probes:
             self.report.maximum(upper, reason)
             return upper, reason
@@ -249,17 +255,23 @@ class AdaptiveBatching:
         log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking %d", wanted, maximum, size)
         self.settings = replace(self.settings, micro_batch_size=size)
 
-    def _explore(self, batch_size: int) -> None:
+    def _explore(self, controller: BatchController) -> None:
         """Settle on a ``micro_batch_size``: that of the run that is resumed, or the fastest."""
-        assert self.report is not None
+        assert self.report is not None and self.samples_per_forward is not None
         chosen = self._stored.get("explored")
-        if isinstance(chosen, int) and (batch_size % chosen or chosen > (self.samples_per_forward or chosen)):
-            chosen = None  # batch size or device is another than in the run that is resumed
+        if isinstance(chosen, int) and chosen > self.samples_per_forward:
+            chosen = None  # the device is another than in the run that is resumed
         if chosen is not None:
             log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
         else:
             meter = memory_meter(self._device)
-            result = explore_micro_batches(self, batch_size, meter)
+            # A batch that grows is explored at the size that fills memory, as far as it can grow.
+            batch_size = max(controller.batch_size, min(controller.maximum, self.samples_per_forward))
+            accumulation = self._gradient_accumulation_steps
+            if self.settings.keep_global_batch:
+                batch_size = largest_divisor(self.reference_global_batch_size, at_most=batch_size)
+                accumulation = self.reference_global_batch_size // batch_size
+            result = explore_micro_batches(self, batch_size, accumulation, meter)
             chosen = result.recommended.candidate
             path = self.report.directory / "explored.yaml"
             store(path, result, batch_size, meter.device_name)

@@ -61,8 +61,7 @@ class Recovery:
         self._recovered_in_row = 0
         self._recovered_in_step = False
         self._warned = False
-        self._cuts_freely: bool | None = None
-        self._largest_tokens = 0
+        self._largest: MicroBatch | None = None
         self._retries = num_allocation_retries(recipe._device)
         self._retried_in_row = 0
 
@@ -79,7 +78,8 @@ class Recovery:
             DoesNotFitError: If it ran out of memory and cannot be run again.
         """
         outcome = Outcome()
-        self._largest_tokens = max(self._largest_tokens, micro_batch.tokens)
+        if self._largest is None or micro_batch.tokens > self._largest.tokens:
+            self._largest = micro_batch
         try:
             yield outcome
         except Exception as error:
@@ -116,7 +116,7 @@ class Recovery:
         """An optimizer step is done."""
         if not self._recovered_in_step and not self._shrink_if_thrashing():
             self._limit.step_done()
-        self._largest_tokens = 0
+        self._largest = None
         self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_in_step else 0
         self._recovered_in_step = False
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
@@ -158,15 +158,13 @@ class Recovery:
         return self._recipe.settings.recover_from_oom and not in_backward(self._recipe)
 
     def _check_that_cutting_is_exact(self, micro_batch: MicroBatch) -> None:
-        if self._cuts_freely is None:
-            module = self._recipe.batch_dependent_module()
-            self._cuts_freely = module is None
-            if module is not None:
-                raise DoesNotFitError(
-                    f"out of memory with {_describe(micro_batch)}, and smaller parts would not give the same result: "
-                    f"{module} computes over the batch. Set a smaller batch_size, or "
-                    f"enable_activation_checkpointing=True"
-                )
+        module = self._recipe.batch_dependent_module()
+        if module is not None:
+            raise DoesNotFitError(
+                f"out of memory with {_describe(micro_batch)}, and smaller parts would not give the same result: "
+                f"{module} computes over the batch. Set a smaller batch_size, or "
+                f"enable_activation_checkpointing=True"
+            )
 
     def _shrink_if_thrashing(self) -> bool:
         """Lower the limit where the allocator frees its cache to start over, step after step; the step stands."""
@@ -175,10 +173,12 @@ class Recovery:
         self._retried_in_row = self._retried_in_row + 1 if rose else 0
         if not self._recipe.settings.enabled or not self._possible:  # off is stock, however slow
             return False
-        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or self._largest_tokens < 2:
+        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or self._largest is None:
             return False
+        if len(self._largest.samples) == 1 or self._recipe.batch_dependent_module() is not None:
+            return False  # it cannot be cut
         self._retried_in_row = 0
-        self._limit.lower(self._largest_tokens)
+        self._limit.lower(self._largest.tokens)
         log.warning(
             "the allocator of %s frees its cache in every step to find room (num_alloc_retries: %d); from now on a "
             "forward takes at most half, %d", self._recipe._device, retries, self._limit.max_tokens,

@@ -51,8 +51,9 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
 
 
 def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
-    cuts = settings.micro_batch_size is not None and (settings.enabled or settings.micro_batch_size != cfg.batch_size)
-    if cuts:
+    constant = not settings.use_maximum_batch_size and settings.batch_increase_function is None
+    whole = settings.micro_batch_size is None or (constant and settings.micro_batch_size == cfg.batch_size)
+    if not whole:
         raise ConfigError(
             f"optimizer_in_bwd=True cannot accumulate micro-batches (micro_batch_size={settings.micro_batch_size}, "
             f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"

@@ -18,6 +18,7 @@ from adaptive_batching.probe import Remedy
 from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
 from adaptive_batching.torchtune.loop import apply_gradients, forward_backward
 from adaptive_batching.torchtune.recovery import in_backward, reset_offloading
+from adaptive_batching.trace import TRACED_SIZES
 from adaptive_batching.trial import Run, TrainingStep
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
@@ -38,7 +39,8 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
             # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
             num_tokens: Any = 0
             reset_offloading(target)
-            accumulates = recipe._gradient_accumulation_steps > 1 or recipe.settings.fills_memory
+            cuts = recipe.settings.fills_memory or recipe.settings.micro_batch_size is not None
+            accumulates = recipe._gradient_accumulation_steps > 1 or cuts
             for _ in range(2 if accumulates else 1):
                 num_tokens = num_tokens + forward_backward(target, dict(batch))[1]
             apply_gradients(target, num_tokens)
@@ -80,14 +82,14 @@ def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
 
 def batch_dependent_module(recipe: Any) -> str | None:
     """A module of the recipe's model that computes over the batch dimension, or None."""
-    tokens = torch.arange(1, 25, device=recipe._device).reshape(3, 8)  # [b, s]; any text will do
+    tokens = torch.arange(1, 41, device=recipe._device).reshape(5, 8)  # [samples, tokens]; any text will do
     sample = recipe._dataloader.dataset[0]
 
     def run(batch: torch.Tensor) -> None:
         if not is_multimodal(sample):  # what such a model makes of text alone is its own affair
             recipe._model(tokens=batch)
 
-    return find_batch_dependent_module(recipe._model, run, tokens[[0, 1]], tokens[[0, 2]])
+    return find_batch_dependent_module(recipe._model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
 
 
 def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Any:
@@ -95,7 +97,8 @@ def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     target = copy.copy(recipe)
     target._model = model
     target._device = torch.device("cpu")
-    target.ignore_labels_cache = recipe.ignore_labels_cache.cpu()
+    # Large enough for both traced sizes: growing it would be an operation that only one of them has.
+    target.ignore_labels_cache = recipe.ignore_labels_cache.cpu()[:1].repeat(max(TRACED_SIZES), 1)
     target.activations_handling_ctx = contextlib.nullcontext()  # offloading needs the device's streams
     if in_backward(recipe):
         by_parameter = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}

@@ -12,7 +12,9 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 
+import adaptive_batching.torchtune.recipe
 from adaptive_batching.memory import CpuMeter, _status, is_out_of_memory
+from adaptive_batching.torchtune.maximum import probe
 from adaptive_batching.torchtune.step import training_step
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
@@ -20,40 +22,36 @@ from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
 NUM_STEPS = 20
 
 
-class Limited:
-    """Mixed into a recipe: sets the limit just before the probe."""
+def limited_probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], *args: Any) -> Any:
+    """In place of the recipe's: sets the limit just before it."""
+    CpuMeter().release()
+    state, before = snapshot(recipe), _status("RssAnon")
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + cfg.extra_mib * 2**20, -1))
+    result = probe(recipe, cfg, sample, *args)
+    after = _status("RssAnon")
+    states = [state for o in training_step(recipe, {}).optimizers for state in o.state.values()]
+    unchanged = all(map(torch.equal, state, snapshot(recipe))) and not states
 
-    def _optimizer_states(self) -> list[Any]:
-        return [state for o in training_step(self, {}).optimizers for state in o.state.values()]
-
-    def _probe(self, cfg: DictConfig, sample: dict[str, Any], *args: Any) -> Any:
-        CpuMeter().release()
-        state, before = snapshot(self), _status("RssAnon")
-        resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + cfg.extra_mib * 2**20, -1))
-        result = super()._probe(cfg, sample, *args)  # type: ignore[misc]
-        after = _status("RssAnon")
-        unchanged = all(map(torch.equal, state, snapshot(self))) and not self._optimizer_states()
-
-        step = training_step(self, sample)
-        run = step.bind(step.model, step.optimizers)
-        for _ in range(NUM_STEPS):
-            run(step.make_batch(result.batch_size))
-        larger_fails = False
-        try:
-            run(step.make_batch(result.batch_size + 2))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            larger_fails = True
-        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
-        outcome = {
-            "larger_fails": larger_fails,
-            "unchanged": unchanged,
-            "left_bytes": after - before,
-            **result.to_dict(),
-        }
-        print("OUTCOME " + json.dumps(outcome), flush=True)
-        raise SystemExit(0)
+    step = training_step(recipe, sample)
+    run = step.bind(step.model, step.optimizers)
+    for _ in range(NUM_STEPS):
+        run(step.make_batch(result.batch_size))
+    larger_fails = False
+    try:
+        run(step.make_batch(result.batch_size + 2))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        larger_fails = True
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
+    outcome = {
+        "larger_fails": larger_fails,
+        "unchanged": unchanged,
+        "left_bytes": after - before,
+        **result.to_dict(),
+    }
+    print("OUTCOME " + json.dumps(outcome), flush=True)
+    raise SystemExit(0)
 
 
 def snapshot(recipe: Any) -> list[torch.Tensor]:
@@ -62,17 +60,11 @@ def snapshot(recipe: Any) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(t.detach().clone() for t in tensors if type(t.data) is torch.Tensor)]
 
 
-class Full(Limited, FullFinetuneRecipeSingleDevice):
-    pass
-
-
-class LoRA(Limited, LoRAFinetuneRecipeSingleDevice):
-    pass
-
-
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    recipe = (LoRA if "lora" in cfg.model._component_ else Full)(cfg=cfg)
+    adaptive_batching.torchtune.recipe.probe = limited_probe
+    lora = "lora" in cfg.model._component_
+    recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from adaptive_batching.torchtune.explore import candidate_sizes
 from tests.conftest import TuneRun, assert_same_weights
 from tests.integration.test_growth import FUNCTION
-from tests.integration.test_probe import events, without_sizes
+from tests.integration.test_probe import events
 
 EXPLORE = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
 
@@ -41,7 +41,7 @@ def test_exploring_leaves_no_trace_and_its_snippet_gives_the_same_run(
     snippet = OmegaConf.load(explored.output_dir / "adaptive_batching" / "explored.yaml")
     assert snippet == {"micro_batch_size": found}
     pasted = tune_run("lora", *common, f"micro_batch_size={found}", name="pasted")
-    assert without_sizes(explored.metrics) == pasted.metrics
+    assert explored.metrics == pasted.metrics
     assert_same_weights(explored.weights(epoch=1), pasted.weights(epoch=1))
 
 
@@ -51,6 +51,32 @@ def test_cutting_by_length_is_a_candidate_where_lengths_differ(tune_run: TuneRun
     [exploration] = events(run, "exploration")
     assert [e["candidate"] for e in exploration["estimates"]] == [1, 2, 4, 8, 12, 24, "auto"]
     assert [step["batch_size"] for step in run.metrics] == [24] * 5
+
+
+def test_a_batch_that_grows_is_explored_at_what_fits(tune_run: TuneRun) -> None:
+    run = tune_run("full", *EXPLORE, *FUNCTION, "batch_size=1", "adaptive_batching.max_batch_size=8")
+    assert {e["candidate"] for e in events(run, "exploration")[0]["estimates"]} == {1, 2, 4, 8, "auto"}
+    assert [epoch["batch_size"] for epoch in events(run, "epoch")] == [1, 2]
+
+
+def test_exploring_at_the_maximum_with_the_global_batch_kept(tune_run: TuneRun) -> None:
+    keep = ["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4"]
+    run = tune_run("full", *EXPLORE, *keep, "epochs=1")
+    assert {e["candidate"] for e in events(run, "exploration")[0]["estimates"]} == {1, 2, 4, 8, 16, "auto"}
+    assert [(e["batch_size"], e["global_batch_size"], e["steps"]) for e in events(run, "epoch")] == [(16, 16, 3)]
+
+
+def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_come_out_even(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gradients are carried into the next epoch, and no adapters merged."""
+    common = ["gradient_accumulation_steps=5", "adaptive_batching.memory_limit=8GiB"]
+    monkeypatch.setattr("adaptive_batching.torchtune.explore.candidate_sizes", lambda *_: [2])
+    monkeypatch.setattr("adaptive_batching.torchtune.explore.is_packed", lambda _: True)  # leaves "auto" out
+    explored = tune_run("lora", *common, "micro_batch_size=explore", name="explored")
+    pasted = tune_run("lora", *common, "micro_batch_size=2", name="pasted")
+    assert explored.metrics == pasted.metrics
+    assert [epoch["dropped_samples"] for epoch in events(pasted, "epoch")] == [10, 10]
 
 
 def test_no_candidate_exceeds_what_fits(tune_run: TuneRun) -> None:

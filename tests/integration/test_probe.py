@@ -90,6 +90,13 @@ def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun) -> No
     assert stock.metrics[0]["loss"] == exact.metrics[0]["loss"], "the same fifty samples in the first step"
 
 
+def test_a_batch_size_of_two_is_traced_as_any_other(tune_run: TuneRun) -> None:
+    """What stock sizes for the configured batch grows between the two sizes that are traced."""
+    [probe] = events(tune_run("full", *PROBE, "batch_size=2", "epochs=1"), "probe")
+    assert probe["search"] == "predict"
+    assert len(probe["measurements"]) <= 3
+
+
 def test_accumulation_leaves_data_for_one_step(tune_run: TuneRun) -> None:
     run = tune_run("lora", *PROBE, "gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False")
     assert events(run, "probe")[0]["batch_size"] == 16
@@ -103,7 +110,8 @@ def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:
         return probe["sequence_length"], max(m["peak_bytes"] for m in probe["measurements"])
 
     from_tokenizer = peak()
-    from_data = peak("tokenizer.max_seq_len=null", "dataset.split=train[:300]", "batch_size=8")
+    few_long = ["dataset.split=train[:300]", "batch_size=8", "model.max_seq_len=1024"]
+    from_data = peak("tokenizer.max_seq_len=null", *few_long)
     explicit = peak("adaptive_batching.sequence_length=200")
     packed = peak("dataset.packed=True", "tokenizer.max_seq_len=96", "batch_size=2")
     assert from_tokenizer[0] == 64

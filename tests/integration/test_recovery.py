@@ -76,11 +76,12 @@ def no_plan() -> None:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 def test_micro_batches_train_as_the_whole_batch(kind: str, micro_batch_size: int, tune_run: TuneRun) -> None:
-    common = [*SGD, "batch_size=6", "gradient_accumulation_steps=2"]
+    # One epoch: at its end stock's LoRA recipe merges on the cpu, and ours does not where a field is set.
+    common = [*SGD, "batch_size=6", "gradient_accumulation_steps=2", "epochs=1"]
     whole = tune_run(kind, *common, name="whole")
     cut = tune_run(kind, *common, f"micro_batch_size={micro_batch_size}", name="cut")
     assert cut.metrics != whole.metrics, "rounding tells that the batch was cut"
-    assert_close(cut, whole)
+    assert_close(cut, whole, epoch=0)
 
 
 @pytest.mark.parametrize("micro_batch_size", ["1", "auto"])
@@ -334,3 +335,8 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     assert "num_alloc_retries" in caplog.text
     assert_close(shrunk, undisturbed, epoch=0)
     assert {step["out_of_memory_recoveries"] for step in shrunk.metrics} == {0.0}
+    dependent = [*common, f"model._component_={__name__}.batch_dependent_model", "adaptive_batching.max_batch_size=4"]
+    CountingModel.shapes.clear()
+    kept = tune_run("full", *dependent, *DOUBLE, name="kept")
+    monkeypatch.undo()
+    assert without_sizes(kept.metrics) == tune_run("full", *dependent, name="whole").metrics, "not cut"

@@ -37,6 +37,15 @@ def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
     assert [len(part) for part in cut(samples, limit, token_budget=4)] == [2, 2, 2, 1]
 
 
+def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
+    """Its loss is 0/0 however it runs; it must not run out of memory for ever."""
+    samples = [{"tokens": [1] * 10, "labels": [-100] * 10} for _ in range(8)]
+    limit = TokenLimit()
+    limit.shrink(80)
+    [part] = cut(samples, limit, token_budget=1000)
+    assert len(part) == 4
+
+
 def test_text_samples_are_cut_by_tokens() -> None:
     samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 900, 7, 40, 3, 300, 10)]
     parts = cut(samples, TokenLimit(), token_budget=1000)
