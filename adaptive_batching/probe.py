@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.distributed import Ranks
 from adaptive_batching.memory import MemoryMeter, is_out_of_memory
 from adaptive_batching.result import ProbeResult
-from adaptive_batching.search import SEARCHES, SizesRun, candidate_sizes
+from adaptive_batching.search import SEARCHES, Measurement, SizesRun, candidate_sizes
 from adaptive_batching.trace import PeakMemoryCurve, TraceError, trace_peak_memory
 from adaptive_batching.trial import TrainingStep, Trial
 
 log = logging.getLogger(__name__)
+
+ALONE = Ranks(alone=True)
 
 
 class DoesNotFitError(RuntimeError):
@@ -54,6 +57,7 @@ def find_maximum_batch_size(
     upper_reason: str = "upper bound",
     include: int | None = None,
     coarse: bool = False,
+    ranks: Ranks = ALONE,
     remedies: Callable[[], Sequence[Remedy]] = tuple,
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and leave no trace of having looked.
@@ -67,6 +71,8 @@ def find_maximum_batch_size(
         include: A size to consider although it is no power of two.
         coarse: An answer up to an eighth below the maximum will do. Where a prediction shows that the next candidate
             does not fit, that saves the step that would prove it, and its out-of-memory error.
+        ranks: The ranks that run the step together, each on a device of its own; they get the same answer, which fits
+            on all of them.
         remedies: Called if a batch of one does not fit: what to suggest.
 
     Raises:
@@ -86,27 +92,32 @@ def find_maximum_batch_size(
         candidates[-1], budget / 2**20, meter.used_bytes() / 2**20,
     )  # fmt: skip
     curve: PeakMemoryCurve | None = None
-    level = 0  # bytes that the device shows beyond what the trace sees
+    # Ranks reason about the same numbers: bytes beyond what a rank has more than the one that has least.
+    spare = budget - int(ranks.smallest(budget))
+    level = 0.0  # bytes that the device shows beyond what the trace sees
     sizes: SizesRun | None = None
     try:
         with Trial(step, meter, budget) as trial:
-            if config.search == "predict":
-                curve = _trace(step)
-                level = meter.used_bytes() - curve.resting_bytes if curve is not None else 0
-            sizes = SizesRun(trial.measure, candidates)
-            SEARCHES[config.search](sizes, budget, (lambda b: curve.peak_bytes(b) + level) if curve else None)
+            if ranks.all(True):  # each rank says so, here or below
+                if config.search == "predict":
+                    curve = _trace(step)
+                    level = ranks.largest(meter.used_bytes() - curve.resting_bytes - spare) if curve is not None else 0
+                sizes = SizesRun(lambda size: _agreed(trial.measure(size), spare, ranks), candidates)
+                predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
+                SEARCHES[config.search](sizes, budget - spare, predict)
     except Exception as error:
         if sizes is not None or not is_out_of_memory(error):
             raise
+        ranks.all(False)
     if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
         raise DoesNotFitError(_explain(step, meter, budget, remedies))
 
     batch_size = sizes.found
-    predicted = _calibrated(curve, sizes, level) if curve is not None else []
+    predicted = _calibrated(curve, sizes) if curve is not None else []
     result = ProbeResult(
         batch_size=batch_size,
         reason=upper_reason if batch_size == candidates[-1] else "memory",
-        budget_bytes=budget,
+        budget_bytes=budget - spare,
         total_bytes=meter.total_bytes,
         search=config.search if curve is not None or config.search != "predict" else "predict (measured, no trace)",
         seconds=time.perf_counter() - start,
@@ -121,6 +132,17 @@ def find_maximum_batch_size(
     return result
 
 
+def _agreed(here: Measurement, spare: int, ranks: Ranks) -> Measurement:
+    """What a step took of the rank that has least left."""
+    ran = ranks.all(here.peak_bytes is not None)
+    return Measurement(
+        batch_size=here.batch_size,
+        fits=ranks.all(here.fits),
+        peak_bytes=int(ranks.largest((here.peak_bytes or 0) - spare)) if ran else None,
+        seconds=ranks.largest(here.seconds),
+    )
+
+
 def _trace(step: TrainingStep) -> PeakMemoryCurve | None:
     try:
         return trace_peak_memory(step)
@@ -129,7 +151,7 @@ def _trace(step: TrainingStep) -> PeakMemoryCurve | None:
         return None
 
 
-def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, level: int) -> list[tuple[int, int]]:
+def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]]:
     """A few points of the curve around the sizes that were run, through the largest one that fitted."""
     known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
     largest = max(known, key=lambda m: m.batch_size)

@@ -22,14 +22,17 @@ class Report:
     Args:
         directory: Where the record and the pictures go; made if need be.
         resume: Append to the record that is there, instead of starting a new one.
+        writes: Whether this process is the one that writes it.
     """
 
-    def __init__(self, directory: Path, *, resume: bool = False) -> None:
+    def __init__(self, directory: Path, *, resume: bool = False, writes: bool = True) -> None:
         self.directory = directory
         self.path = directory / "report.jsonl"
-        directory.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            self.path.unlink(missing_ok=True)
+        self._writes = writes
+        if writes:
+            directory.mkdir(parents=True, exist_ok=True)
+            if not resume:
+                self.path.unlink(missing_ok=True)
         self._maximum: list[tuple[str, str]] = []
         self._explored: list[tuple[str, str]] = []
         self._recoveries = 0
@@ -73,7 +76,8 @@ class Report:
 
     def finish(self) -> None:
         """Draw the pictures, and log the table of what was decided and why."""
-        log.info("what was decided, and why\n%s", "\n".join([*self.table(), *self._draw()]))
+        if self._writes:
+            log.info("what was decided, and why\n%s", "\n".join([*self.table(), *self._draw()]))
 
     def table(self) -> list[str]:
         """The lines of the summary: the maximum, then every epoch."""
@@ -99,6 +103,8 @@ class Report:
         return [f"  {'picture':<20} {path}" for path in draw(read_events(self.path), self.directory)]
 
     def _write(self, event: str, **values: Any) -> None:
+        if not self._writes:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps({"event": event, **values}) + "\n")
 

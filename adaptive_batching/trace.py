@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from adaptive_batching.fsdp import is_sharded
+from adaptive_batching.sharded_trace import ShardedCopy
 from adaptive_batching.trial import TrainingStep, has_states
 
 TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
@@ -80,15 +82,25 @@ def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | 
 
 def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> list[int]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    model, optimizers = _fake_copy(step.model, step.optimizers, fake)
+    kept: Sequence[torch.Tensor]
+    if is_sharded(step.model):
+        sharded = ShardedCopy(step.model, step.optimizers, fake)
+        model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
+        for optimizer, original in zip(optimizers, step.optimizers, strict=True):
+            _complete(optimizer, original)
+    else:
+        model, optimizers = _fake_copy(step.model, step.optimizers, fake)
+        kept = list(model.parameters())
     if change is not None:
         change(model)
     with fake:
         run = step.bind(model, optimizers)
         batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
     alive = _BytesAlive()
-    for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
+    for tensor in [*kept, *model.buffers(), *_state_tensors(optimizers)]:
         alive.track(tensor)
+    for parameter in model.parameters():  # whole ones of a sharded model are not there, nor are views of them
+        alive.track(parameter, counts=False)
     with fake, alive:
         if not optimizers or not all(map(has_states, optimizers)):
             run(batch)  # creates them
@@ -109,13 +121,13 @@ class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def restart(self) -> None:
         self.log = [self._current]
 
-    def track(self, tensor: torch.Tensor) -> None:
+    def track(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
         for storage in get_untyped_storages(tensor):
             key = storage._cdata
             if key in self._seen:
                 continue
             # Not rounded up to the allocator's blocks: at b = 2 and 3 that could double the slope of a small tensor.
-            size = storage.nbytes()
+            size = storage.nbytes() if counts else 0
             self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._free(key, size))  # type: ignore[misc]
             self._current += size
 
@@ -155,11 +167,15 @@ def _fake_copy(
     with FakeCopyMode(fake):
         copied_model, copied_optimizers = copy.deepcopy((model, list(optimizers)), memo)
     for optimizer, original in zip(copied_optimizers, optimizers, strict=True):
-        for name, value in vars(original).items():  # an optimizer copies its states and groups, and nothing of its own
-            if name != "step":  # which a learning-rate scheduler binds to the original
-                vars(optimizer).setdefault(name, value)
-        _choose_implementation_of_device(optimizer, original)
+        _complete(optimizer, original)
     return copied_model, copied_optimizers
+
+
+def _complete(copied: Optimizer, original: Optimizer) -> None:
+    for name, value in vars(original).items():  # an optimizer copies its states and groups, and nothing of its own
+        if name != "step":  # which a learning-rate scheduler binds to the original
+            vars(copied).setdefault(name, value)
+    _choose_implementation_of_device(copied, original)
 
 
 def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from adaptive_batching.memory import MemoryMeter, is_out_of_memory
@@ -197,7 +198,7 @@ class _Aside:
 
     @torch.no_grad()
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
+        for tensor in map(_local, tensors):
             if tensor.device.type != "cpu":
                 self._copies.append(tensor.detach().to("cpu", copy=True))
             else:
@@ -206,7 +207,7 @@ class _Aside:
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor, saved in zip(tensors, self._copies, strict=True):
+        for tensor, saved in zip(map(_local, tensors), self._copies, strict=True):
             if isinstance(saved, torch.Tensor):
                 tensor.detach().copy_(saved)
                 continue
@@ -214,6 +215,12 @@ class _Aside:
             count = tensor.numel() * tensor.element_size()
             raw = torch.from_numpy(np.fromfile(self._file, np.uint8, count))
             tensor.detach().copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of ``tensor``."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 def _as_bytes(tensor: torch.Tensor) -> Any:

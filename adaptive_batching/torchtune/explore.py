@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.memory import MemoryMeter
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.throughput import Exploration, explore
 from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
-from adaptive_batching.torchtune.loop import forward_backward
+from adaptive_batching.torchtune.gradients import gather_gradients, reset_offloading
 from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
-from adaptive_batching.torchtune.recovery import reset_offloading
 from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter
     same_lengths = is_packed(dataset) or is_multimodal(dataset[0])  # where every cut by length is one by number
     if not same_lengths and batch_size * accumulation > 1:
         sizes.append("auto")
-    windows = _windows(dataset, batch_size, accumulation)
+    windows = _windows(dataset, batch_size, accumulation, recipe.ranks.rank)
     seen: list[list[list[Sample]]] = []
     # One for all: what a forward of any candidate takes tells "auto" where to cut.
     cutters = {size: Cutter(recipe, size, recipe.forward_cost, TokenLimit(), learns=True) for size in sizes}
@@ -69,10 +68,10 @@ def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter
         cutter = cutters[size]
         micro_batches = [micro_batch for batch in batches for micro_batch in cutter.cut(batch)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
-            warm.add(size)
             first = micro_batches if recipe._compile else micro_batches[:1]  # shapes may be compiled one by one
             if _seconds(recipe, cutter, first, meter) is None:
                 return None
+        warm.add(size)
         return _seconds(recipe, cutter, micro_batches, meter)
 
     log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
@@ -86,36 +85,27 @@ def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter
 
 
 def _seconds(recipe: Any, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
-    """Time of forward and backward of all ``micro_batches``; None if one ran out of memory."""
+    """Time of forward and backward of all ``micro_batches`` on the slowest rank; None if one ran out of memory."""
     meter.synchronize()
     start = time.perf_counter()
-    seconds = None
-    try:
-        for micro_batch in micro_batches:
-            with cutter.timed(micro_batch):
-                forward_backward(recipe, recipe._dataloader.collate(micro_batch.samples), micro_batch.weight)
-        meter.synchronize()
-        seconds = time.perf_counter() - start
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    # Outside of the except block: the traceback holds the step's tensors.
-    if seconds is None:
-        cutter.forget_timings()
-        reset_offloading(recipe)
-    else:
-        cutter.read_timings()
+    failed = gather_gradients(recipe, micro_batches, cutter.timed).failed
+    meter.synchronize()
+    seconds = time.perf_counter() - start
     for parameter in recipe._model.parameters():
         parameter.grad = None
-    if seconds is None:
+    if failed:
+        cutter.forget_timings()
+        reset_offloading(recipe)
         meter.release()
-    return seconds
+        return None
+    cutter.read_timings()
+    return recipe.ranks.largest(seconds)  # type: ignore[no-any-return]
 
 
-def _windows(dataset: Any, batch_size: int, accumulation: int) -> Iterator[list[list[Sample]]]:
+def _windows(dataset: Any, batch_size: int, accumulation: int, rank: int) -> Iterator[list[list[Sample]]]:
     """The batches of one optimizer step after the other, drawn from the data by a generator of their own."""
     assert batch_size * accumulation <= len(dataset), (batch_size, accumulation, len(dataset))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(rank)
     while True:
         order = torch.randperm(len(dataset), generator=generator).tolist()
         for first in range(0, len(order) - batch_size * accumulation + 1, batch_size * accumulation):

@@ -9,60 +9,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torchtune import training, utils
+from torchtune import training
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
 from adaptive_batching.growth import reference_steps
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.data import Sample
+from adaptive_batching.torchtune.gradients import (
+    apply_gradients,
+    gather_gradients,
+    in_backward,
+    lr_holder,
+    sum_over_ranks,
+)
 from adaptive_batching.torchtune.micro_batches import Cutter
-from adaptive_batching.torchtune.recovery import Recovery, in_backward
+from adaptive_batching.torchtune.recovery import Recovery
 
 log = logging.getLogger(__name__)
-
-
-def forward_backward(
-    recipe: Any, batch: dict[str, Any], weight: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run one micro-batch.
-
-    Args:
-        recipe: The recipe; its ``_loss_step`` gives a mean over tokens.
-        batch: The collated samples.
-        weight: What the mean loss is multiplied by; None: the number of labels.
-
-    Returns:
-        The weighted loss, and the number of labels; both scalars.
-    """
-    utils.batch_to_device(batch, recipe._device)
-    num_tokens = (batch["labels"] != recipe._loss_fn.ignore_index).sum()
-    # The loss is a mean over tokens. Times their number it can be summed over micro-batches, and the gradient divided
-    # by all tokens of the step.
-    loss = recipe._loss_step(batch) * (num_tokens if weight is None else weight)
-    loss.backward()
-    return loss.detach(), num_tokens
-
-
-def apply_gradients(recipe: Any, num_tokens: torch.Tensor) -> torch.Tensor | None:
-    """Take the optimizer step on the gradients gathered over ``num_tokens`` tokens; none are left behind.
-
-    Returns:
-        The norm of the gradient before clipping, or None where the config does not clip.
-    """
-    if in_backward(recipe):
-        return None  # done already, parameter by parameter
-    grad_norm = None
-    training.scale_grads(recipe._model, 1 / num_tokens)
-    if recipe._clip_grad_norm is not None:
-        grad_norm = torch.nn.utils.clip_grad_norm_(recipe._model.parameters(), max_norm=float(recipe._clip_grad_norm))
-    recipe._optimizer.step()
-    recipe._optimizer.zero_grad(set_to_none=True)
-    return grad_norm
-
-
-def _lr_holder(recipe: Any) -> Any:
-    return recipe._optim_ckpt_wrapper if in_backward(recipe) else recipe._optimizer
 
 
 class TrainingLoop:
@@ -86,6 +50,8 @@ class TrainingLoop:
 
     def run(self) -> None:
         recipe = self._recipe
+        if recipe.ranks.size > 1 and recipe._device.type != "cpu":
+            training.cleanup_before_training()  # as stock does on many devices
         if recipe._compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
         if not in_backward(recipe):
@@ -96,6 +62,7 @@ class TrainingLoop:
             self._run_epoch(epoch)
             recipe.epochs_run += 1
             start = time.perf_counter()
+            recipe.prepare_checkpoint()
             recipe.save_checkpoint(epoch=epoch)
             log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
         recipe._profiler.stop()
@@ -104,14 +71,16 @@ class TrainingLoop:
         recipe = self._recipe
         last_step = recipe._steps_per_epoch if recipe.settings.enabled else recipe.max_steps_per_epoch
         recipe._dataloader.sampler.set_epoch(epoch)
-        with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True) as progress:
+        is_first = recipe.ranks.is_first
+        with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True, disable=not is_first) as progress:
             for index, batch in enumerate(recipe._dataloader):
                 with self._memory_history(epoch, index):
                     steps_done, remainder = divmod(index + 1, recipe._gradient_accumulation_steps)
                     self._run_batch(batch, ends_window=remainder == 0)
                     if remainder == 0:
                         self._finish_step(epoch, steps_done, progress)
-                recipe._profiler.step()  # every batch, as in stock
+                if remainder == 0 or not recipe.profiles_steps:  # as in stock
+                    recipe._profiler.step()
                 if steps_done == last_step:
                     break
 
@@ -139,22 +108,24 @@ class TrainingLoop:
 
     def _gather(self, batches: list[list[Sample]]) -> bool:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
-        recipe = self._recipe
         for batch in batches:
-            for micro_batch in self._cutter.cut(batch):
-                with self._recovery.caught(micro_batch) as outcome, self._cutter.timed(micro_batch):
-                    collated = recipe._dataloader.collate(micro_batch.samples)
-                    loss, num_tokens = forward_backward(recipe, collated, micro_batch.weight)
-                    self._loss = self._loss + loss
-                    self._num_tokens = self._num_tokens + num_tokens
-                if outcome.failed:
-                    self._cutter.forget_timings()
-                    self._recovery.recover(micro_batch)
-                    return False
+            micro_batches = self._cutter.cut(batch)
+            outcome = gather_gradients(self._recipe, micro_batches, self._cutter.timed)
+            if outcome.failed:
+                self._cutter.forget_timings()
+                self._recovery.recover(micro_batches, outcome)
+                return False
+            self._recovery.note(micro_batches, outcome)
+            for loss, num_tokens in outcome.results:
+                self._loss = self._loss + loss
+                self._num_tokens = self._num_tokens + num_tokens
         return True
 
     def _finish_step(self, epoch: int, steps_done: int, progress: Any) -> None:
         recipe = self._recipe
+        if not in_backward(recipe):  # else they are summed already
+            self._num_tokens = sum_over_ranks(recipe, self._num_tokens)
+            self._loss = sum_over_ranks(recipe, self._loss)
         with self._recovery.fatal():
             grad_norm = apply_gradients(recipe, self._num_tokens)
         self._cutter.read_timings()
@@ -166,17 +137,18 @@ class TrainingLoop:
         loss = self._loss.item() / self._num_tokens
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{recipe.global_step}|Loss: {loss}")
-        if recipe.global_step % recipe._log_every_n_steps == 0:
+        if recipe.global_step % recipe._log_every_n_steps == 0 and recipe.ranks.is_first:
             self._log_metrics(loss, grad_norm)
-        recipe.record_step(epoch, loss, get_lr(_lr_holder(recipe)), self._recovery.num_recoveries)
+        recipe.record_step(epoch, loss, get_lr(lr_holder(recipe)), self._recovery.num_recoveries)
         self._start_window()
 
     def _log_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         recipe = self._recipe
         metrics = {
             "loss": loss,
-            "lr": get_lr(_lr_holder(recipe)),
-            "tokens_per_second_per_gpu": self._num_tokens / (time.perf_counter() - self._window_start),
+            "lr": get_lr(lr_holder(recipe)),
+            "tokens_per_second_per_gpu": self._num_tokens
+            / ((time.perf_counter() - self._window_start) * recipe.ranks.size),
         }
         if recipe._device.type != "cpu" and recipe._log_peak_memory_stats:
             metrics.update(training.get_memory_stats(device=recipe._device))
@@ -205,7 +177,8 @@ class TrainingLoop:
         """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to."""
         recipe = self._recipe
         first = last = -1
-        if epoch == 0 and recipe.profiler_profile_memory and recipe._device.type == "cuda":
+        # Only the first rank of a stock recipe knows of its profiler's settings.
+        if epoch == 0 and recipe.ranks.is_first and recipe.profiler_profile_memory and recipe._device.type == "cuda":
             first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
             last = first + recipe.profiler_active_steps
         if index == first:

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.config import ConfigError
+from adaptive_batching.distributed import Ranks
 from adaptive_batching.memory import memory_meter
 from adaptive_batching.probe import find_maximum_batch_size, memory_budget
 from adaptive_batching.result import ProbeResult, load_result, store_result
@@ -51,6 +52,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
     include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
+    ranks: Ranks = recipe.ranks
     path = recipe.report.directory / "probe.json"
     key = {name: _plain(cfg.get(name)) for name in _KEYS_OF_MEMORY}
     key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
@@ -60,10 +62,11 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     key |= {"recipe": type(recipe).__name__, "sequence_length": length}
     key |= {"packed": is_packed(recipe._dataloader.dataset)}
     key |= {"device": meter.device_name, "total_bytes": meter.total_bytes}
+    key |= {"ranks": ranks.size, "sharded": recipe.collectives is not None}
     key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
-    stored = load_result(path, key)
+    stored = ranks.on_first(lambda: load_result(path, key))
     if stored is not None:
-        available = memory_budget(settings, meter)
+        available = int(ranks.smallest(memory_budget(settings, meter)))
         if stored.peak_bytes <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
@@ -76,9 +79,10 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         upper_reason=reason,
         include=include,
         coarse=settings.fills_memory,  # how much of what fits is best used is another question
+        ranks=ranks,
         remedies=lambda: remedies(recipe, cfg, sample),
     )
-    store_result(path, key, result)
+    ranks.on_first(lambda: store_result(path, key, result))
     return result
 
 

@@ -28,6 +28,11 @@ class MicroBatch:
     """What its mean loss is multiplied by; None: the number of its labels, as in stock."""
 
     @property
+    def is_filler(self) -> bool:
+        """Whether it only keeps this rank in step with the others."""
+        return self.weight == 0
+
+    @property
     def tokens(self) -> int:
         """Its padded tokens; of multimodal samples, their number."""
         return padded_tokens(sizes(self.samples))
@@ -71,7 +76,12 @@ class Cutter:
         parts = [[batch[i] for i in indices] for indices in cut]
         if self._limit.max_tokens is not None:
             parts = [part for whole in parts for part in _cut_to(whole, self._limit.max_tokens)]
-        return [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
+        micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
+        if self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None:
+            # FSDP needs as many forwards on every rank; without any of these, there is one.
+            count = int(self._recipe.ranks.largest(len(micro_batches)))
+            micro_batches += [_filler(micro_batches)] * (count - len(micro_batches))
+        return micro_batches
 
     def _weighted(self, batch: list[Sample], parts: list[list[Sample]]) -> list[MicroBatch]:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
@@ -115,6 +125,12 @@ class Cutter:
     def forget_timings(self) -> None:
         """A step was broken off."""
         self._events.clear()
+
+
+def _filler(micro_batches: list[MicroBatch]) -> MicroBatch:
+    """A short forward and backward that adds nothing, whatever its loss."""
+    sample = min((s for micro_batch in micro_batches for s in micro_batch.samples), key=lambda s: len(s["tokens"]))
+    return MicroBatch([{**sample, "labels": sample["tokens"]}], weight=0.0)  # a mean over no targets would be 0/0
 
 
 def _cut_to(part: list[Sample], max_tokens: int) -> list[list[Sample]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune import config
+from torchtune import config, training
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
-from adaptive_batching.growth import BatchController, IncreaseFunctionError, largest_divisor, resolve
+from adaptive_batching.distributed import Ranks
+from adaptive_batching.fsdp import MicroBatchCollectives
+from adaptive_batching.growth import BatchController, IncreaseFunction, IncreaseFunctionError, largest_divisor, resolve
 from adaptive_batching.memory import memory_meter
 from adaptive_batching.microbatch import ForwardCost
 from adaptive_batching.probe import DoesNotFitError
@@ -27,6 +30,7 @@ from adaptive_batching.torchtune.data import (
 )
 from adaptive_batching.torchtune.explore import explore_micro_batches, store
 from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching.torchtune.many_devices import record_collectives
 from adaptive_batching.torchtune.maximum import probe
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.step import batch_dependent_module
@@ -37,7 +41,7 @@ _UNKNOWN = "not looked for yet"
 
 
 class AdaptiveBatching:
-    """Mixed into a stock single-device recipe, before it in the order of bases.
+    """Mixed into a stock fine-tuning recipe, before it in the order of bases.
 
     With none of ``use_maximum_batch_size``, ``batch_increase_function`` and ``micro_batch_size`` set, the recipe trains
     as stock, bit for bit.
@@ -55,6 +59,9 @@ class AdaptiveBatching:
     global_step: int
     max_steps_per_epoch: int | None
 
+    profiles_steps = False
+    """Whether stock's profiler takes optimizer steps, rather than batches, for its steps."""
+
     def __init__(self, cfg: DictConfig) -> None:
         self.settings: AdaptiveBatchingConfig = read_settings(cfg)
         self._batch_dependent: str | None = _UNKNOWN
@@ -64,9 +71,9 @@ class AdaptiveBatching:
         self._stored: dict[str, Any] = {}
         self._explored: int | str | None = None
         self._controller: BatchController | None = None
+        self._random_states: list[dict[str, Any]] = []
         self.reference_batch_size: int = cfg.batch_size
-        self.reference_global_batch_size: int = cfg.batch_size * cfg.gradient_accumulation_steps
-        """What the optimizer sees at the configured sizes, which the learning-rate schedule is laid out for."""
+        self.reference_accumulation: int = cfg.gradient_accumulation_steps
         self.reference_steps_per_epoch = 0
         self.samples_per_forward: int | None = None
         """Most samples of the longest length that fit in a forward; known where they bound micro-batches."""
@@ -75,20 +82,26 @@ class AdaptiveBatching:
         self.forward_cost = ForwardCost()
         self.report: Report | None = None
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        self.ranks = Ranks()
+        self.collectives: MicroBatchCollectives | None = None
 
     def setup(self, cfg: DictConfig) -> None:
         super().setup(cfg=cfg)  # type: ignore[misc]
         self.reference_steps_per_epoch = self._steps_per_epoch
+        if self.ranks.size > 1:
+            self.collectives = record_collectives(self)
         if not self.settings.enabled:
             return
-        self.report = Report(report_dir(cfg, self.settings), resume=bool(cfg.resume_from_checkpoint))
+        directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
+        self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         self._check_that_cutting_is_exact()
         self._controller = self._make_controller(cfg)
         if self.settings.explores:
             self._explore(self._controller)
-        if "random_state" in self._stored:
+        if self._stored:
             self.global_step = self._stored["global_step"]
-            set_random_state(self._stored["random_state"], self._device)
+            if len(self._stored["random_states"]) == self.ranks.size:
+                set_random_state(self._stored["random_states"][self.ranks.rank], self._device)
 
     def train(self) -> None:
         TrainingLoop(self).run()
@@ -104,10 +117,11 @@ class AdaptiveBatching:
         decision = self._controller.start_epoch(epoch)
         self._dataloader.set_batch_size(decision.batch_size)
         if self.settings.keep_global_batch:
-            self._gradient_accumulation_steps = self.reference_global_batch_size // decision.batch_size
+            samples = self.reference_batch_size * self.reference_accumulation
+            self._gradient_accumulation_steps = samples // decision.batch_size
         steps = len(self._dataloader) // self._gradient_accumulation_steps
         self._steps_per_epoch = min(steps, self.max_steps_per_epoch or steps)
-        num_samples = len(self._dataloader.sampler)
+        num_samples = len(self._dataloader.sampler) * self._num_replicas
         used = self._steps_per_epoch * self.global_batch_size
         self.report.epoch(
             epoch=epoch, batch_size=decision.batch_size, global_batch_size=self.global_batch_size,
@@ -133,19 +147,34 @@ class AdaptiveBatching:
     @property
     def global_batch_size(self) -> int:
         """Samples that the optimizer sees in a step of this epoch."""
-        return int(self._dataloader.batch_size) * self._gradient_accumulation_steps
+        return int(self._dataloader.batch_size) * self._gradient_accumulation_steps * self._num_replicas
+
+    @property
+    def reference_global_batch_size(self) -> int:
+        """What the optimizer sees at the configured sizes, which the learning-rate schedule is laid out for."""
+        return self.reference_batch_size * self.reference_accumulation * self._num_replicas
+
+    @property
+    def _num_replicas(self) -> int:
+        """Ranks that see samples of their own."""
+        return int(getattr(self, "dp_size", self.ranks.size))  # fewer than ranks under tensor parallelism
+
+    def prepare_checkpoint(self) -> None:
+        """Collect from all ranks what only the first one stores."""
+        if self._controller is not None:
+            self._random_states = self.ranks.gather(random_state(self._device))
 
     # Where stock's set-up is extended
 
-    def _setup_data(
-        self, *args: Any, dataloader_state_dict: dict[str, Any] | None = None, **kwargs: Any
-    ) -> SampleLoader:
-        stock = super()._setup_data(*args, dataloader_state_dict=dataloader_state_dict, **kwargs)  # type: ignore[misc]
-        loader = SampleLoader(stock, self._state_to_store)
-        check_data_fills_a_step(len(loader.dataset), loader.batch_size, self._gradient_accumulation_steps)
-        if self.settings.enabled:
-            self._stored = (dataloader_state_dict or {}).get(STATE_KEY, {})
+    def _setup_data(self, *args: Any, **kwargs: Any) -> SampleLoader:
+        loader = SampleLoader(super()._setup_data(*args, **kwargs), self._state_to_store)  # type: ignore[misc]
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._gradient_accumulation_steps)
         return loader
+
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
+        if self.settings.enabled:
+            self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
 
     def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:
         if self.settings.enabled:
@@ -182,7 +211,7 @@ class AdaptiveBatching:
         maximum, reason = self._find_maximum(cfg)
         divides = None
         if settings.keep_global_batch:
-            divides = self.reference_global_batch_size
+            divides = self.reference_batch_size * self.reference_accumulation
             maximum = largest_divisor(divides, at_most=maximum)
         if self._increase is None:
             start = maximum if settings.use_maximum_batch_size else int(cfg.batch_size)
@@ -200,7 +229,14 @@ class AdaptiveBatching:
                 start = maximum
             elif settings.use_maximum_batch_size:
                 log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
-        return BatchController(start, maximum, reason, self._increase, self._increase_name, divides)
+        return BatchController(start, maximum, reason, self._agreed_increase(), self._increase_name, divides)
+
+    def _agreed_increase(self) -> IncreaseFunction | None:
+        """The increase function, asked on one rank alone: one that is random or keeps a state cannot split them."""
+        increase = self._increase
+        if increase is None:
+            return None
+        return lambda epoch, batch_size: self.ranks.on_first(lambda: increase(epoch, batch_size))
 
     def _size_before_this_run(self, cfg: DictConfig) -> int:
         """The batch size that the next increase adds to: the stored one on resume, unless the user has changed it."""
@@ -222,7 +258,8 @@ class AdaptiveBatching:
         samples = len(self._dataloader.sampler)
         upper, reason = samples // self._gradient_accumulation_steps, f"{samples} samples of data"
         if settings.keep_global_batch:
-            upper, reason = self.reference_global_batch_size, "the global batch, which is kept"
+            upper = self.reference_batch_size * self.reference_accumulation
+            reason = "the global batch, which is kept"
         if settings.max_batch_size is not None and settings.max_batch_size <= upper:
             upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
         if not settings.use_maximum_batch_size and self._increase is None:
@@ -274,7 +311,7 @@ class AdaptiveBatching:
             result = explore_micro_batches(self, batch_size, accumulation, meter)
             chosen = result.recommended.candidate
             path = self.report.directory / "explored.yaml"
-            store(path, result, batch_size, meter.device_name)
+            self.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
             self.report.exploration(result)
             log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
         self._explored = chosen
@@ -287,7 +324,7 @@ class AdaptiveBatching:
             "batch_size": self._controller.batch_size,
             "configured_batch_size": self.reference_batch_size,
             "global_step": self.global_step,
-            "random_state": random_state(self._device),
+            "random_states": self._random_states,
             "explored": self._explored,
         }
 
@@ -300,12 +337,13 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s: %(message)s"))
             logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
     try:
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
         recipe = recipe_class(cfg=cfg)
         recipe.setup(cfg=cfg)
         recipe.train()
+        recipe.ranks.leave()
         recipe.cleanup()
     except (ConfigError, IncreaseFunctionError, DoesNotFitError) as error:
         if error.__cause__ is not None:

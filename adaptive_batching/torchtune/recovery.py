@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torchtune.training import OffloadActivations
 
-from adaptive_batching.memory import is_out_of_memory, num_allocation_retries
+from adaptive_batching.execution import Outcome
+from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.torchtune.data import index_of, is_multimodal, random_state, set_random_state
+from adaptive_batching.torchtune.gradients import in_backward, reset_offloading
 from adaptive_batching.torchtune.micro_batches import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -23,24 +23,6 @@ log = logging.getLogger(__name__)
 CONSECUTIVE_RECOVERIES_TO_WARN = 3
 # The allocator may have to start over once when sizes change; doing so step after step makes training crawl.
 CONSECUTIVE_RETRIES_TO_SHRINK = 2
-
-
-def in_backward(recipe: Any) -> bool:
-    """Whether each parameter is stepped in the backward pass; the LoRA recipes do not know the option."""
-    return bool(getattr(recipe, "_optimizer_in_bwd", False))
-
-
-def reset_offloading(recipe: Any) -> None:
-    """Forget the activations of a forward that did not end; torchtune's context keeps track of them by itself."""
-    if isinstance(recipe.activations_handling_ctx, OffloadActivations):
-        recipe.activations_handling_ctx = OffloadActivations()
-
-
-@dataclass
-class Outcome:
-    """Whether what ran in :meth:`Recovery.caught` ran out of memory."""
-
-    failed: bool = False
 
 
 class Recovery:
@@ -61,54 +43,54 @@ class Recovery:
         self._recovered_in_row = 0
         self._recovered_in_step = False
         self._warned = False
-        self._largest: MicroBatch | None = None
-        self._retries = num_allocation_retries(recipe._device)
         self._retried_in_row = 0
+        self._retried_in_step = False
+        self._tokens_to_lower = 0
 
     def remember(self) -> None:
         """A window begins: keep the random state that it begins with."""
         if self._possible:
             self._random_state = random_state(self._recipe._device)
 
-    @contextlib.contextmanager
-    def caught(self, micro_batch: MicroBatch) -> Iterator[Outcome]:
-        """Note that the micro-batch ran out of memory, where it can run again in smaller parts; else raise.
+    def note(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
+        """These have run."""
+        self._retried_in_step |= outcome.retried
+        if outcome.retried:
+            largest = max(micro_batches, key=lambda each: each.tokens)
+            self._tokens_to_lower = max(self._tokens_to_lower, largest.tokens if len(largest.samples) > 1 else 0)
 
-        Raises:
-            DoesNotFitError: If it ran out of memory and cannot be run again.
-        """
-        outcome = Outcome()
-        if self._largest is None or micro_batch.tokens > self._largest.tokens:
-            self._largest = micro_batch
-        try:
-            yield outcome
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            if not self._possible or len(micro_batch.samples) == 1:
-                raise DoesNotFitError(self._why_not(micro_batch)) from error
-            outcome.failed = True
-
-    def recover(self, micro_batch: MicroBatch) -> None:
-        """Discard the window's gradients, really release their memory, and halve the limit.
+    def recover(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
+        """Discard the window's gradients, really release their memory, and halve the limit, on every rank.
 
         Not to be called in an ``except`` block: the traceback holds the step's tensors.
 
+        Args:
+            micro_batches: Those of this rank.
+            outcome: What came of them: one ran out of memory, on this rank or another.
+
         Raises:
-            DoesNotFitError: If the model computes over the batch dimension, so that parts of it are not the same.
+            DoesNotFitError: If they cannot run again in smaller parts.
         """
+        failed = None if outcome.failed_here is None else micro_batches[outcome.failed_here]
+        hopeless = failed is not None and (not self._possible or len(failed.samples) == 1)
+        if self._recipe.ranks.any(hopeless):
+            if failed is not None and hopeless:
+                raise DoesNotFitError(self._why_not(failed)) from outcome.error
+            raise DoesNotFitError("out of memory on another rank, which says what would help")
         for parameter in self._recipe._model.parameters():
             parameter.grad = None
         gc.collect()
         if self._recipe._device.type != "cpu":
             torch.get_device_module(self._recipe._device).empty_cache()
         reset_offloading(self._recipe)
-        self._check_that_cutting_is_exact(micro_batch)
-        self._limit.shrink(micro_batch.tokens)
+        self._check_that_cutting_is_exact()
+        # The same limit everywhere: half of the largest that has failed.
+        self._limit.shrink(int(self._recipe.ranks.largest(0 if failed is None else failed.tokens)))
         self._recovered_in_step = True
+        where = "on another rank" if failed is None else f"with {_describe(failed)}"
         log.warning(
-            "out of memory with %s; running the step's samples again with at most %d %s in a forward (recovery number "
-            "%d)", _describe(micro_batch), self._limit.max_tokens, _unit(micro_batch), self._limit.num_recoveries,
+            "out of memory %s; running the step's samples again with at most %d %s in a forward (recovery number %d)",
+            where, self._limit.max_tokens, _unit(micro_batches[0]), self._limit.num_recoveries,
         )  # fmt: skip
         set_random_state(self._random_state, self._recipe._device)
 
@@ -116,7 +98,8 @@ class Recovery:
         """An optimizer step is done."""
         if not self._recovered_in_step and not self._shrink_if_thrashing():
             self._limit.step_done()
-        self._largest = None
+        self._retried_in_step = False
+        self._tokens_to_lower = 0
         self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_in_step else 0
         self._recovered_in_step = False
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
@@ -157,31 +140,27 @@ class Recovery:
     def _possible(self) -> bool:
         return self._recipe.settings.recover_from_oom and not in_backward(self._recipe)
 
-    def _check_that_cutting_is_exact(self, micro_batch: MicroBatch) -> None:
+    def _check_that_cutting_is_exact(self) -> None:
         module = self._recipe.batch_dependent_module()
         if module is not None:
             raise DoesNotFitError(
-                f"out of memory with {_describe(micro_batch)}, and smaller parts would not give the same result: "
-                f"{module} computes over the batch. Set a smaller batch_size, or "
-                f"enable_activation_checkpointing=True"
+                f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
+                f"the batch. Set a smaller batch_size, or enable_activation_checkpointing=True"
             )
 
     def _shrink_if_thrashing(self) -> bool:
-        """Lower the limit where the allocator frees its cache to start over, step after step; the step stands."""
-        retries = num_allocation_retries(self._recipe._device)
-        rose, self._retries = retries > self._retries, retries
-        self._retried_in_row = self._retried_in_row + 1 if rose else 0
-        if not self._recipe.settings.enabled or not self._possible:  # off is stock, however slow
+        """Lower the limit where an allocator frees its cache to start over, step after step; the step stands."""
+        self._retried_in_row = self._retried_in_row + 1 if self._retried_in_step else 0
+        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or not self._possible:
             return False
-        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or self._largest is None:
-            return False
-        if len(self._largest.samples) == 1 or self._recipe.batch_dependent_module() is not None:
-            return False  # it cannot be cut
         self._retried_in_row = 0
-        self._limit.lower(self._largest.tokens)
+        tokens = int(self._recipe.ranks.largest(self._tokens_to_lower))
+        if tokens == 0 or self._recipe.batch_dependent_module() is not None:
+            return False  # there is nothing to cut
+        self._limit.lower(tokens)
         log.warning(
-            "the allocator of %s frees its cache in every step to find room (num_alloc_retries: %d); from now on a "
-            "forward takes at most half, %d", self._recipe._device, retries, self._limit.max_tokens,
+            "the allocator of %s frees its cache in every step to find room (num_alloc_retries); from now on a forward "
+            "takes at most half, %d", self._recipe._device, self._limit.max_tokens,
         )  # fmt: skip
         return True
 

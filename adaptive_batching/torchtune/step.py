@@ -14,10 +14,17 @@ from torch.optim import Optimizer
 from torchtune import config, modules, training
 
 from adaptive_batching.batch_dependence import find_batch_dependent_module
+from adaptive_batching.distributed import Ranks
+from adaptive_batching.execution import run_micro_batches
 from adaptive_batching.probe import Remedy
 from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
-from adaptive_batching.torchtune.loop import apply_gradients, forward_backward
-from adaptive_batching.torchtune.recovery import in_backward, reset_offloading
+from adaptive_batching.torchtune.gradients import (
+    apply_gradients,
+    forward_backward,
+    in_backward,
+    reset_offloading,
+    sum_over_ranks,
+)
 from adaptive_batching.trace import TRACED_SIZES
 from adaptive_batching.trial import Run, TrainingStep
 
@@ -37,13 +44,15 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
 
         def run(batch: dict[str, Any]) -> None:
             # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
-            num_tokens: Any = 0
             reset_offloading(target)
             cuts = recipe.settings.fills_memory or recipe.settings.micro_batch_size is not None
             accumulates = recipe._gradient_accumulation_steps > 1 or cuts
-            for _ in range(2 if accumulates else 1):
-                num_tokens = num_tokens + forward_backward(target, dict(batch))[1]
-            apply_gradients(target, num_tokens)
+            forwards = [lambda: forward_backward(target, dict(batch))[1]] * (2 if accumulates else 1)
+            outcome = run_micro_batches(forwards, target._device, target.ranks, target.collectives)
+            if outcome.failed:
+                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            num_tokens = sum(outcome.results[1:], outcome.results[0])
+            apply_gradients(target, sum_over_ranks(target, num_tokens))
 
         return run
 
@@ -95,6 +104,7 @@ def batch_dependent_module(recipe: Any) -> str | None:
 def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Any:
     """A shallow copy of ``recipe`` that trains ``model`` on the cpu, for the trace."""
     target = copy.copy(recipe)
+    target.ranks, target.collectives = Ranks(alone=True), None
     target._model = model
     target._device = torch.device("cpu")
     # Large enough for both traced sizes: growing it would be an operation that only one of them has.

@@ -327,7 +327,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
 
     common = [*SGD, "model._component_=tests.integration.counting.CountingModel", "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
-    monkeypatch.setattr("adaptive_batching.torchtune.recovery.num_allocation_retries", rising)
+    monkeypatch.setattr("adaptive_batching.torchtune.gradients.num_allocation_retries", rising)
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
     CountingModel.shapes.clear()
     shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")

@@ -1,0 +1,132 @@
+"""FSDP2: what lets a rank that ran out of memory finish the collectives that its peers are waiting for.
+
+Under FSDP every forward and backward is a fixed sequence of all-gathers and reduce-scatters. A rank that breaks off
+leaves its peers waiting for the rest. So the sequence is recorded once, and a rank that broke off issues what is left
+of it with empty buffers; its peers come to the end of their micro-batch, and all can discard it and start again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+_AllGatherBase: Any = object
+_ReduceScatterBase: Any = object
+with contextlib.suppress(ImportError):  # a torch without custom collectives; see can_drain
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    _AllGatherBase = getattr(_fsdp_collectives, "DefaultAllGather", object)
+    _ReduceScatterBase = getattr(_fsdp_collectives, "DefaultReduceScatter", object)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``model`` is an FSDP2 module."""
+    return isinstance(model, FSDPModule)
+
+
+def can_drain() -> bool:
+    """Whether this torch has what draining needs: custom collectives, and a reset after a broken-off iteration."""
+    needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
+    return all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """A collective as it was issued; ``operation`` is None for an all-gather."""
+
+    output_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    group: Any
+    operation: Any = None
+
+    @classmethod
+    def of(cls, output: torch.Tensor, given: torch.Tensor, group: Any, operation: Any = None) -> _Collective:
+        return cls(tuple(output.shape), tuple(given.shape), given.dtype, given.device, group, operation)
+
+    def issue(self) -> None:
+        output = torch.zeros(self.output_shape, dtype=self.dtype, device=self.device)
+        given = torch.zeros(self.input_shape, dtype=self.dtype, device=self.device)
+        if self.operation is None:
+            dist.all_gather_into_tensor(output, given, group=self.group)
+        else:
+            dist.reduce_scatter_tensor(output, given, op=self.operation, group=self.group)
+
+
+class MicroBatchCollectives:
+    """The collectives of a forward and backward of a sharded model.
+
+    Args:
+        model: The root FSDP module, whose collectives are recorded from now on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        assert isinstance(model, FSDPModule)
+        self._model = model
+        self._sequence: list[_Collective] | None = None
+        self._issued: list[_Collective] = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_AllGather(self._issued))
+                module.set_custom_reduce_scatter(_ReduceScatter(self._issued))
+
+    @property
+    def known(self) -> bool:
+        """Whether the sequence has been recorded."""
+        return self._sequence is not None
+
+    def start(self) -> None:
+        """A forward begins."""
+        self._issued.clear()
+
+    def finish(self) -> None:
+        """Its backward has ended."""
+        if self._sequence is None:
+            self._sequence = list(self._issued)
+        assert self._sequence == self._issued, "the collectives of a micro-batch are not always the same"
+
+    def drain(self, num_micro_batches: int) -> None:
+        """Issue what is left of the micro-batch that broke off, and all of ``num_micro_batches`` that are not to run.
+
+        Not to be called in an ``except`` block: the traceback holds the micro-batch's tensors.
+        """
+        assert self._sequence is not None, "no micro-batch has been recorded"
+        for collective in [*self._sequence[len(self._issued) :], *self._sequence * num_micro_batches]:
+            collective.issue()
+
+    def reset(self) -> None:
+        """Forget the iteration, on every rank, after one of them has drained it."""
+        self._model.reset_iter_state()
+        # That leaves gradients which were complete but not reduced yet: the next backward would add to them.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter._unsharded_param.grad = None
+
+
+class _AllGather(_AllGatherBase):
+    def __init__(self, issued: list[_Collective]) -> None:
+        self._issued = issued
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self._issued.append(_Collective.of(output_tensor, input_tensor, group))
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class _ReduceScatter(_ReduceScatterBase):
+    def __init__(self, issued: list[_Collective]) -> None:
+        self._issued = issued
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._issued.append(_Collective.of(output_tensor, input_tensor, group, op))
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)

@@ -1,0 +1,111 @@
+"""From micro-batches to a gradient, and from a gradient to an optimizer step: what stock's loops do, in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtune import training, utils
+from torchtune.training import OffloadActivations
+
+from adaptive_batching.execution import Outcome, run_micro_batches
+from adaptive_batching.memory import num_allocation_retries
+from adaptive_batching.torchtune.micro_batches import MicroBatch
+
+Sums = tuple[torch.Tensor, torch.Tensor]
+"""The loss summed over tokens, and their number; both scalars."""
+
+
+def in_backward(recipe: Any) -> bool:
+    """Whether each parameter is stepped in the backward pass; the LoRA recipes do not know the option."""
+    return bool(getattr(recipe, "_optimizer_in_bwd", False))
+
+
+def lr_holder(recipe: Any) -> Any:
+    """What torchtune reads the learning rate from."""
+    return recipe._optim_ckpt_wrapper if in_backward(recipe) else recipe._optimizer
+
+
+def reset_offloading(recipe: Any) -> None:
+    """Forget the activations of a forward that did not end; torchtune's context keeps track of them by itself."""
+    if isinstance(recipe.activations_handling_ctx, OffloadActivations):
+        recipe.activations_handling_ctx = OffloadActivations()
+
+
+def forward_backward(recipe: Any, batch: dict[str, Any], weight: float | None = None) -> Sums:
+    """Run one micro-batch.
+
+    Args:
+        recipe: The recipe; its ``_loss_step`` gives a mean over tokens.
+        batch: The collated samples.
+        weight: What the mean loss is multiplied by; None: the number of labels.
+
+    Returns:
+        The weighted loss, and the number of labels. With optimizers in the backward pass, those of all ranks.
+    """
+    utils.batch_to_device(batch, recipe._device)
+    num_tokens = (batch["labels"] != recipe._loss_fn.ignore_index).sum()
+    # The loss is a mean over tokens. Times their number it can be summed over micro-batches, and the gradient divided
+    # by all tokens of the step.
+    loss = recipe._loss_step(batch) * (num_tokens if weight is None else weight)
+    total = loss.detach()
+    if in_backward(recipe) and recipe.ranks.size > 1:
+        total = sum_over_ranks(recipe, total.clone())
+        num_tokens = sum_over_ranks(recipe, num_tokens)
+        loss = loss * (recipe.ranks.size / num_tokens)  # as there is no other moment to divide; FSDP takes the mean
+    loss.backward()
+    return total, num_tokens
+
+
+def gather_gradients(
+    recipe: Any,
+    micro_batches: Sequence[MicroBatch],
+    timed: Callable[[MicroBatch], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+) -> Outcome[Sums]:
+    """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank."""
+
+    def run(micro_batch: MicroBatch) -> Sums:
+        with timed(micro_batch):
+            batch = recipe._dataloader.collate(micro_batch.samples)
+            loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
+        return loss, num_tokens * 0 if micro_batch.is_filler else num_tokens
+
+    return run_micro_batches(
+        [partial(run, each) for each in micro_batches],
+        recipe._device,
+        recipe.ranks,
+        recipe.collectives,
+        # Counting takes time; a run that is as stock is left alone, however slow.
+        (lambda: num_allocation_retries(recipe._device)) if recipe.settings.enabled else (lambda: 0),
+    )
+
+
+def sum_over_ranks(recipe: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of ``tensor``, in place, over the ranks of the recipe, as stock takes it."""
+    if recipe.ranks.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def apply_gradients(recipe: Any, num_tokens: torch.Tensor) -> torch.Tensor | None:
+    """Take the optimizer step on the gradients gathered over ``num_tokens`` tokens of all ranks; none are left behind.
+
+    Returns:
+        The norm of the gradient before clipping, or None where the config does not clip.
+    """
+    if in_backward(recipe):
+        return None  # done already, parameter by parameter
+    grad_norm = None
+    training.scale_grads(recipe._model, recipe.ranks.size / num_tokens)  # FSDP has taken the mean over ranks
+    if recipe._clip_grad_norm is not None:
+        grad_norm = torch.nn.utils.clip_grad_norm_(recipe._model.parameters(), max_norm=float(recipe._clip_grad_norm))
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+    recipe._optimizer.step()
+    recipe._optimizer.zero_grad(set_to_none=True)
+    return grad_norm

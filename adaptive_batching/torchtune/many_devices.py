@@ -1,0 +1,105 @@
+"""What the recipes for many devices have of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune import training
+
+from adaptive_batching.config import ConfigError
+from adaptive_batching.fsdp import MicroBatchCollectives, can_drain, is_sharded
+from adaptive_batching.torchtune.gradients import forward_backward, in_backward
+from adaptive_batching.trial import unchanged_random_state
+
+log = logging.getLogger(__name__)
+
+
+class ManyDevices:
+    """Mixed into a stock distributed recipe, between :class:`AdaptiveBatching` and the recipe."""
+
+    # Set by the stock recipe
+    _device: torch.device
+    _model: Any
+    _loss_fn: Any
+    activations_handling_ctx: contextlib.AbstractContextManager[None]
+    ignore_labels_cache: torch.Tensor
+
+    profiles_steps = True
+
+    def __init__(self, cfg: DictConfig) -> None:
+        if not training.is_distributed():
+            raise ConfigError("this recipe runs on several devices; launch it with tune run --nproc_per_node <number>")
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+
+    def _setup_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with _no_memory_stats() if self._device.type == "cpu" else contextlib.nullcontext():
+            return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The mean loss over the targets of ``batch``, operation by operation what stock's loop computes."""
+        labels = batch.pop("labels")  # [b, s]
+        with self.activations_handling_ctx:
+            logits = self._model(**batch)  # [b, s, vocabulary], or a list of chunks of s
+        labels = torch.hstack((labels[..., 1:], self.ignore_labels_cache[: labels.shape[0]]))
+        if not isinstance(logits, list):
+            labels = labels.reshape(-1)
+            logits = logits.reshape(-1, logits.size(-1))
+        loss: torch.Tensor = self._loss_fn(logits, labels)
+        return loss
+
+
+def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
+    """Make running out of memory survivable on every rank, where that is possible and wanted; say so where it is not.
+
+    The sequence of collectives is recorded in a forward and backward of a few tokens, which leaves nothing behind.
+
+    Raises:
+        ConfigError: If a probe is asked for that could not survive running out of memory.
+    """
+    settings = recipe.settings
+    if in_backward(recipe):
+        why = "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
+    elif getattr(recipe, "tensor_parallel_dim", 1) > 1:
+        why = "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
+    elif not is_sharded(recipe._model):
+        why = "the model is not sharded by FSDP2"
+    elif not can_drain():
+        why = f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
+    else:
+        why = ""
+    if why and settings.probes:
+        raise ConfigError(
+            f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False, and "
+            f"adaptive_batching.max_batch_size to grow"
+        )
+    if why:
+        if settings.recover_from_oom:
+            log.warning("recovery from running out of memory is off: %s", why)
+        return None
+    if not settings.recover_from_oom and not settings.probes:
+        return None
+    collectives = MicroBatchCollectives(recipe._model)
+    tokens = torch.arange(1, 9, device=recipe._device)[None]  # [1, s]; any text will do
+    with unchanged_random_state(recipe._device), torch.compiler.set_stance("force_eager"):
+        collectives.start()
+        forward_backward(recipe, {"tokens": tokens, "labels": tokens})
+        collectives.finish()
+    for parameter in recipe._model.parameters():
+        parameter.grad = None
+    return collectives
+
+
+@contextlib.contextmanager
+def _no_memory_stats() -> Iterator[None]:
+    """Stock reads and logs the memory of an accelerator when the model is set up, and there is none."""
+    replaced = training.get_memory_stats, training.log_memory_stats
+    training.get_memory_stats = training.log_memory_stats = lambda *args, **kwargs: {}
+    try:
+        yield
+    finally:
+        training.get_memory_stats, training.log_memory_stats = replaced

@@ -1,0 +1,166 @@
+"""The distributed recipes on two processes of one machine; see ``two_ranks.py`` for the runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torchtune.modules.peft import LoRALinear
+
+from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
+from tests.integration.test_probe import events, without_sizes
+from tests.integration.test_real_limit import TAME_MALLOC
+from tests.integration.two_ranks import SGD, same_everywhere
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@pytest.fixture(scope="module")
+def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory with all runs, and what they printed. A launch that hangs fails."""
+    directory = tmp_path_factory.mktemp("two_ranks")
+    command = [*LAUNCH, "--standalone", "--nproc_per_node", "2", "tests/integration/two_ranks.py"]
+    environment = {**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(inputs), str(directory)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-9000:]
+    return directory, done.stdout
+
+
+@pytest.fixture
+def finished(launched: tuple[Path, str]):
+    """``finished(name)``: a run that ended well."""
+
+    def run(name: str) -> Run:
+        errors = [path.read_text() for path in sorted((launched[0] / name).glob("error_*.txt"))]
+        assert not errors, errors
+        return Run(launched[0] / name)
+
+    return run
+
+
+def output_of(launched: tuple[Path, str], name: str) -> str:
+    """What was printed from the beginning of a run to that of the next."""
+    return launched[1].split(f"RUN {name}\n", 1)[1].split("\nRUN ", 1)[0]
+
+
+KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
+
+
+@KINDS
+def test_off_is_stock(kind: str, finished) -> None:
+    ours, stock = finished(f"{kind}_off"), finished(f"{kind}_stock")
+    assert len(stock.metrics) == 3
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(0), stock.weights(0))
+
+
+@KINDS
+def test_two_ranks_train_as_one_device_on_the_same_samples(
+    kind: str, finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
+    one = tune_run(kind, *SGD, "batch_size=8", "gradient_accumulation_steps=2", "epochs=1", "dataset.split=train[:48]",
+                   "lr_scheduler.num_warmup_steps=2")  # fmt: skip
+    assert_close(finished(f"{kind}_whole"), one, epoch=0)
+
+
+@KINDS
+@pytest.mark.parametrize("size", ["1", "2", "auto"])
+def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished) -> None:
+    assert_close(finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole"), epoch=0)
+
+
+@KINDS
+@pytest.mark.parametrize("failure", [f"{where}_{on}" for where in ("forward", "backward") for on in ("0", "1", "01")]
+                         + ["first", "twice"])  # fmt: skip
+def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
+    kind: str, failure: str, finished, launched: tuple[Path, str]
+) -> None:
+    recovered = finished(f"{kind}_{failure}")
+    assert recovered.metrics[-1]["out_of_memory_recoveries"] == (2 if failure == "twice" else 1)
+    assert_close(recovered, finished(f"{kind}_whole"), epoch=0)
+    assert "running the step's samples again" in output_of(launched, f"{kind}_{failure}")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_recovery_with_activation_checkpointing(where: str, finished) -> None:
+    recovered = finished(f"checkpointing_{where}")
+    assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
+    assert_close(recovered, finished("checkpointing_whole"), epoch=0)
+
+
+def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tuple[Path, str]) -> None:
+    errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
+    assert re.search(r"out of memory with a single sample, or pack, of \d+ tokens: number \d+", errors[1])
+    assert "out of memory on another rank" in errors[0]
+
+
+def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished) -> None:
+    assert [epoch["batch_size"] for epoch in events(finished("agreed"), "epoch")] == [4, 6, 8]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(finished, launched: tuple[Path, str]) -> None:
+    whole, resumed = finished("uninterrupted"), Run(launched[0] / "resumed")
+    assert "the power went out" in (launched[0] / "resumed" / "error_0.txt").read_text()
+    assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
+    assert resumed.metrics == whole.metrics
+    assert_same_weights(resumed.weights(2), whole.weights(2))
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str], tune_run: TuneRun) -> None:
+    saved = launched[0] / "full_whole" / "epoch_0"
+    run = tune_run("full", "epochs=1", f"checkpointer.checkpoint_dir={saved}",
+                   "checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]")  # fmt: skip
+    assert run.metrics[0]["loss"] < Run(launched[0] / "full_whole").metrics[0]["loss"]
+
+
+def test_the_rank_that_has_least_memory_decides_the_maximum(finished, launched: tuple[Path, str]) -> None:
+    run = finished("unequal_memory")
+    [probe] = events(run, "probe")
+    assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
+    assert {step["batch_size"] for step in run.metrics} == {probe["batch_size"]}
+
+
+def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
+    limited, free = finished("real_limit"), finished("real_no_limit")
+    assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
+    assert len(free.metrics) == 1
+    assert limited.metrics[0]["loss"] == pytest.approx(free.metrics[0]["loss"], rel=1e-4)
+    for name, weights in free.weights(0).items():
+        torch.testing.assert_close(limited.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
+
+
+def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:
+    """As two nodes do, over the loopback device."""
+    from tests.conftest import ARCHITECTURE
+
+    overrides = [
+        f"data_dir={inputs}", f"output_dir={tmp_path / 'out'}", "dataset.split=train[:48]", "batch_size=4", "epochs=1",
+        "tokenizer.max_seq_len=64", "lr_scheduler.num_warmup_steps=2", "use_maximum_batch_size=False",
+        "batch_increase_function=null", *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+    ]  # fmt: skip
+    code = "from torchtune._cli.tune import main; main()"
+    agents = []
+    for node in range(2):
+        launch = ["run", "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node),
+                  "--master_addr", "127.0.0.1", "--master_port", "29517"]  # fmt: skip
+        config = "recipes/configs/quickstart/full_single_device.yaml"
+        recipe = ["recipes/full_finetune_distributed.py", "--config", config]
+        agents.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code, *launch, *recipe, *overrides], cwd=ROOT, text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+    outputs = [agent.communicate(timeout=300)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert len(without_sizes(Run(tmp_path / "out").metrics)) == 6

@@ -1,0 +1,223 @@
+"""Runs of recipes on the ranks of one launch, one after the other; what they leave behind is tested afterwards.
+
+    torchrun --nproc_per_node 2 tests/integration/two_ranks.py <inputs> <directory>
+
+Starting two processes takes longer than any of these runs, so all share them. Each run gets a directory of its own,
+with ``error_<rank>.txt`` where it ended with an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtune import training
+from torchtune.models.llama2 import llama2, lora_llama2
+from torchtune.modules.peft import LoRALinear
+
+from adaptive_batching.memory import CpuMeter, _status
+from adaptive_batching.torchtune import load_stock
+from tests.conftest import ARCHITECTURE, ROOT
+
+RANK = int(os.environ.get("RANK", 0))
+MIB = 2**20
+SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
+# Where a rank runs out of memory: layer, which forward, forward | backward | hook, how often.
+plan: dict[str, Any] = {}
+
+
+def arm(layer: nn.Module) -> None:
+    """Make ``layer`` run out of memory as ``plan`` says."""
+
+    def run_out() -> None:
+        plan["times"] -= 1
+        plan["now"] = False
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            plan["calls"] += 1
+            plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0
+            if plan["now"] and plan["where"] == "forward":
+                run_out()
+
+    def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if plan["now"] and plan["where"] == "backward":
+            output.register_hook(lambda gradient: run_out())
+
+    layer.register_forward_pre_hook(before_forward)
+    layer.register_forward_hook(after_forward)
+
+
+def full_model(**arguments: Any) -> nn.Module:
+    model = llama2(**arguments)
+    arm(list(model.layers)[plan["layer"]])
+    return model
+
+
+def lora_model(**arguments: Any) -> nn.Module:
+    model = lora_llama2(**arguments)
+    arm(list(model.layers)[plan["layer"]])
+    return model
+
+
+def adds_what_its_rank_says(epoch: int, current_batch_size: int) -> int:
+    return 2 + 2 * RANK if epoch else 0
+
+
+fail_at_epoch: int | None = None
+
+
+def doubles_until_told_to_fail(epoch: int, current_batch_size: int) -> int:
+    if epoch == fail_at_epoch:
+        raise RuntimeError("the power went out")
+    return current_batch_size if epoch else 0
+
+
+def factory(every: int = 1, rankwise: bool = False) -> Callable[[int, int], int]:
+    return adds_what_its_rank_says if rankwise else doubles_until_told_to_fail
+
+
+@contextlib.contextmanager
+def in_the_group_of_this_launch(*modules: Any) -> Iterator[None]:
+    """Recipes make and leave their process group; these share one."""
+    names = ("init_process_group", "destroy_process_group")
+    replaced = [(module, name, getattr(module, name)) for module in modules for name in names if hasattr(module, name)]
+    for module, name, _ in replaced:
+        setattr(module, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for module, name, function in replaced:
+            setattr(module, name, function)
+
+
+@contextlib.contextmanager
+def stock_on_cpu() -> Iterator[None]:
+    """Work around what keeps stock's distributed recipes from running on the cpu."""
+    names = ("get_memory_stats", "log_memory_stats", "cleanup_before_training")
+    replaced = {name: getattr(training, name) for name in names}
+    for name in names:
+        setattr(training, name, lambda *args, **kwargs: {})
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(training, name, function)
+
+
+def same_everywhere(self: LoRALinear) -> None:
+    """Adapters that one device and many start with alike; their random numbers are others."""
+    nn.init.constant_(self.lora_a.weight, 0.02)
+    nn.init.constant_(self.lora_b.weight, 0.01)
+
+
+class Runner:
+    def __init__(self, inputs: Path, directory: Path) -> None:
+        self.inputs = inputs
+        self.directory = directory
+
+    def __call__(self, kind: str, name: str, *overrides: str, stock: bool = False, **where: Any) -> None:
+        """Run a recipe; ``where`` says what runs out of memory, on the ranks ``on``."""
+        on = where.pop("on", [RANK])
+        plan.clear()
+        plan.update(layer=0, call=1, times=0, calls=0, now=False, where="forward")
+        if where:
+            # the first forward is the one that records the collectives
+            plan.update({"call": 2, "times": 1, **where} if RANK in on else {"layer": where.get("layer", 0)})
+        cfg = ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml"
+        defaults = [
+            f"data_dir={self.inputs}", f"output_dir={self.directory / name}", "dataset.split=train[:48]",
+            "tokenizer.max_seq_len=64", "batch_size=4", "epochs=1", "use_maximum_batch_size=False",
+            "batch_increase_function=null", "lr_scheduler.num_warmup_steps=2",
+            *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+        ]  # fmt: skip
+        keys = {override.split("=")[0] for override in overrides}
+        defaults = [default for default in defaults if default.split("=")[0] not in keys]
+        module = f"{kind}_finetune_distributed"
+        recipe = load_stock(module) if stock else importlib.import_module(f"recipes.{module}")
+        modules = [recipe] if stock else [recipe, recipe.stock]
+        sys.argv = [module, "--config", str(cfg), *defaults, *overrides]
+        if RANK == 0:
+            print(f"RUN {name}", flush=True)
+        try:
+            with in_the_group_of_this_launch(*modules), stock_on_cpu() if stock else contextlib.nullcontext():
+                recipe.recipe_main()
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code:
+                (self.directory / name).mkdir(exist_ok=True)
+                (self.directory / name / f"error_{RANK}.txt").write_text(f"{error}\n{traceback.format_exc()}")
+
+
+def model(kind: str) -> str:
+    return f"model._component_=tests.integration.two_ranks.{kind}_model"
+
+
+def runs(run: Runner) -> None:
+    """Every run, on this rank."""
+    global fail_at_epoch
+    accumulate = "gradient_accumulation_steps=2"
+    for kind in ("full", "lora"):
+        run(kind, f"{kind}_stock", "clip_grad_norm=1.0", accumulate, stock=True)
+        run(kind, f"{kind}_off", "clip_grad_norm=1.0", accumulate)
+
+        common = [*SGD, model(kind), accumulate]
+        run(kind, f"{kind}_whole", *common)
+        for size in ("1", "2"):
+            run(kind, f"{kind}_cut_{size}", *common, f"micro_batch_size={size}")
+        run(kind, f"{kind}_cut_auto", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
+        for where in ("forward", "backward"):
+            for on in ([0], [1], [0, 1]):
+                name = f"{kind}_{where}_{''.join(map(str, on))}"
+                run(kind, name, *common, where=where, on=on, layer=RANK if len(on) == 2 else 1, call=4)
+        run(kind, f"{kind}_first", *common, where="backward", on=[1], layer=1, call=2)
+        run(kind, f"{kind}_twice", *common, where="forward", on=[0], layer=1, call=3, times=2)
+    checkpointing = [*SGD, model("full"), "enable_activation_checkpointing=True"]
+    run("full", "checkpointing_whole", *checkpointing)
+    run("full", "checkpointing_forward", *checkpointing, where="forward", on=[1], layer=1, call=3)
+    run("full", "checkpointing_backward", *checkpointing, where="backward", on=[0], call=3)
+    run("full", "hopeless", model("full"), where="forward", on=[1], times=10**6)
+
+    grow = ["batch_increase_function._component_=tests.integration.two_ranks.factory", "epochs=3"]
+    rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
+    run("full", "agreed", *grow, *rankwise)
+
+    resume = [*grow, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
+    run("full", "uninterrupted", *resume)
+    fail_at_epoch = 1
+    run("full", "resumed", *resume)
+    fail_at_epoch = None
+    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
+    run("full", "resumed", *resume, "resume_from_checkpoint=True", files)
+
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    few = ["dataset.split=train[:400]", "tokenizer.max_seq_len=256", "max_steps_per_epoch=1"]
+    probe = [*few, "use_maximum_batch_size=True", "adaptive_batching.round_to_power_of_two=False", "batch_size=1"]
+    CpuMeter().release()
+    if RANK == 1:
+        resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + 300 * MIB, limits[1]))
+    run("full", "unequal_memory", *probe, "adaptive_batching.memory_limit=4GiB")
+    run("full", "real_limit", *SGD, *few, "max_steps_per_epoch=2", "batch_size=128")
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    run("full", "real_no_limit", *SGD, *few, "max_steps_per_epoch=2", "batch_size=128")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]  # one plan, whoever imports it
+    LoRALinear.initialize_parameters = same_everywhere  # type: ignore[method-assign]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
+    runs(Runner(Path(sys.argv[1]), Path(sys.argv[2])))
+    dist.barrier()
+    dist.destroy_process_group()
