@@ -28,6 +28,7 @@ bench: $(VENV)/.bench  ## Run every benchmark; results go to benchmarks/results
 	$(BIN)/python benchmarks/probe_vs_peers.py
 	$(BIN)/python benchmarks/epoch_time.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/distributed_overhead.py
 
 clean:  ## Remove the environment and what the quickstart made
 	rm -rf $(VENV) data/quickstart outputs/quickstart

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,7 +171,9 @@ class CpuMeter:
 
     def free_bytes(self) -> int:
         cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
-        return max(min([_meminfo("MemAvailable"), *(limit - used for limit, used in _process_limits()), *cgroup]), 0)
+        # The processes of one launch share the host: torchrun says how many there are.
+        shared = min(_meminfo("MemAvailable"), *cgroup, 2**62) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return max(min([shared, *(limit - used for limit, used in _process_limits())]), 0)
 
     def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS (Linux, proc_pid_clear_refs(5))

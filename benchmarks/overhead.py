@@ -43,7 +43,7 @@ RESAMPLES = 2000
 
 
 class TakingTurns:
-    """Two recipes, of which one trains at a time: a step each.
+    """Two recipes, of which one trains at a time: a step each. A recipe calls :meth:`step_done` after each step.
 
     Args:
         first: Number of the recipe that begins.
@@ -58,19 +58,15 @@ class TakingTurns:
 
     def train(self, number: int, recipe: Any) -> None:
         """Train, in a thread of its own."""
-
-        def log_dict(payload: dict[str, Any], step: int) -> None:
-            self.losses[number].append(float(payload["loss"]))  # waits for the device
-            self.seconds[number].append(time.perf_counter() - self._started)
-            self._pass_on(number)
-
-        recipe._metric_logger.log_dict = log_dict
         self._wait(number)
         recipe.train()
         self._done[number] = True
         self._turns[1 - number].release()
 
-    def _pass_on(self, number: int) -> None:
+    def step_done(self, number: int, loss: Any) -> None:
+        """Recipe ``number`` has taken a step; the other one's turn."""
+        self.losses[number].append(float(loss))  # waits for the device
+        self.seconds[number].append(time.perf_counter() - self._started)
         if not self._done[1 - number]:
             self._turns[1 - number].release()
             self._wait(number)
@@ -99,12 +95,18 @@ def measure_steps(config: str, first: str, output_dir: str) -> dict[str, Any]:
         cfg.output_dir = f"{output_dir}/{number}"
         recipe = recipe_class(cfg)
         recipe.setup(cfg)
+        recipe._metric_logger.log_dict = lambda payload, step, number=number: turns.step_done(number, payload["loss"])
         threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
+    run_all(threads)
+    return {"losses": turns.losses, "seconds": turns.seconds}
+
+
+def run_all(threads: list[threading.Thread]) -> None:
+    """Start the threads and wait for them."""
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return {"losses": turns.losses, "seconds": turns.seconds}
 
 
 def measure_process(recipe: str, config: str, output_dir: str) -> dict[str, Any]:
@@ -140,6 +142,14 @@ def write_config(directory: Path, device: str, samples: int) -> Path:
     path = directory / "config.yaml"
     OmegaConf.save(cfg, path)
     return path
+
+
+def median_and_interval(values: list[float]) -> tuple[float, float, float]:
+    """The median, and where 95 % of medians lie when the values are drawn anew, with replacement."""
+    random = np.random.default_rng(0)
+    medians = [np.median(random.choice(values, len(values))) for _ in range(RESAMPLES)]
+    low, high = np.quantile(medians, [0.025, 0.975])
+    return float(np.median(values)), float(low), float(high)
 
 
 def check_equal(losses: list[float], reference: list[float]) -> None:
@@ -203,10 +213,7 @@ def main() -> None:
                 check_equal(losses, reference)
                 print(f"{way}: {process_seconds[way][-1]:.2f} s", flush=True)
 
-    random = np.random.default_rng(0)
-    medians = [np.median(random.choice(pairs, len(pairs))) for _ in range(RESAMPLES)]
-    low, high = np.quantile(medians, [0.025, 0.975])
-    ratio = float(np.median(pairs))
+    ratio, low, high = median_and_interval(pairs)
     process = [float(np.median(process_seconds[way])) for way in RECIPES]
     rows = ["| recipe | seconds per step | seconds per process |", "|---|---|---|"]
     for way, seconds, whole in zip(RECIPES, step_seconds, process, strict=True):

@@ -56,7 +56,7 @@ def forward_backward(recipe: Any, batch: dict[str, Any], weight: float | None = 
     total = loss.detach()
     if in_backward(recipe) and recipe.ranks.size > 1:
         total = sum_over_ranks(recipe, total.clone())
-        num_tokens = sum_over_ranks(recipe, num_tokens)
+        num_tokens = sum_over_ranks(recipe, num_tokens.clone())  # the loss's own is kept for its backward
         loss = loss * (recipe.ranks.size / num_tokens)  # as there is no other moment to divide; FSDP takes the mean
     loss.backward()
     return total, num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torchtune.modules.peft import LoRALinear
 
-from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
+from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.test_probe import events, without_sizes
 from tests.integration.test_real_limit import TAME_MALLOC
 from tests.integration.two_ranks import SGD, same_everywhere
@@ -28,7 +29,8 @@ def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     environment = {**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, str(inputs), str(directory)],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900, check=False,
+        cwd=ROOT, env=environment, text=True, timeout=900, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-9000:]
     return directory, done.stdout
@@ -126,7 +128,58 @@ def test_the_rank_that_has_least_memory_decides_the_maximum(finished, launched: 
     run = finished("unequal_memory")
     [probe] = events(run, "probe")
     assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
+    assert probe["search"] == "predict", "the sharded step could be traced"
+    assert len(probe["measurements"]) <= 4
     assert {step["batch_size"] for step in run.metrics} == {probe["batch_size"]}
+
+
+def test_optimizers_in_the_backward_pass_train_as_stock_and_are_not_probed(
+    finished, launched: tuple[Path, str]
+) -> None:
+    ours, stock = finished("in_backward_off"), finished("in_backward_stock")
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(0), stock.weights(0))
+    assert "recovery from running out of memory is off: optimizer_in_bwd=True" in output_of(launched, "in_backward_off")
+    for rank in range(2):
+        error = (launched[0] / "in_backward_probe" / f"error_{rank}.txt").read_text()
+        assert "the largest batch cannot be probed on several devices: optimizer_in_bwd=True" in error
+
+
+def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(finished, launched: tuple[Path, str]) -> None:
+    ours, stock = finished("tensor_parallel_off"), finished("tensor_parallel_stock")
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(0), stock.weights(0))
+    assert "is off: tensor_parallel_dim above 1" in output_of(launched, "tensor_parallel_off")
+
+
+def test_ranks_explore_together(finished) -> None:
+    run = finished("explored")
+    [exploration] = events(run, "exploration")
+    assert [estimate["candidate"] for estimate in exploration["estimates"]] == [1, 2, 4, "auto"]
+    assert len(run.metrics) == 6
+
+
+def test_the_global_batch_is_kept_on_two_ranks(finished) -> None:
+    kept, constant = finished("kept"), finished("constant")
+    assert {step["global_batch_size"] for step in kept.metrics} == {16}
+    assert sorted({step["batch_size"] for step in kept.metrics}) == [2, 4, 8]
+    assert_close(kept, constant, epoch=2)
+
+
+def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inputs: Path, tmp_path: Path) -> None:
+    code = "from torchtune._cli.tune import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", "--nproc_per_node", "2", "recipes/full_finetune_distributed.py",
+         "--config", "recipes/configs/quickstart/full_single_device.yaml", f"data_dir={inputs}",
+         f"output_dir={tmp_path / 'out'}", "dataset.split=train[:48]", "batch_size=4", "epochs=1",
+         "tokenizer.max_seq_len=64", "use_maximum_batch_size=False", "batch_increase_function=null",
+         "loss._component_=tests.integration.two_ranks.LossThatFailsOnOneRank",
+         *(f"model.{key}={value}" for key, value in ARCHITECTURE.items())],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=120, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "ZeroDivisionError: this rank has a bug" in done.stdout
 
 
 def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
@@ -140,8 +193,6 @@ def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
 
 def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:
     """As two nodes do, over the loopback device."""
-    from tests.conftest import ARCHITECTURE
-
     overrides = [
         f"data_dir={inputs}", f"output_dir={tmp_path / 'out'}", "dataset.split=train[:48]", "batch_size=4", "epochs=1",
         "tokenizer.max_seq_len=64", "lr_scheduler.num_warmup_steps=2", "use_maximum_batch_size=False",
@@ -149,9 +200,12 @@ def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     code = "from torchtune._cli.tune import main; main()"
     agents = []
-    for node in range(2):
-        launch = ["run", "--nnodes", "2", "--nproc_per_node", "1", "--node_rank", str(node),
-                  "--master_addr", "127.0.0.1", "--master_port", "29517"]  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    for _ in range(2):
+        launch = ["run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_backend", "c10d",
+                  "--rdzv_endpoint", endpoint]  # fmt: skip
         config = "recipes/configs/quickstart/full_single_device.yaml"
         recipe = ["recipes/full_finetune_distributed.py", "--config", config]
         agents.append(

@@ -72,6 +72,13 @@ def lora_model(**arguments: Any) -> nn.Module:
     return model
 
 
+class LossThatFailsOnOneRank(nn.CrossEntropyLoss):
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if RANK == 1:
+            raise ZeroDivisionError("this rank has a bug")
+        return super().forward(logits, labels)
+
+
 def adds_what_its_rank_says(epoch: int, current_batch_size: int) -> int:
     return 2 + 2 * RANK if epoch else 0
 
@@ -189,6 +196,15 @@ def runs(run: Runner) -> None:
     run("full", "checkpointing_backward", *checkpointing, where="backward", on=[0], call=3)
     run("full", "hopeless", model("full"), where="forward", on=[1], times=10**6)
 
+    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
+    run("full", "in_backward_stock", *in_backward, stock=True)
+    run("full", "in_backward_off", *in_backward)
+    run("full", "in_backward_probe", *in_backward, "use_maximum_batch_size=True")
+    plan_of_layers = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+    tensor_parallel = ["tensor_parallel_dim=2", plan_of_layers, "clip_grad_norm=null"]  # stock cannot clip there
+    run("full", "tensor_parallel_stock", *tensor_parallel, stock=True)
+    run("full", "tensor_parallel_off", *tensor_parallel)
+
     grow = ["batch_increase_function._component_=tests.integration.two_ranks.factory", "epochs=3"]
     rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
     run("full", "agreed", *grow, *rankwise)
@@ -200,6 +216,12 @@ def runs(run: Runner) -> None:
     fail_at_epoch = None
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
     run("full", "resumed", *resume, "resume_from_checkpoint=True", files)
+
+    explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
+    run("full", "explored", *explore, "tokenizer.max_seq_len=256")
+    keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
+    run("full", "kept", *SGD, *grow, *keep, "adaptive_batching.max_batch_size=8")
+    run("full", "constant", *SGD, *grow, *keep, "adaptive_batching.max_batch_size=2")
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     few = ["dataset.split=train[:400]", "tokenizer.max_seq_len=256", "max_steps_per_epoch=1"]
