@@ -1,4 +1,4 @@
-"""What it costs to be ready for a rank that runs out of memory: steps with recovery armed against off, on several ranks.
+"""What it costs to be ready for a rank that runs out of memory: steps with recovery armed against off.
 
     pip install -e .
     python benchmarks/distributed_overhead.py                                  # about 3 minutes on 2 cores
@@ -134,7 +134,7 @@ def main() -> None:
         f"Recovery armed against off, {args.ranks} ranks",
         device=args.device,
         facts=[
-            f"{len(pairs)} pairs of steps of {BATCH_SIZE} samples on each rank; medians; in brackets where 95 % of them lie",
+            f"{len(pairs)} pairs of steps of {BATCH_SIZE} samples on each rank; medians, in brackets 95 % of them",
             "the losses of all runs are equal bit for bit",
             f"one rank ran out of memory once: {again} step ran again",
         ],

@@ -110,7 +110,7 @@ def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:
         return probe["sequence_length"], max(m["peak_bytes"] for m in probe["measurements"])
 
     from_tokenizer = peak()
-    few_long = ["dataset.split=train[:300]", "batch_size=8", "model.max_seq_len=1024"]
+    few_long = ["dataset.split=train[:60]", "batch_size=8", "model.max_seq_len=1024"]
     from_data = peak("tokenizer.max_seq_len=null", *few_long)
     explicit = peak("adaptive_batching.sequence_length=200")
     packed = peak("dataset.packed=True", "tokenizer.max_seq_len=96", "batch_size=2")

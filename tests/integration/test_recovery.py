@@ -218,13 +218,6 @@ def test_out_of_memory_in_the_optimizer_is_fatal_and_says_so(tune_run: TuneRun) 
         tune_run("full", f"optimizer._component_={__name__}.OptimizerWithoutMemory")
 
 
-class ForgetfulLimit(TokenLimit):
-    """Takes any size again with the next step."""
-
-    def step_done(self) -> None:
-        self.max_tokens = None
-
-
 def bytes_of_tensors() -> int:
     gc.collect()
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not isinstance(o, FakeTensor)]
@@ -235,13 +228,13 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a kind that leaves a traceback with the activations of a layer, in forward and in backward."""
-    monkeypatch.setattr("adaptive_batching.torchtune.loop.TokenLimit", ForgetfulLimit)
     used: list[tuple[int, int, int]] = []
     meter = CpuMeter()
     finish_step = TrainingLoop._finish_step
 
     def finish_and_note(self: TrainingLoop, *arguments: Any) -> None:
         finish_step(self, *arguments)
+        self._cutter._limit.max_tokens = None  # so that the next step runs out of memory as well
         plan["where"] = ("forward", "backward", "hook")[self._recovery.num_recoveries % 3]
         if self._recipe.global_step % 10 == 0:
             meter.release()
@@ -249,11 +242,12 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
 
     monkeypatch.setattr(TrainingLoop, "_finish_step", finish_and_note)
     plan.update(times=10**6, fits=2, where="forward")
-    tune_run("full", *SGD, f"model._component_={__name__}.full_model", "dataset.split=train[:240]", "epochs=4")
+    tune_run("full", *SGD, f"model._component_={__name__}.full_model", "dataset.split=train[:240]", "epochs=2")
     (_, tensors_at_first, used_at_first), *_, (recoveries, tensors, used_at_last) = used
     assert recoveries >= 100
     assert tensors == tensors_at_first
-    assert used_at_last < used_at_first + 2 * 2**20
+    # The heap varies by some MiB; what one recovery left behind would be there a hundred times.
+    assert used_at_last < used_at_first + 8 * 2**20
 
 
 def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(
