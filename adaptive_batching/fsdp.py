@@ -8,6 +8,7 @@ of it with empty buffers; its peers come to the end of their micro-batch, and al
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+log = logging.getLogger(__name__)
 
 _AllGatherBase: Any = object
 _ReduceScatterBase: Any = object
@@ -88,9 +91,10 @@ class MicroBatchCollectives:
 
     def finish(self) -> None:
         """Its backward has ended."""
-        if self._sequence is None:
+        if self._sequence != self._issued:
+            if self._sequence is not None:
+                log.warning("the collectives of a forward and backward have changed; the new sequence is taken")
             self._sequence = list(self._issued)
-        assert self._sequence == self._issued, "the collectives of a micro-batch are not always the same"
 
     def drain(self, num_micro_batches: int) -> None:
         """Issue what is left of the micro-batch that broke off, and all of ``num_micro_batches`` that are not to run.

@@ -1,7 +1,8 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
+from adaptive_batching.torchtune.launch import run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices
-from adaptive_batching.torchtune.recipe import AdaptiveBatching, run_recipe
+from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.stock import load_stock
 
 __all__ = ["AdaptiveBatching", "ManyDevices", "load_stock", "run_recipe"]

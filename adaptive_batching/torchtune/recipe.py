@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
-from adaptive_batching.growth import BatchController, IncreaseFunction, IncreaseFunctionError, largest_divisor, resolve
+from adaptive_batching.growth import BatchController, IncreaseFunction, largest_divisor, resolve
 from adaptive_batching.memory import memory_meter
 from adaptive_batching.microbatch import ForwardCost
-from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
@@ -327,25 +325,3 @@ class AdaptiveBatching:
             "random_states": self._random_states,
             "explored": self._explored,
         }
-
-
-def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
-    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe does; a mistake ends in one line."""
-    if not logging.getLogger().handlers:
-        logger = logging.getLogger("adaptive_batching")
-        if not logger.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s: %(message)s"))
-            logger.addHandler(handler)
-        logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
-    try:
-        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
-        recipe = recipe_class(cfg=cfg)
-        recipe.setup(cfg=cfg)
-        recipe.train()
-        recipe.ranks.leave()
-        recipe.cleanup()
-    except (ConfigError, IncreaseFunctionError, DoesNotFitError) as error:
-        if error.__cause__ is not None:
-            log.error("the cause, in full:", exc_info=error.__cause__)
-        raise SystemExit(f"error: {error}") from None

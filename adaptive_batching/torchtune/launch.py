@@ -1,0 +1,38 @@
+"""What a recipe file calls when it is run."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batching.config import ConfigError
+from adaptive_batching.growth import IncreaseFunctionError
+from adaptive_batching.probe import DoesNotFitError
+
+log = logging.getLogger(__name__)
+
+
+def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
+    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe does; a mistake ends in one line."""
+    if not logging.getLogger().handlers:
+        logger = logging.getLogger("adaptive_batching")
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s: %(message)s"))
+            logger.addHandler(handler)
+        logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
+    try:
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+        recipe = recipe_class(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        recipe.train()
+        recipe.ranks.leave()
+        recipe.cleanup()
+    except (ConfigError, IncreaseFunctionError, DoesNotFitError) as error:
+        if error.__cause__ is not None:
+            log.error("the cause, in full:", exc_info=error.__cause__)
+        raise SystemExit(f"error: {error}") from None
