@@ -303,7 +303,7 @@ def test_a_model_that_computes_over_the_batch_trains_whole_and_is_not_recovered(
     common = [f"model._component_={__name__}.batch_dependent_model", "epochs=1"]
     assert len(tune_run("full", *common, name="whole").metrics) == 12
     plan.update(times=1, call=plan["calls"] + 3)
-    message = r"smaller parts would not give the same result: layers.1.mlp_norm \(NormalisedOverTheBatch\)"
+    message = r"smaller parts of the batch would not give the same result: layers.1.mlp_norm \(NormalisedOverTheBatch\)"
     with pytest.raises(SystemExit, match=message):
         tune_run("full", *common, name="broken")
 
