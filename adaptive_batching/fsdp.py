@@ -80,11 +80,6 @@ class MicroBatchCollectives:
                 module.set_custom_all_gather(_AllGather(self._issued))
                 module.set_custom_reduce_scatter(_ReduceScatter(self._issued))
 
-    @property
-    def known(self) -> bool:
-        """Whether the sequence has been recorded."""
-        return self._sequence is not None
-
     def start(self) -> None:
         """A forward begins."""
         self._issued.clear()

@@ -37,6 +37,10 @@ _NUM_DRAWS = 4000
 _FLAT = 1e-4  # precision of a prior that says next to nothing
 
 
+class NothingRanError(ValueError):
+    """Every candidate ran out of memory."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What is known of one candidate."""
@@ -84,7 +88,8 @@ def explore(
         max_rounds: Stop after so many rounds anyway.
 
     Raises:
-        ValueError: If there is no candidate, or none that does not run out of memory.
+        ValueError: If there is no candidate.
+        NothingRanError: If all of them run out of memory.
     """
     timings = Timings(len(candidates))
     possible = list(range(len(candidates)))
@@ -102,7 +107,7 @@ def explore(
                 best.candidate, best.speedup, math.floor(100 * best.confidence),
             )  # fmt: skip
         if not possible:
-            raise ValueError(f"every one of the candidates {list(candidates)} ran out of memory")
+            raise NothingRanError(f"every one of the candidates {list(candidates)} ran out of memory")
         result = timings.evaluate(candidates, possible)
         # A single timing could be a hiccup, so the best and its closest rivals are to have been seen twice.
         if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= confidence):

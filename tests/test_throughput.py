@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.throughput import Exploration, Timings, explore
+from adaptive_batching.throughput import Exploration, NothingRanError, Timings, explore
 
 EVALUATE = Timings.evaluate
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -139,7 +139,7 @@ def test_what_runs_out_of_memory_is_ruled_out() -> None:
     device = Device([1.0, 0.5, 0.2, 0.1, 0.05, -1.0, -2.0], 0.01, random.Random(0))
     result = explore(SIZES, lambda size, round_: None if size in (32, 64) else device.measure(size, round_))
     assert result.recommended.candidate == 16
-    with pytest.raises(ValueError, match="ran out of memory"):
+    with pytest.raises(NothingRanError, match="ran out of memory"):
         explore(SIZES, lambda size, round_: None)
 
 

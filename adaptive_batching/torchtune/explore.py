@@ -13,7 +13,7 @@ import torch
 from adaptive_batching.memory import MemoryMeter
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.probe import DoesNotFitError
-from adaptive_batching.throughput import Exploration, explore
+from adaptive_batching.throughput import Exploration, NothingRanError, explore
 from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
 from adaptive_batching.torchtune.gradients import gather_gradients, reset_offloading
 from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
@@ -78,7 +78,7 @@ def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter
     try:
         with unchanged_random_state(meter.device):
             result = explore(sizes, measure)
-    except ValueError as error:
+    except NothingRanError as error:
         raise DoesNotFitError(f"{error}; set a smaller adaptive_batching.memory_limit, or sequence_length") from error
     log.info("explored\n%s", "\n".join(table(result)))
     return result
