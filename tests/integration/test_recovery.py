@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.modules import RMSNorm
 
 from adaptive_batching.memory import CpuMeter
@@ -17,60 +16,14 @@ from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close
 from tests.integration.counting import CountingModel
+from tests.integration.faults import disarm, full_model, plan
 from tests.integration.test_growth import DOUBLE, SGD
 from tests.integration.test_probe import events, without_sizes
-
-# What the next models do: where they run out of memory, and how often.
-plan: dict[str, Any] = {}
-
-
-def run_out(error: str = "can't allocate memory") -> None:
-    plan["times"] -= 1
-    plan["now"] = False
-    raise RuntimeError(f"[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: {error}")
-
-
-def arm(layer: nn.Module) -> None:
-    """Make ``layer`` run out of memory as ``plan`` says: from the ``call``-th forward on, ``times`` times."""
-
-    def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        plan["calls"] += 1
-        plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0 and args[0].shape[0] > plan.get("fits", 0)
-        if plan["now"] and plan["where"] == "forward":
-            run_out()
-
-    def after_accumulation(gradient: torch.Tensor) -> None:
-        if plan["now"] and plan["where"] == "hook":
-            run_out()
-
-    def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad and plan["now"] and plan["where"] == "backward":
-            output.register_hook(lambda gradient: run_out())
-
-    layer.register_forward_pre_hook(before_forward, with_kwargs=True)
-    layer.register_forward_hook(after_forward)
-    for parameter in layer.parameters():
-        parameter.register_post_accumulate_grad_hook(after_accumulation)
-
-
-def full_model(**arguments: Any) -> nn.Module:
-    model = llama2(**arguments)
-    arm(list(model.layers)[plan["layer"]])
-    return model
-
-
-def lora_model(**arguments: Any) -> nn.Module:
-    model = lora_llama2(**arguments)
-    arm(list(model.layers)[plan["layer"]])
-    return model
 
 
 @pytest.fixture(autouse=True)
 def no_plan() -> None:
-    plan.clear()
-    plan.update(layer=0, call=1, times=0, calls=0, now=False, where="forward")
+    disarm()
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -128,7 +81,7 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
     kind: str, where: str, layer: int, call: int, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = f"model._component_={__name__}.{kind}_model"
+    model = f"model._component_=tests.integration.faults.{kind}_model"
     common = [*SGD, model, "gradient_accumulation_steps=2", "epochs=1"]
     plan["layer"] = layer
     undisturbed = tune_run(kind, *common, name="undisturbed")
@@ -141,7 +94,12 @@ def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_recovery_with_activation_checkpointing(where: str, tune_run: TuneRun) -> None:
-    common = [*SGD, f"model._component_={__name__}.full_model", "enable_activation_checkpointing=True", "epochs=1"]
+    common = [
+        *SGD,
+        "model._component_=tests.integration.faults.full_model",
+        "enable_activation_checkpointing=True",
+        "epochs=1",
+    ]
     undisturbed = tune_run("full", *common, name="undisturbed")
     plan.update(where=where, call=3, calls=0, times=1)
     assert_close(tune_run("full", *common, name="recovered"), undisturbed, epoch=0)
@@ -152,7 +110,12 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, with dropout: the random state goes back to the beginning of the step."""
-    common = [f"model._component_={__name__}.lora_model", "model.lora_dropout=0.2", "dataset.packed=True", "epochs=1"]
+    common = [
+        "model._component_=tests.integration.faults.lora_model",
+        "model.lora_dropout=0.2",
+        "dataset.packed=True",
+        "epochs=1",
+    ]
     common += ["gradient_accumulation_steps=2", "dataset.split=train[:100]"]
     plan.update(where="backward", call=2, times=1)
     recovered = tune_run("lora", *common, name="recovered")
@@ -174,7 +137,7 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
 @pytest.mark.parametrize("fits", [1, 2])
 def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(fits: int, tune_run: TuneRun) -> None:
     """Down to single samples. Whatever is cut, the tokens behind each step's loss are the same."""
-    common = [*SGD, f"model._component_={__name__}.full_model", "batch_size=8", "epochs=1"]
+    common = [*SGD, "model._component_=tests.integration.faults.full_model", "batch_size=8", "epochs=1"]
     undisturbed = tune_run("full", *common, name="undisturbed")
     plan.update(where="forward", call=1, calls=0, times=10**6, fits=fits)
     recovered = tune_run("full", *common, name="recovered")
@@ -185,7 +148,7 @@ def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(fits: in
 def test_a_single_sample_that_does_not_fit_is_named(tune_run: TuneRun) -> None:
     plan.update(times=10**6)
     with pytest.raises(SystemExit, match=r"single sample, or pack, of \d+ tokens: number \d+ .*max_seq_len below"):
-        tune_run("full", f"model._component_={__name__}.full_model")
+        tune_run("full", "model._component_=tests.integration.faults.full_model")
 
 
 @pytest.mark.parametrize(
@@ -198,14 +161,14 @@ def test_a_single_sample_that_does_not_fit_is_named(tune_run: TuneRun) -> None:
 def test_where_recovery_is_off_the_error_says_what_to_set(setting: str, message: str, tune_run: TuneRun) -> None:
     plan.update(times=1, where="backward")
     with pytest.raises(SystemExit, match=message):
-        tune_run("full", f"model._component_={__name__}.full_model", setting, "clip_grad_norm=null")
+        tune_run("full", "model._component_=tests.integration.faults.full_model", setting, "clip_grad_norm=null")
 
 
 def test_other_errors_are_not_recovered_from(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.run_out", lambda: 1 / 0)
+    monkeypatch.setattr("tests.integration.faults.run_out", lambda: 1 / 0)
     plan.update(times=1)
     with pytest.raises(ZeroDivisionError):
-        tune_run("full", f"model._component_={__name__}.full_model")
+        tune_run("full", "model._component_=tests.integration.faults.full_model")
 
 
 class OptimizerWithoutMemory(torch.optim.SGD):
@@ -242,7 +205,9 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
 
     monkeypatch.setattr(TrainingLoop, "_finish_step", finish_and_note)
     plan.update(times=10**6, fits=2, where="forward")
-    tune_run("full", *SGD, f"model._component_={__name__}.full_model", "dataset.split=train[:240]", "epochs=2")
+    tune_run(
+        "full", *SGD, "model._component_=tests.integration.faults.full_model", "dataset.split=train[:240]", "epochs=2"
+    )
     (_, tensors_at_first, used_at_first), *_, (recoveries, tensors, used_at_last) = used
     assert recoveries >= 100
     assert tensors == tensors_at_first
@@ -262,7 +227,7 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(
 
     monkeypatch.setattr(TrainingLoop, "_finish_step", finish_with_less_memory)
     plan.update(times=10**6, fits=8)
-    run = tune_run("full", f"model._component_={__name__}.full_model", "batch_size=16", "epochs=1")
+    run = tune_run("full", "model._component_=tests.integration.faults.full_model", "batch_size=16", "epochs=1")
     assert caplog.text.count("training crawls. Set a smaller batch_size or micro_batch_size, or") == 1
     assert [step["out_of_memory_recoveries"] for step in run.metrics] == [1, 2, 3]
 

@@ -23,53 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchtune import training
-from torchtune.models.llama2 import llama2, lora_llama2
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching.memory import CpuMeter, _status
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ARCHITECTURE, ROOT
+from tests.integration.faults import disarm, plan
 
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
 SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
-# Where a rank runs out of memory: layer, which forward, forward | backward | hook, how often.
-plan: dict[str, Any] = {}
-
-
-def arm(layer: nn.Module) -> None:
-    """Make ``layer`` run out of memory as ``plan`` says."""
-
-    def run_out() -> None:
-        plan["times"] -= 1
-        plan["now"] = False
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
-            plan["calls"] += 1
-            plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0
-            if plan["now"] and plan["where"] == "forward":
-                run_out()
-
-    def after_forward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        if plan["now"] and plan["where"] == "backward":
-            output.register_hook(lambda gradient: run_out())
-
-    layer.register_forward_pre_hook(before_forward)
-    layer.register_forward_hook(after_forward)
-
-
-def full_model(**arguments: Any) -> nn.Module:
-    model = llama2(**arguments)
-    arm(list(model.layers)[plan["layer"]])
-    return model
-
-
-def lora_model(**arguments: Any) -> nn.Module:
-    model = lora_llama2(**arguments)
-    arm(list(model.layers)[plan["layer"]])
-    return model
 
 
 class LossThatFailsOnOneRank(nn.CrossEntropyLoss):
@@ -138,8 +101,7 @@ class Runner:
     def __call__(self, kind: str, name: str, *overrides: str, stock: bool = False, **where: Any) -> None:
         """Run a recipe; ``where`` says what runs out of memory, on the ranks ``on``."""
         on = where.pop("on", [RANK])
-        plan.clear()
-        plan.update(layer=0, call=1, times=0, calls=0, now=False, where="forward")
+        disarm()
         if where:
             # the first forward is the one that records the collectives
             plan.update({"call": 2, "times": 1, **where} if RANK in on else {"layer": where.get("layer", 0)})
@@ -168,7 +130,7 @@ class Runner:
 
 
 def model(kind: str) -> str:
-    return f"model._component_=tests.integration.two_ranks.{kind}_model"
+    return f"model._component_=tests.integration.faults.{kind}_model"
 
 
 def runs(run: Runner) -> None:
@@ -237,7 +199,7 @@ def runs(run: Runner) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]  # one plan, whoever imports it
+    sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]
     LoRALinear.initialize_parameters = same_everywhere  # type: ignore[method-assign]
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
     runs(Runner(Path(sys.argv[1]), Path(sys.argv[2])))
