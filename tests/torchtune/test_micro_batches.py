@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from adaptive_batching.distributed import Ranks
 from adaptive_batching.microbatch import ForwardCost, TokenLimit
 from adaptive_batching.torchtune.data import index_of, sizes
 from adaptive_batching.torchtune.micro_batches import Cutter
@@ -14,7 +15,9 @@ from adaptive_batching.torchtune.micro_batches import Cutter
 
 def recipe(**attributes: Any) -> Any:
     loss = SimpleNamespace(ignore_index=-100)
-    return SimpleNamespace(_loss_fn=loss, _device=torch.device("cpu"), samples_per_forward=None, **attributes)
+    return SimpleNamespace(
+        _loss_fn=loss, _device=torch.device("cpu"), samples_per_forward=None, ranks=Ranks(alone=True), **attributes
+    )
 
 
 def with_image(length: int) -> dict[str, Any]:
