@@ -52,12 +52,12 @@ def run_micro_batches(
         micro_batches: Each a function that runs forward and backward.
         device: Where they run; what a failed one leaves in its cache is given back.
         ranks: The ranks of the run.
-        collectives: Those of a sharded model; None: there is none, or a rank that runs out of memory ends the run.
+        collectives: Those of a sharded model; None: there is none, or none can be issued for the other ranks, so that
+            they do not come to the end and the one that failed has to end the run.
         count_retries: How often the allocator of this rank has had to free its cache.
 
     Raises:
-        Exception: Whatever a micro-batch raises. Out-of-memory errors are returned instead, unless other ranks would
-            wait in vain.
+        Exception: Whatever a micro-batch raises, but for out-of-memory errors, which are returned.
     """
     results: list[T] = []
     retries_before = count_retries()
@@ -68,7 +68,7 @@ def run_micro_batches(
         try:
             results.append(micro_batch())
         except Exception as error:
-            if not is_out_of_memory(error) or (ranks.size > 1 and collectives is None):
+            if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)
         if failure is not None:

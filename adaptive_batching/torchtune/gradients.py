@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torchtune import training, utils
 from torchtune.training import OffloadActivations
 
@@ -29,6 +30,11 @@ def in_backward(recipe: Any) -> bool:
 def lr_holder(recipe: Any) -> Any:
     """What torchtune reads the learning rate from."""
     return recipe._optim_ckpt_wrapper if in_backward(recipe) else recipe._optimizer
+
+
+def optimizers_of(recipe: Any) -> list[Optimizer]:
+    """The recipe's optimizer, or those of its parameters."""
+    return list(recipe._optim_ckpt_wrapper.optim_map.values()) if in_backward(recipe) else [recipe._optimizer]
 
 
 def reset_offloading(recipe: Any) -> None:

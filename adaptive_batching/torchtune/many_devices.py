@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,11 @@ from adaptive_batching.torchtune.gradients import forward_backward, in_backward
 from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
+
+_NO_STATS: dict[str, Callable[..., Any]] = {
+    "get_memory_stats": lambda *args, **kwargs: {},
+    "log_memory_stats": lambda *args, **kwargs: None,
+}
 
 
 class ManyDevices:
@@ -34,10 +39,14 @@ class ManyDevices:
     def __init__(self, cfg: DictConfig) -> None:
         if not training.is_distributed():
             raise ConfigError("this recipe runs on several devices; launch it with tune run --nproc_per_node <number>")
-        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        # Where the host gathers beside the device, stock asks for gloo twice if both are the cpu.
+        on_cpu = {"get_distributed_backend": lambda *args, **kwargs: "gloo"} if cfg.device == "cpu" else {}
+        with _replaced_in_torchtune(**on_cpu):
+            super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
     def _setup_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        with _no_memory_stats() if self._device.type == "cpu" else contextlib.nullcontext():
+        # Stock reads and logs the memory of an accelerator when the model is set up, and there is none.
+        with _replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
             return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -78,6 +87,7 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
             f"adaptive_batching.max_batch_size to grow"
         )
     if why:
+        recipe.why_no_recovery = why
         if settings.recover_from_oom:
             log.warning("recovery from running out of memory is off: %s", why)
         return None
@@ -95,11 +105,13 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
 
 
 @contextlib.contextmanager
-def _no_memory_stats() -> Iterator[None]:
-    """Stock reads and logs the memory of an accelerator when the model is set up, and there is none."""
-    replaced = training.get_memory_stats, training.log_memory_stats
-    training.get_memory_stats = training.log_memory_stats = lambda *args, **kwargs: {}
+def _replaced_in_torchtune(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of ``torchtune.training`` as the stock recipes see them."""
+    replaced = {name: getattr(training, name) for name in functions}
+    for name, function in functions.items():
+        setattr(training, name, function)
     try:
         yield
     finally:
-        training.get_memory_stats, training.log_memory_stats = replaced
+        for name, function in replaced.items():
+            setattr(training, name, function)

@@ -82,6 +82,7 @@ class AdaptiveBatching:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         self.ranks = Ranks()
         self.collectives: MicroBatchCollectives | None = None
+        self.why_no_recovery = ""
 
     def setup(self, cfg: DictConfig) -> None:
         super().setup(cfg=cfg)  # type: ignore[misc]

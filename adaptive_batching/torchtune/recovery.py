@@ -72,6 +72,8 @@ class Recovery:
             DoesNotFitError: If they cannot run again in smaller parts.
         """
         failed = None if outcome.failed_here is None else micro_batches[outcome.failed_here]
+        if failed is not None and self._recipe.ranks.size > 1 and self._recipe.collectives is None:
+            raise DoesNotFitError(self._why_not(failed)) from outcome.error  # the others wait elsewhere
         hopeless = failed is not None and (not self._possible or len(failed.samples) == 1)
         if self._recipe.ranks.any(hopeless):
             if failed is not None and hopeless:
@@ -173,6 +175,11 @@ class Recovery:
             )
         if not self._recipe.settings.recover_from_oom:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
+        if self._recipe.why_no_recovery:
+            return (
+                f"{what}; it cannot run in smaller parts: {self._recipe.why_no_recovery}. Set a smaller batch_size, or "
+                f"enable_activation_checkpointing=True"
+            )
         sample = micro_batch.samples[0]
         tokens = sample["tokens"]
         start = [int(token) for token in tokens[:12]]

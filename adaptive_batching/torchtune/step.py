@@ -22,6 +22,7 @@ from adaptive_batching.torchtune.gradients import (
     apply_gradients,
     forward_backward,
     in_backward,
+    optimizers_of,
     reset_offloading,
     sum_over_ranks,
 )
@@ -33,7 +34,6 @@ _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one p
 
 def training_step(recipe: Any, sample: Sample) -> TrainingStep:
     """One optimizer step of ``recipe`` on copies of ``sample``: its loss, collate function and clipping."""
-    optimizers = list(recipe._optim_ckpt_wrapper.optim_map.values()) if in_backward(recipe) else [recipe._optimizer]
 
     def make_batch(batch_size: int) -> dict[str, Any]:
         batch: dict[str, Any] = recipe._dataloader.collate(repeat(sample, batch_size))
@@ -56,7 +56,7 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
 
         return run
 
-    return TrainingStep(recipe._model, optimizers, make_batch, bind)
+    return TrainingStep(recipe._model, optimizers_of(recipe), make_batch, bind)
 
 
 def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:

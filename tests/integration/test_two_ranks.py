@@ -105,6 +105,18 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     assert "out of memory on another rank" in errors[0]
 
 
+def test_where_recovery_is_off_the_run_ends_and_says_what_to_set(launched: tuple[Path, str]) -> None:
+    error = (launched[0] / "not_to_recover" / "error_0.txt").read_text()
+    assert error.startswith("error: out of memory in a forward or backward of 4 samples of up to")
+    assert "set adaptive_batching.recover_from_oom=True" in error.splitlines()[0]
+
+
+def test_parameters_on_the_host_train_and_recover_as_those_on_the_device(finished) -> None:
+    assert_close(finished("offload"), finished("full_whole"), epoch=0)
+    assert finished("offload_backward").metrics[-1]["out_of_memory_recoveries"] == 1
+    assert_close(finished("offload_backward"), finished("full_whole"), epoch=0)
+
+
 def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished) -> None:
     assert [epoch["batch_size"] for epoch in events(finished("agreed"), "epoch")] == [4, 6, 8]
 
@@ -112,6 +124,14 @@ def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished)
 def test_a_resumed_run_equals_the_uninterrupted_one(finished, launched: tuple[Path, str]) -> None:
     whole, resumed = finished("uninterrupted"), Run(launched[0] / "resumed")
     assert "the power went out" in (launched[0] / "resumed" / "error_0.txt").read_text()
+    assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
+    assert resumed.metrics == whole.metrics
+    assert_same_weights(resumed.weights(2), whole.weights(2))
+
+
+def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_one(launched) -> None:
+    whole, resumed = Run(launched[0] / "async"), Run(launched[0] / "async_resumed")
+    assert "the power went out" in (launched[0] / "async_resumed" / "error_0.txt").read_text()
     assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(2), whole.weights(2))

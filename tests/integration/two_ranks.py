@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
+from torchtune.training import _distributed
 
 from adaptive_batching.memory import CpuMeter, _status
 from adaptive_batching.torchtune import load_stock
@@ -85,6 +87,17 @@ def stock_on_cpu() -> Iterator[None]:
     finally:
         for name, function in replaced.items():
             setattr(training, name, function)
+
+
+@contextlib.contextmanager
+def offloading_without_pinned_memory() -> Iterator[None]:
+    """Memory is pinned for an accelerator; the rest of FSDP's offloading works without one."""
+    policy = _distributed.CPUOffloadPolicy
+    _distributed.CPUOffloadPolicy = partial(policy, pin_memory=False)
+    try:
+        yield
+    finally:
+        _distributed.CPUOffloadPolicy = policy
 
 
 def same_everywhere(self: LoRALinear) -> None:
@@ -152,11 +165,16 @@ def runs(run: Runner) -> None:
                 run(kind, name, *common, where=where, on=on, layer=RANK if len(on) == 2 else 1, call=4)
         run(kind, f"{kind}_first", *common, where="backward", on=[1], layer=1, call=2)
         run(kind, f"{kind}_twice", *common, where="forward", on=[0], layer=1, call=3, times=2)
+    common_of_full = [*SGD, model("full"), accumulate]
     checkpointing = [*SGD, model("full"), "enable_activation_checkpointing=True"]
     run("full", "checkpointing_whole", *checkpointing)
     run("full", "checkpointing_forward", *checkpointing, where="forward", on=[1], layer=1, call=3)
     run("full", "checkpointing_backward", *checkpointing, where="backward", on=[0], call=3)
     run("full", "hopeless", model("full"), where="forward", on=[1], times=10**6)
+    run("full", "not_to_recover", model("full"), "adaptive_batching.recover_from_oom=False", where="forward", on=[0, 1])
+    with offloading_without_pinned_memory():
+        run("full", "offload", *common_of_full, "fsdp_cpu_offload=True")
+        run("full", "offload_backward", *common_of_full, "fsdp_cpu_offload=True", where="backward", on=[1], call=4)
 
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
     run("full", "in_backward_stock", *in_backward, stock=True)
@@ -178,6 +196,13 @@ def runs(run: Runner) -> None:
     fail_at_epoch = None
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
     run("full", "resumed", *resume, "resume_from_checkpoint=True", files)
+
+    save_async = [*grow, "adaptive_batching.max_batch_size=16", "enable_async_checkpointing=True"]
+    run("full", "async", *save_async)
+    fail_at_epoch = 2
+    run("full", "async_resumed", *save_async)
+    fail_at_epoch = None
+    run("full", "async_resumed", *save_async, "resume_from_checkpoint=True")
 
     explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
     run("full", "explored", *explore, "tokenizer.max_seq_len=256")
