@@ -4,8 +4,9 @@ Nothing here needs torchtune; :mod:`adaptive_batching.torchtune` is what its rec
 """
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
-from adaptive_batching.growth import BatchController, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching.growth import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory, memory_meter
+from adaptive_batching.plan import BatchController
 from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
 from adaptive_batching.result import ProbeResult
 from adaptive_batching.trial import TrainingStep
@@ -17,6 +18,7 @@ __all__ = [
     "BatchController",
     "ConfigError",
     "DoesNotFitError",
+    "GrowthState",
     "IncreaseFunction",
     "IncreaseFunctionError",
     "ProbeResult",

@@ -18,6 +18,10 @@ from adaptive_batching.search import SEARCHES
 _BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+LR_SCALINGS = ("none", "sqrt", "linear", "auto")
+"""``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
+
+
 class ConfigError(ValueError):
     """A setting that cannot be used. The message names key, value and remedy."""
 
@@ -100,11 +104,32 @@ class AdaptiveBatchingConfig:
     grow_beyond_memory: bool = False
     """Let growth go on past the maximum: what does not fit in one forward runs in several."""
 
+    increase_every: str | float = "epoch"
+    """How often ``batch_increase_function`` is asked: every ``"epoch"``, or after each fraction of one."""
+
+    grow_during_warmup: bool = True
+    """False: the size stays as it is until the learning rate has risen to its peak."""
+
+    lr_scaling: str = "none"
+    """How the learning rate follows the global batch, beside its schedule; a value of :data:`LR_SCALINGS`."""
+
+    max_lr_scale: float = 4.0
+    """The most that ``lr_scaling`` multiplies the learning rate by."""
+
+    noise_scale_every: int | None = None
+    """Optimizer steps from one measurement of the gradient noise scale to the next. None: 5 where the increase function
+    is one of those here that read it, else never."""
+
     recover_from_oom: bool = True
     """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
 
     report_dir: str | None = None
     """Where the record, the probe's result and the pictures go."""
+
+    @property
+    def decisions_per_epoch(self) -> int:
+        """How often the batch size is decided in an epoch."""
+        return 1 if isinstance(self.increase_every, str) else round(1 / self.increase_every)
 
     @property
     def cuts_by_length(self) -> bool:
@@ -172,23 +197,21 @@ class AdaptiveBatchingConfig:
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
             )
-        values = dict(section or {})
+        values = {key: value for key, value in (section or {}).items() if value is not None}  # null: the default
         known = [f.name for f in dataclasses.fields(cls) if f.name not in _TOP_LEVEL]
-        for key in values:
+        for key in section or {}:
             if key not in known:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), known)}")
 
-        for key in ("round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "recover_from_oom"):
+        for key in _FLAGS:
             if key in values:
                 _require_bool(f"adaptive_batching.{key}", values[key])
-        for key in ("max_batch_size", "sequence_length"):
+        for key in ("max_batch_size", "sequence_length", "noise_scale_every"):
             if values.get(key) is not None:
                 _require_positive_int(f"adaptive_batching.{key}", values[key])
         for key in ("memory_limit", "headroom"):
             if values.get(key) is not None:
                 values[key] = MemoryAmount.parse(f"adaptive_batching.{key}", values[key])
-        if values.get("headroom", ...) is None:
-            del values["headroom"]  # an explicit null means the default, as everywhere in these configs
         if values.get("report_dir") is not None and not isinstance(values["report_dir"], str):
             raise ConfigError(f"adaptive_batching.report_dir={values['report_dir']!r} must be a path")
         if values.get("keep_global_batch") and values.get("grow_beyond_memory"):
@@ -196,6 +219,15 @@ class AdaptiveBatchingConfig:
                 "adaptive_batching.keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True "
                 "lets it grow by accumulation; set one of them to False"
             )
+        _check_increase_every(values.get("increase_every", "epoch"))
+        scaling = values.get("lr_scaling", "none")
+        if not isinstance(scaling, str) or scaling not in LR_SCALINGS:
+            raise ConfigError(
+                f"adaptive_batching.lr_scaling={scaling!r} is unknown{_closest(str(scaling), list(LR_SCALINGS))}"
+            )
+        most = values.get("max_lr_scale", 1.0)
+        if isinstance(most, bool) or not isinstance(most, (int, float)) or not most >= 1:
+            raise ConfigError(f"adaptive_batching.max_lr_scale={most!r} must be a number of at least 1")
         search = values.get("search", "predict")
         if not isinstance(search, str) or search not in SEARCHES:
             raise ConfigError(f"adaptive_batching.search={search!r} is unknown{_closest(str(search), list(SEARCHES))}")
@@ -216,6 +248,7 @@ class AdaptiveBatchingConfig:
         )
 
 
+_FLAGS = ("round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "recover_from_oom")
 _TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size")
 
 
@@ -239,6 +272,16 @@ def _check_increase_field(value: Any) -> None:
             raise ConfigError(f"batch_increase_function={dict(value)!r} has no _component_; {remedy}")
     elif value is not None and not isinstance(value, str):
         raise ConfigError(f"batch_increase_function={value!r} is of type {type(value).__name__}; {remedy}")
+
+
+def _check_increase_every(value: Any) -> None:
+    remedy = "write epoch, or a fraction of an epoch that divides it, such as 0.5, 0.25 or 0.1"
+    if value == "epoch":
+        return
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ConfigError(f"adaptive_batching.increase_every={value!r} cannot be used; {remedy}")
+    if abs(round(1 / value) * value - 1) > 1e-3:
+        raise ConfigError(f"adaptive_batching.increase_every={value!r} does not divide an epoch; {remedy}")
 
 
 def _check_micro_batch_size(value: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +76,11 @@ class MicroBatchCollectives:
         self._model = model
         self._sequence: list[_Collective] | None = None
         self._issued: list[_Collective] = []
+        self._norms = _Norms()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_AllGather(self._issued))
-                module.set_custom_reduce_scatter(_ReduceScatter(self._issued))
+                module.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
 
     def start(self) -> None:
         """A forward begins."""
@@ -90,6 +92,16 @@ class MicroBatchCollectives:
             if self._sequence is not None:
                 log.warning("the collectives of a forward and backward have changed; the new sequence is taken")
             self._sequence = list(self._issued)
+
+    @contextlib.contextmanager
+    def squared_norms(self) -> Iterator[list[torch.Tensor]]:
+        """Squared norms of this rank's gradients, before they are reduced, of the backward that runs inside."""
+        squares: list[torch.Tensor] = []
+        self._norms.squares = squares
+        try:
+            yield squares
+        finally:
+            self._norms.squares = None
 
     def drain(self, num_micro_batches: int) -> None:
         """Issue what is left of the micro-batch that broke off, and all of ``num_micro_batches`` that are not to run.
@@ -122,10 +134,19 @@ class _AllGather(_AllGatherBase):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
+class _Norms:
+    """Where squared norms go, if anywhere."""
+
+    squares: list[torch.Tensor] | None = None
+
+
 class _ReduceScatter(_ReduceScatterBase):
-    def __init__(self, issued: list[_Collective]) -> None:
+    def __init__(self, issued: list[_Collective], norms: _Norms) -> None:
         self._issued = issued
+        self._norms = norms
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         self._issued.append(_Collective.of(output_tensor, input_tensor, group, op))
+        if self._norms.squares is not None:
+            self._norms.squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
         return super().__call__(output_tensor, input_tensor, group, op, async_op)

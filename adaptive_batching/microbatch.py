@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +82,27 @@ class ForwardCost:
         new = (1.0, tokens, tokens**2, seconds, tokens * seconds)
         self._sums = [self._decay * old + term for old, term in zip(self._sums, new, strict=True)]
 
-    def in_tokens(self, default: float) -> float:
-        """The fixed time of a forward, in the number of tokens that take as long; ``default`` while unknown."""
+    def line(self) -> tuple[float, float] | None:
+        """Seconds of a forward whatever its size, and seconds of a padded token; None while unknown."""
         n, t, tt, s, ts = self._sums
         spread = n * tt - t * t
         if n < 2 or spread <= 1e-6 * n * tt:  # all of one size: no slope to be seen
-            return default
+            return None
         per_token = (n * ts - t * s) / spread
-        fixed = (s - per_token * t) / n
-        return max(fixed / per_token, 0.0) if per_token > 0 else default
+        return (max((s - per_token * t) / n, 0.0), per_token) if per_token > 0 else None
+
+    def in_tokens(self, default: float) -> float:
+        """The fixed time of a forward, in the number of tokens that take as long; ``default`` while unknown."""
+        line = self.line()
+        return default if line is None else line[0] / line[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold."""
+        return {"to_skip": self._to_skip, "sums": self._sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._to_skip, self._sums = state["to_skip"], list(state["sums"])
 
 
 class TokenLimit:
@@ -108,6 +121,20 @@ class TokenLimit:
         self._steps_to_recover = steps_to_recover
         self._clean_steps = 0
         self._failed: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold."""
+        return {
+            "max_tokens": self.max_tokens,
+            "num_recoveries": self.num_recoveries,
+            "clean_steps": self._clean_steps,
+            "failed": self._failed,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
+        self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
 
     def shrink(self, tokens: int) -> None:
         """A micro-batch of ``tokens`` padded tokens ran out of memory."""

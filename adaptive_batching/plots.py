@@ -26,7 +26,7 @@ def draw(events: dict[str, list[dict[str, Any]]], directory: Path) -> list[Path]
 
 
 def _draw_training(events: dict[str, list[dict[str, Any]]], path: Path) -> Path:
-    """Loss, batch size and learning rate over the samples seen."""
+    """Loss, batch size, with the gradient noise scale where it is known, and learning rate over the samples seen."""
     steps = events["step"]
     seen = list(accumulate(step["samples"] for step in steps))
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -35,7 +35,13 @@ def _draw_training(events: dict[str, list[dict[str, Any]]], path: Path) -> Path:
     loss.set_ylabel("loss")
     batch.step(seen, [step["samples"] for step in steps], where="pre", color="tab:orange")
     batch.set_ylabel("global batch size\n(samples)")
-    batch.set_ylim(bottom=0)
+    noise = [(event["step"], event["noise_scale"]) for event in events.get("noise", []) if event["noise_scale"]]
+    if noise:
+        seen_at = dict(zip((step["step"] for step in steps), seen, strict=True))
+        batch.plot([seen_at[step] for step, _ in noise], [scale for _, scale in noise], color="tab:red", linewidth=0.8,
+                   label="gradient noise scale")  # fmt: skip
+        batch.legend()
+    batch.set_ylim(0, 2 * max(step["samples"] for step in steps))
     lr.plot(seen, [step["lr"] for step in steps], color="tab:green")
     lr.set_ylabel("learning rate")
     lr.set_xlabel("samples seen")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching.noise_scale import GradientNorms
+from adaptive_batching.plan import PlannedEpoch
 from adaptive_batching.result import ProbeResult
 from adaptive_batching.throughput import Exploration
 
@@ -62,6 +66,33 @@ class Report:
         """Record the decision for an epoch that starts."""
         self._write("epoch", **values)
 
+    def change(self, **values: Any) -> None:
+        """Record the decision for the rest of an epoch."""
+        self._write("change", **values)
+
+    def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
+        """Record and log what is expected of each epoch.
+
+        Args:
+            epochs: Those that are left of the run.
+            decided: Whether that is how it will be; else the batch may grow while training.
+        """
+        self._write("plan", decided=decided, epochs=[dataclasses.asdict(epoch) for epoch in epochs])
+        header = ("epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr")
+        rows = [
+            (
+                str(epoch.epoch), _span(epoch.batch_sizes), _span(epoch.global_batch_sizes), str(epoch.steps),
+                str(epoch.samples), str(epoch.dropped_samples), f"{epoch.last_lr:.3g}",
+            )
+            for epoch in epochs
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
+        total = sum(epoch.steps for epoch in epochs)
+        title = "the plan" if decided else "the plan if the batch does not grow, which is decided while training"
+        if self._writes:
+            log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(lines))
+
     def exploration(self, result: Exploration) -> None:
         """Record the timings of an exploration."""
         best, base = result.recommended, result.estimates[0]
@@ -74,6 +105,13 @@ class Report:
         self._recoveries = recoveries
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries)
 
+    def noise(self, step: int, norms: GradientNorms, noise_scale: float | None) -> None:
+        """Record what an optimizer step has shown of the gradient's noise, and the noise scale so far, in samples."""
+        self._write(
+            "noise", step=step, groups=norms.groups, tokens=norms.tokens, variance=norms.variance,
+            norm_squared=norms.norm_squared, noise_scale=noise_scale,
+        )  # fmt: skip
+
     def finish(self) -> None:
         """Draw the pictures, and log the table of what was decided and why."""
         if self._writes:
@@ -85,13 +123,15 @@ class Report:
         recovered = [("out of memory", f"{self._recoveries} times, recovered")] if self._recoveries else []
         lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
-        for epoch in events["epoch"]:
-            steps = [step for step in events["step"] if step["epoch"] == epoch["epoch"]]
-            loss = sum(s["loss"] * s["samples"] for s in steps) / max(sum(s["samples"] for s in steps), 1)
+        starts = sorted([*events["epoch"], *events["change"]], key=lambda event: float(event["epoch"]))
+        for start, end in zip(starts, [*starts[1:], {"step": math.inf}], strict=True):
+            steps = [step for step in events["step"] if start["step"] < step["step"] <= end["step"]]
+            samples = sum(step["samples"] for step in steps)
+            loss = sum(s["loss"] * s["samples"] for s in steps) / max(samples, 1)
             last_lr = steps[-1]["lr"] if steps else 0.0
             lines.append(
-                f"  {epoch['epoch']:>5} {epoch['batch_size']:>10} {epoch['steps']:>6} {epoch['samples']:>8} "
-                f"{loss:>7.3f} {last_lr:>9.2e}  {epoch['reason']}"
+                f"  {start['epoch']:>5g} {start['batch_size']:>10} {len(steps):>6} {samples:>8} {loss:>7.3f} "
+                f"{last_lr:>9.2e}  {start['reason']}"
             )
         return [*lines, "", f"  {'record':<20} {self.path}"]
 
@@ -111,12 +151,17 @@ class Report:
 
 def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
     """The events of a record by kind. Of an epoch that was run twice, as after a resume, the last run counts."""
-    kinds = ("maximum", "probe", "exploration", "epoch", "step")
+    kinds = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
     events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for line in path.read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "epoch":
-            for kind in ("epoch", "step"):
+            for kind in ("epoch", "change", "step"):
                 events[kind] = [e for e in events[kind] if e["epoch"] < event["epoch"]]
+            events["noise"] = [e for e in events["noise"] if e["step"] <= event["step"]]
         events[event.pop("event")].append(event)
     return events
+
+
+def _span(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"

@@ -96,7 +96,7 @@ def tune_run(inputs: Path, tmp_path: Path) -> TuneRun:
             *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
         ]
         keys = {override.split("=")[0] for override in overrides}
-        defaults = [d for d in defaults if d.split("=")[0] not in keys and d.split(".")[0] not in replaced]
+        defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
         target = recipe if stock else f"recipes/{recipe}.py"
         _main("run", target, "--config", str(config), *defaults, *overrides)
         return Run(tmp_path / name)

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import ROOT
 
 CORE = sorted((ROOT / "adaptive_batching").glob("*.py"))
-PURE = {"config", "growth", "microbatch", "report", "result", "search", "throughput"}
+PURE = {"config", "growth", "microbatch", "noise_scale", "plan", "report", "result", "search", "throughput"}
 
 
 def imported(path: Path) -> set[str]:

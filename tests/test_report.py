@@ -3,6 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from adaptive_batching.plan import PlannedEpoch
 from adaptive_batching.plots import draw
 from adaptive_batching.report import Report, read_events
 from tests.test_result import RESULT
@@ -11,10 +14,10 @@ from tests.test_result import RESULT
 def write_run(report: Report, epochs: range) -> None:
     for epoch in epochs:
         size = 4 * 2**epoch
-        report.epoch(epoch=epoch, batch_size=size, global_batch_size=size, steps=2, samples=2 * size,
+        report.epoch(epoch=epoch, step=2 * epoch, batch_size=size, global_batch_size=size, steps=2, samples=2 * size,
                      dropped_samples=1, reason="kept")  # fmt: skip
         for step in range(2):
-            report.step(epoch, 2 * epoch + step, size, 5.0 - epoch - 0.5 * step, 0.1)
+            report.step(epoch, 2 * epoch + step + 1, size, 5.0 - epoch - 0.5 * step, 0.1)
 
 
 def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
@@ -27,6 +30,24 @@ def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
     assert "64 tokens per sample; 16 would take about 2 MiB" in table
     assert "4.750" in table and "3.750" in table, "the mean loss of each epoch"
     assert str(tmp_path / "report.jsonl") in table
+
+
+def test_a_change_within_an_epoch_has_a_line_of_its_own(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    write_run(report, range(1))
+    report.change(epoch=0.5, step=1, batch_size=8, global_batch_size=8, reason="f added 4")
+    lines = [line.split() for line in report.table()]
+    assert ["0", "4", "1", "4", "5.000", "1.00e-01", "kept"] in lines
+    assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "f", "added", "4"] in lines
+
+
+def test_the_plan_is_logged_as_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    epochs = [PlannedEpoch(0, [4], [8], 10, 80, 3, 1e-3), PlannedEpoch(1, [4, 8, 16], [8, 16, 32], 5, 80, 3, 0.0)]
+    Report(tmp_path).plan(epochs, decided=True)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "15 optimizer steps" in message
+    assert ["1", "4-16", "8-32", "5", "80", "3", "0"] in [line.split() for line in message.splitlines()]
 
 
 def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
@@ -38,17 +39,17 @@ class SampleLoader:
         self.sampler = stock.sampler
         self.collate: Callable[[list[Sample]], dict[str, Any]] = stock.collate_fn
         self._extra_state = extra_state
-        self.batch_size = 0
-        self.set_batch_size(stock.batch_size)
+        self._batches = _Batches(self.sampler, stock.batch_size)
+        self._loader = StatefulDataLoader(_Indexed(self.dataset), batch_sampler=self._batches, collate_fn=_as_list)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batch."""
+        return self._batches.batch_size
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Change the batch size from the next iteration on."""
-        if batch_size == self.batch_size:
-            return  # a new loader would be the same; keeping it keeps stock's random draws
-        self.batch_size = batch_size
-        self._loader = StatefulDataLoader(
-            _Indexed(self.dataset), batch_size, sampler=self.sampler, collate_fn=_as_list, drop_last=True
-        )
+        """Change the size of the batches that have not been loaded yet."""
+        self._batches.batch_size = batch_size
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -60,6 +61,22 @@ class SampleLoader:
         state: dict[str, Any] = self._loader.state_dict()
         extra = self._extra_state()
         return state if extra is None else {**state, STATE_KEY: extra}
+
+
+class _Batches(Sampler[list[int]]):
+    """Batches of indices, of whatever size is set when one is drawn; what does not fill one is dropped."""
+
+    def __init__(self, sampler: Any, batch_size: int) -> None:
+        self._sampler = sampler
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self._sampler)
+        while len(batch := list(islice(indices, self.batch_size))) == self.batch_size:
+            yield batch
 
 
 class _Indexed(Dataset[Sample]):

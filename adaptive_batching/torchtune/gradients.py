@@ -71,12 +71,18 @@ def forward_backward(recipe: Any, batch: dict[str, Any], weight: float | None = 
 def gather_gradients(
     recipe: Any,
     micro_batches: Sequence[MicroBatch],
-    timed: Callable[[MicroBatch], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+    around: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
 ) -> Outcome[Sums]:
-    """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank."""
+    """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank.
+
+    Args:
+        recipe: The recipe.
+        micro_batches: Those of this rank.
+        around: Gives the context that each of them runs in.
+    """
 
     def run(micro_batch: MicroBatch) -> Sums:
-        with timed(micro_batch):
+        with around(micro_batch):
             batch = recipe._dataloader.collate(micro_batch.samples)
             loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
         return loss, num_tokens * 0 if micro_batch.is_filler else num_tokens
@@ -98,8 +104,15 @@ def sum_over_ranks(recipe: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def apply_gradients(recipe: Any, num_tokens: torch.Tensor) -> torch.Tensor | None:
+def apply_gradients(
+    recipe: Any, num_tokens: torch.Tensor, before_clipping: Callable[[], None] = lambda: None
+) -> torch.Tensor | None:
     """Take the optimizer step on the gradients gathered over ``num_tokens`` tokens of all ranks; none are left behind.
+
+    Args:
+        recipe: The recipe.
+        num_tokens: What the sum of gradients is divided by.
+        before_clipping: Called when the mean gradient is complete.
 
     Returns:
         The norm of the gradient before clipping, or None where the config does not clip.
@@ -108,6 +121,7 @@ def apply_gradients(recipe: Any, num_tokens: torch.Tensor) -> torch.Tensor | Non
         return None  # done already, parameter by parameter
     grad_norm = None
     training.scale_grads(recipe._model, recipe.ranks.size / num_tokens)  # FSDP has taken the mean over ranks
+    before_clipping()
     if recipe._clip_grad_norm is not None:
         grad_norm = torch.nn.utils.clip_grad_norm_(recipe._model.parameters(), max_norm=float(recipe._clip_grad_norm))
         if isinstance(grad_norm, DTensor):

@@ -13,8 +13,6 @@ from torchtune import training
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
-from adaptive_batching.growth import reference_steps
-from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import (
     apply_gradients,
@@ -23,7 +21,9 @@ from adaptive_batching.torchtune.gradients import (
     lr_holder,
     sum_over_ranks,
 )
-from adaptive_batching.torchtune.micro_batches import Cutter
+from adaptive_batching.torchtune.growth import Growth
+from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
+from adaptive_batching.torchtune.noise import NoiseMeter
 from adaptive_batching.torchtune.recovery import Recovery
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,10 @@ class TrainingLoop:
 
     def __init__(self, recipe: Any) -> None:
         self._recipe = recipe
-        limit = TokenLimit()
-        self._cutter = Cutter(recipe, recipe.settings.micro_batch_size, recipe.forward_cost, limit)
+        self._growth: Growth | None = recipe.growth
+        times_forwards = self._growth is not None and not self._growth.course.controller.decides_early
+        cost, limit = recipe.forward_cost, recipe.token_limit
+        self._cutter = Cutter(recipe, recipe.settings.micro_batch_size, cost, limit, learns=times_forwards)
         self._recovery = Recovery(recipe, limit)
         self._start_window()
 
@@ -62,26 +64,29 @@ class TrainingLoop:
             self._run_epoch(epoch)
             recipe.epochs_run += 1
             start = time.perf_counter()
-            recipe.prepare_checkpoint()
-            recipe.save_checkpoint(epoch=epoch)
+            with recipe.checkpointing():
+                recipe.save_checkpoint(epoch=epoch)
             log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
         recipe._profiler.stop()
 
     def _run_epoch(self, epoch: int) -> None:
-        recipe = self._recipe
-        last_step = recipe._steps_per_epoch if recipe.settings.enabled else recipe.max_steps_per_epoch
+        recipe, growth = self._recipe, self._growth
         recipe._dataloader.sampler.set_epoch(epoch)
         is_first = recipe.ranks.is_first
+        steps_done = batches = 0
         with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True, disable=not is_first) as progress:
             for index, batch in enumerate(recipe._dataloader):
                 with self._memory_history(epoch, index):
-                    steps_done, remainder = divmod(index + 1, recipe._gradient_accumulation_steps)
-                    self._run_batch(batch, ends_window=remainder == 0)
-                    if remainder == 0:
-                        self._finish_step(epoch, steps_done, progress)
-                if remainder == 0 or not recipe.profiles_steps:  # as in stock
+                    batches += 1
+                    ends_window = batches == recipe._gradient_accumulation_steps
+                    self._run_batch(batch, ends_window=ends_window)
+                    if ends_window:
+                        batches = 0
+                        steps_done += 1
+                        self._finish_step(epoch, progress)
+                if ends_window or not recipe.profiles_steps:  # as in stock
                     recipe._profiler.step()
-                if steps_done == last_step:
+                if growth.course.epoch_is_over if growth is not None else steps_done == recipe.max_steps_per_epoch:
                     break
 
     def _start_window(self) -> None:
@@ -95,6 +100,8 @@ class TrainingLoop:
         """Gather the gradients of a batch; if it runs out of memory, those of its window anew, in smaller parts."""
         if not self._window:
             self._recovery.remember()
+            if self._noise is not None:
+                self._noise.start_step(self._recipe.global_step)
         self._window.append(batch)
         waiting = [batch]
         if self._recipe.settings.cuts_by_length:
@@ -108,31 +115,52 @@ class TrainingLoop:
 
     def _gather(self, batches: list[list[Sample]]) -> bool:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
+        noise = self._noise if self._noise is not None and self._noise.measures else None
+        accumulation = 1 if self._recipe.settings.cuts_by_length else self._recipe._gradient_accumulation_steps
+        min_parts = 1 if noise is None else noise.min_parts(accumulation)
         for batch in batches:
-            micro_batches = self._cutter.cut(batch)
-            outcome = gather_gradients(self._recipe, micro_batches, self._cutter.timed)
+            micro_batches = self._cutter.cut(batch, min_parts, at_random=noise is not None)
+            outcome = gather_gradients(self._recipe, micro_batches, self._around)
             if outcome.failed:
                 self._cutter.forget_timings()
+                if noise is not None:
+                    noise.forget()
                 self._recovery.recover(micro_batches, outcome)
                 return False
             self._recovery.note(micro_batches, outcome)
+            if self._growth is not None:
+                self._growth.note(micro_batches)
             for loss, num_tokens in outcome.results:
                 self._loss = self._loss + loss
                 self._num_tokens = self._num_tokens + num_tokens
         return True
 
-    def _finish_step(self, epoch: int, steps_done: int, progress: Any) -> None:
-        recipe = self._recipe
+    @property
+    def _noise(self) -> NoiseMeter | None:
+        return None if self._growth is None else self._growth.noise
+
+    @contextlib.contextmanager
+    def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """What goes on beside a forward and backward."""
+        with self._cutter.timed(micro_batch), contextlib.ExitStack() as stack:
+            if self._noise is not None:
+                stack.enter_context(self._noise.watch(micro_batch))
+            yield
+
+    def _finish_step(self, epoch: int, progress: Any) -> None:
+        recipe, growth = self._recipe, self._growth
         if not in_backward(recipe):  # else they are summed already
             self._num_tokens = sum_over_ranks(recipe, self._num_tokens)
             self._loss = sum_over_ranks(recipe, self._loss)
         with self._recovery.fatal():
-            grad_norm = apply_gradients(recipe, self._num_tokens)
+            see_gradient = (lambda: None) if self._noise is None else self._noise.see_gradient
+            grad_norm = apply_gradients(recipe, self._num_tokens, see_gradient)
         self._cutter.read_timings()
         self._recovery.step_done()
-        if recipe._lr_scheduler is not None:
-            for _ in range(self._scheduler_steps(steps_done)):
-                recipe._lr_scheduler.step()
+        if growth is not None:
+            growth.take_step()
+        elif recipe._lr_scheduler is not None:
+            recipe._lr_scheduler.step()
         recipe.global_step += 1
         loss = self._loss.item() / self._num_tokens
         progress.update(1)
@@ -140,6 +168,11 @@ class TrainingLoop:
         if recipe.global_step % recipe._log_every_n_steps == 0 and recipe.ranks.is_first:
             self._log_metrics(loss, grad_norm)
         recipe.record_step(epoch, loss, get_lr(lr_holder(recipe)), self._recovery.num_recoveries)
+        if growth is not None:
+            decision = growth.step_done(float(loss), time.perf_counter() - self._window_start)
+            if decision is not None:
+                recipe.record_change(decision)
+                progress.total = recipe._steps_per_epoch
         self._start_window()
 
     def _log_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
@@ -156,21 +189,6 @@ class TrainingLoop:
             metrics["grad_norm"] = grad_norm
         metrics.update(recipe.batch_metrics(), **self._recovery.metrics())
         recipe._metric_logger.log_dict(metrics, step=recipe.global_step)
-
-    def _scheduler_steps(self, steps_done: int) -> int:
-        """How far the schedule moves with this step: 1, unless the batch has grown."""
-        recipe = self._recipe
-        before, after = (
-            reference_steps(
-                done,
-                steps=recipe._steps_per_epoch,
-                samples_per_step=recipe.global_batch_size,
-                reference_steps=recipe.reference_steps_per_epoch,
-                reference_samples_per_step=recipe.reference_global_batch_size,
-            )
-            for done in (steps_done - 1, steps_done)
-        )
-        return after - before
 
     @contextlib.contextmanager
     def _memory_history(self, epoch: int, index: int) -> Iterator[None]:

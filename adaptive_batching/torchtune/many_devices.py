@@ -86,12 +86,17 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
             f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False, and "
             f"adaptive_batching.max_batch_size to grow"
         )
+    if why and recipe.noise_scale_every is not None:
+        raise ConfigError(
+            f"the gradient noise scale cannot be measured on several devices: {why}. Leave noise_scale_every unset, "
+            f"and take an increase function that does not need it"
+        )
     if why:
         recipe.why_no_recovery = why
         if settings.recover_from_oom:
             log.warning("recovery from running out of memory is off: %s", why)
         return None
-    if not settings.recover_from_oom and not settings.probes:
+    if not settings.recover_from_oom and not settings.probes and recipe.noise_scale_every is None:
         return None
     collectives = MicroBatchCollectives(recipe._model)
     tokens = torch.arange(1, 9, device=recipe._device)[None]  # [1, s]; any text will do

@@ -65,19 +65,32 @@ class Cutter:
         self._learns = learns or micro_batch_size == "auto"
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
-    def cut(self, batch: list[Sample]) -> list[MicroBatch]:
-        """The micro-batches of ``batch``; together they have its gradient."""
+    def cut(self, batch: list[Sample], min_parts: int = 1, *, at_random: bool = False) -> list[MicroBatch]:
+        """The micro-batches of ``batch``; together they have its gradient.
+
+        Args:
+            batch: The samples, in the random order of the data.
+            min_parts: How many micro-batches there have to be, where there are as many samples.
+            at_random: Leave the samples in their order, so that all micro-batches are drawn alike.
+        """
+        lengths = sizes(batch)
         most = self._micro_batch_size or self._recipe.samples_per_forward or len(batch)
         if isinstance(most, str):
             budget = self._recipe.token_budget
-            cut = cut_by_length(sizes(batch), budget, min(self._cost.in_tokens(FIRST_FORWARD_COST), budget))
+            if at_random:
+                cut = cut_in_order(len(batch), max(budget // max(lengths), 1))
+            else:
+                cut = cut_by_length(lengths, budget, min(self._cost.in_tokens(FIRST_FORWARD_COST), budget))
         else:
             cut = cut_in_order(len(batch), most)
+        if len(cut) < min_parts:
+            cut = cut_in_order(len(batch), max(len(batch) // min_parts, 1))
         parts = [[batch[i] for i in indices] for indices in cut]
         if self._limit.max_tokens is not None:
             parts = [part for whole in parts for part in _cut_to(whole, self._limit.max_tokens)]
         micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
-        if self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None:
+        in_parts = self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None
+        if in_parts or min_parts > 1:
             # FSDP needs as many forwards on every rank; without any of these, there is one.
             count = int(self._recipe.ranks.largest(len(micro_batches)))
             micro_batches += [_filler(micro_batches)] * (count - len(micro_batches))

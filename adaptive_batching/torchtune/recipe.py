@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,10 @@ from torchtune import training
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
-from adaptive_batching.growth import BatchController, IncreaseFunction, largest_divisor, resolve
+from adaptive_batching.growth import reads_noise_scale, resolve
 from adaptive_batching.memory import memory_meter
-from adaptive_batching.microbatch import ForwardCost
+from adaptive_batching.microbatch import ForwardCost, TokenLimit
+from adaptive_batching.plan import BatchController, Course, Decision, RunShape, largest_divisor, learning_rate_scale
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
@@ -27,15 +30,20 @@ from adaptive_batching.torchtune.data import (
     worst_case_sample,
 )
 from adaptive_batching.torchtune.explore import explore_micro_batches, store
+from adaptive_batching.torchtune.gradients import optimizers_of
+from adaptive_batching.torchtune.growth import Growth
+from adaptive_batching.torchtune.learning_rate import rule_for, scheduled_rates
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
 from adaptive_batching.torchtune.maximum import probe
+from adaptive_batching.torchtune.noise import NoiseMeter
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.step import batch_dependent_module
 
 log = logging.getLogger(__name__)
 
 _UNKNOWN = "not looked for yet"
+_STEPS_BETWEEN_MEASUREMENTS = 5
 
 
 class AdaptiveBatching:
@@ -56,6 +64,7 @@ class AdaptiveBatching:
     epochs_run: int
     global_step: int
     max_steps_per_epoch: int | None
+    total_epochs: int
 
     profiles_steps = False
     """Whether stock's profiler takes optimizer steps, rather than batches, for its steps."""
@@ -68,7 +77,7 @@ class AdaptiveBatching:
             self._increase_name, self._increase = resolve(self.settings.batch_increase_function)
         self._stored: dict[str, Any] = {}
         self._explored: int | str | None = None
-        self._controller: BatchController | None = None
+        self._rates: list[float] = []
         self._random_states: list[dict[str, Any]] = []
         self.reference_batch_size: int = cfg.batch_size
         self.reference_accumulation: int = cfg.gradient_accumulation_steps
@@ -78,7 +87,10 @@ class AdaptiveBatching:
         self.token_budget = 0
         """Most padded tokens of a micro-batch that fit, or samples where they are multimodal; known likewise."""
         self.forward_cost = ForwardCost()
+        self.token_limit = TokenLimit()
+        self.growth: Growth | None = None
         self.report: Report | None = None
+        self._check_that_noise_can_be_measured(cfg)
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         self.ranks = Ranks()
         self.collectives: MicroBatchCollectives | None = None
@@ -94,13 +106,14 @@ class AdaptiveBatching:
         directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
         self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         self._check_that_cutting_is_exact()
-        self._controller = self._make_controller(cfg)
+        controller = self._make_controller(cfg)
         if self.settings.explores:
-            self._explore(self._controller)
+            self._explore(controller)
         if self._stored:
-            self.global_step = self._stored["global_step"]
-            if len(self._stored["random_states"]) == self.ranks.size:
-                set_random_state(self._stored["random_states"][self.ranks.rank], self._device)
+            self._restore(self._stored)
+        self.growth = self._make_growth(cfg, controller)
+        plan = self.growth.course.plan(self.epochs_run)
+        self.report.plan(plan, decided=controller.decides_early)
 
     def train(self) -> None:
         TrainingLoop(self).run()
@@ -110,28 +123,35 @@ class AdaptiveBatching:
     # What the loop asks for
 
     def start_epoch(self, epoch: int) -> None:
-        """Choose the batch size of ``epoch`` and make loader and step count follow it."""
-        if self._controller is None or self.report is None:
+        """Choose the batch size of ``epoch`` and make all that depends on it follow."""
+        if self.growth is None or self.report is None:
             return
-        decision = self._controller.start_epoch(epoch)
-        self._dataloader.set_batch_size(decision.batch_size)
-        if self.settings.keep_global_batch:
-            samples = self.reference_batch_size * self.reference_accumulation
-            self._gradient_accumulation_steps = samples // decision.batch_size
-        steps = len(self._dataloader) // self._gradient_accumulation_steps
-        self._steps_per_epoch = min(steps, self.max_steps_per_epoch or steps)
-        num_samples = len(self._dataloader.sampler) * self._num_replicas
-        used = self._steps_per_epoch * self.global_batch_size
+        decision = self.growth.start_epoch(epoch)
+        expected = self.growth.course.expected()
         self.report.epoch(
-            epoch=epoch, batch_size=decision.batch_size, global_batch_size=self.global_batch_size,
-            steps=self._steps_per_epoch, samples=used, dropped_samples=num_samples - used, reason=decision.reason,
+            epoch=epoch, step=self.global_step, batch_size=decision.batch_size,
+            global_batch_size=self.global_batch_size, steps=expected.steps, samples=expected.samples,
+            dropped_samples=expected.dropped_samples, reason=decision.reason,
         )  # fmt: skip
 
-    def batch_metrics(self) -> dict[str, int]:
+    def record_change(self, decision: Decision) -> None:
+        """Record what was decided within an epoch."""
+        if self.report is not None and decision.batch_size != decision.previous:
+            self.report.change(
+                epoch=decision.epoch, batch_size=decision.batch_size, global_batch_size=self.global_batch_size,
+                step=self.global_step, reason=decision.reason,
+            )  # fmt: skip
+
+    def batch_metrics(self) -> dict[str, float]:
         """Added to the metrics that stock logs."""
-        if self._controller is None:
+        if self.growth is None:
             return {}
-        return {"batch_size": self._dataloader.batch_size, "global_batch_size": self.global_batch_size}
+        metrics: dict[str, float] = {
+            "batch_size": self._dataloader.batch_size,
+            "global_batch_size": self.global_batch_size,
+        }
+        noise_scale = self.growth.noise.scale.samples if self.growth.noise is not None else None
+        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale": noise_scale}
 
     def record_step(self, epoch: int, loss: torch.Tensor, lr: float, recoveries: int) -> None:
         if self.report is not None:
@@ -146,22 +166,27 @@ class AdaptiveBatching:
     @property
     def global_batch_size(self) -> int:
         """Samples that the optimizer sees in a step of this epoch."""
-        return int(self._dataloader.batch_size) * self._gradient_accumulation_steps * self._num_replicas
+        return int(self._dataloader.batch_size) * self._gradient_accumulation_steps * self.num_replicas
 
     @property
     def reference_global_batch_size(self) -> int:
         """What the optimizer sees at the configured sizes, which the learning-rate schedule is laid out for."""
-        return self.reference_batch_size * self.reference_accumulation * self._num_replicas
+        return self.reference_batch_size * self.reference_accumulation * self.num_replicas
 
     @property
-    def _num_replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Ranks that see samples of their own."""
         return int(getattr(self, "dp_size", self.ranks.size))  # fewer than ranks under tensor parallelism
 
-    def prepare_checkpoint(self) -> None:
-        """Collect from all ranks what only the first one stores."""
-        if self._controller is not None:
-            self._random_states = self.ranks.gather(random_state(self._device))
+    @contextlib.contextmanager
+    def checkpointing(self) -> Iterator[None]:
+        """Inside, stock saves a checkpoint."""
+        if self.growth is None:
+            yield
+            return
+        self._random_states = self.ranks.gather(random_state(self._device))  # only the first rank stores them
+        with self.growth.learning_rate.unscaled():
+            yield
 
     # Where stock's set-up is extended
 
@@ -179,6 +204,9 @@ class AdaptiveBatching:
         if self.settings.enabled:
             # The stock LoRA recipe starts the schedule anew on resume.
             last_epoch = self.epochs_run * self._steps_per_epoch - 1
+            group = optimizers_of(self)[0].param_groups[0]
+            initial_lr = float(group.get("initial_lr", group["lr"]))
+            self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
         return super()._setup_lr_scheduler(  # type: ignore[misc]
             num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
         )
@@ -191,16 +219,41 @@ class AdaptiveBatching:
 
     # The decisions before training
 
+    @property
+    def noise_scale_every(self) -> int | None:
+        """Optimizer steps from one measurement of the gradient noise scale to the next; None: it is not measured."""
+        if self.settings.noise_scale_every is not None and self.settings.enabled:
+            return self.settings.noise_scale_every
+        reads = self._increase is not None and reads_noise_scale(self._increase)
+        return _STEPS_BETWEEN_MEASUREMENTS if reads else None
+
+    def _check_that_noise_can_be_measured(self, cfg: DictConfig) -> None:
+        if self.noise_scale_every is None:
+            return
+        what = f"the gradient noise scale, which {self._increase_name or 'noise_scale_every'} needs, cannot be measured"
+        if cfg.get("optimizer_in_bwd", False):
+            raise ConfigError(
+                f"{what} with optimizer_in_bwd=True: a step has one gradient, and there is nothing to compare it with; "
+                f"set optimizer_in_bwd=False"
+            )
+        if cfg.get("tensor_parallel_dim", 1) > 1:
+            raise ConfigError(f"{what} with tensor_parallel_dim={cfg.tensor_parallel_dim}; set it to 1")
+
     def _check_that_cutting_is_exact(self) -> None:
         settings = self.settings
-        if settings.micro_batch_size is None and not settings.fills_memory:
+        if settings.micro_batch_size is not None:
+            key, value = "micro_batch_size", settings.micro_batch_size
+        elif settings.fills_memory:
+            key, value = "adaptive_batching.grow_beyond_memory", True
+        elif self.noise_scale_every is not None:
+            key, value = "measuring the gradient noise scale every", f"{self.noise_scale_every} steps"
+        else:
             return
         module = self.batch_dependent_module()
         if module is not None:
-            key = "adaptive_batching.grow_beyond_memory" if settings.micro_batch_size is None else "micro_batch_size"
             raise ConfigError(
-                f"{key}={settings.micro_batch_size or True} would change the result: {module} computes over the batch, "
-                f"so that its parts do not add up to it; leave {key} unset"
+                f"{key}={value} would change the result: {module} computes over the batch, so that its parts do not "
+                f"add up to it; leave {key} unset"
             )
 
     def _make_controller(self, cfg: DictConfig) -> BatchController:
@@ -219,6 +272,10 @@ class AdaptiveBatching:
                 log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
         else:
             start = self._size_before_this_run(cfg)
+            if self._stored and self._stored["maximum"] != maximum:
+                log.info(
+                    "the maximum was %d in the run that is resumed; now it is %d", self._stored["maximum"], maximum
+                )
             if divides is not None:
                 start = largest_divisor(divides, at_most=start)  # a stored one may be of another accumulation
             if start > maximum:
@@ -228,14 +285,46 @@ class AdaptiveBatching:
                 start = maximum
             elif settings.use_maximum_batch_size:
                 log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
-        return BatchController(start, maximum, reason, self._agreed_increase(), self._increase_name, divides)
+        # One rank alone is asked: a function that is random or keeps a state cannot split them.
+        return BatchController(
+            start, maximum, reason, self._increase, self._increase_name, divides, self.ranks.on_first
+        )
 
-    def _agreed_increase(self) -> IncreaseFunction | None:
-        """The increase function, asked on one rank alone: one that is random or keeps a state cannot split them."""
-        increase = self._increase
-        if increase is None:
-            return None
-        return lambda epoch, batch_size: self.ranks.on_first(lambda: increase(epoch, batch_size))
+    def _make_growth(self, cfg: DictConfig, controller: BatchController) -> Growth:
+        settings = self.settings
+        reference = self.reference_batch_size * self.reference_accumulation
+        shape = RunShape(
+            epochs=self.total_epochs,
+            samples=len(self._dataloader.sampler),
+            accumulation=self._gradient_accumulation_steps,
+            replicas=self.num_replicas,
+            max_steps=self.max_steps_per_epoch,
+            decisions=settings.decisions_per_epoch,
+            reference_steps=self.reference_steps_per_epoch,
+            reference_samples=reference,
+            kept_samples=reference if settings.keep_global_batch else None,
+        )
+        rule = rule_for(settings.lr_scaling, self)
+        course = Course(
+            controller,
+            shape,
+            self._rates,
+            lambda window: learning_rate_scale(rule, window / reference, settings.max_lr_scale),
+            initial_batch_size=min(int(cfg.batch_size), controller.maximum),
+            grows_in_warmup=settings.grow_during_warmup,
+        )
+        every = self.noise_scale_every
+        noise = None if every is None else NoiseMeter(self, every)
+        return Growth(self, course, noise, self._stored.get("growth", {}))
+
+    def _restore(self, stored: dict[str, Any]) -> None:
+        """Go on where the run that is resumed was."""
+        self.global_step = stored["global_step"]
+        self.token_limit.load_state_dict(stored["token_limit"])
+        if not self.settings.explores:
+            self.forward_cost.load_state_dict(stored["forward_cost"])
+        if len(stored["random_states"]) == self.ranks.size:
+            set_random_state(stored["random_states"][self.ranks.rank], self._device)
 
     def _size_before_this_run(self, cfg: DictConfig) -> int:
         """The batch size that the next increase adds to: the stored one on resume, unless the user has changed it."""
@@ -317,12 +406,16 @@ class AdaptiveBatching:
         self.settings = replace(self.settings, micro_batch_size=chosen)
 
     def _state_to_store(self) -> dict[str, Any] | None:
-        if self._controller is None:
+        if self.growth is None:
             return None  # off is stock, its checkpoints included
         return {
-            "batch_size": self._controller.batch_size,
+            "batch_size": self.growth.course.controller.batch_size,
+            "maximum": self.growth.course.controller.maximum,
             "configured_batch_size": self.reference_batch_size,
             "global_step": self.global_step,
             "random_states": self._random_states,
             "explored": self._explored,
+            "growth": self.growth.state_dict(),
+            "forward_cost": self.forward_cost.state_dict(),
+            "token_limit": self.token_limit.state_dict(),
         }

@@ -6,20 +6,25 @@ import logging
 
 import pytest
 
+from adaptive_batching.growth import GrowthState
 from adaptive_batching.memory import CpuMeter
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel
 from tests.integration.test_probe import events
 
 DOUBLE = [
-    "batch_increase_function._component_=adaptive_batching.growth.double_every",
+    "batch_increase_function._component_=adaptive_batching.growth.step",
     "batch_increase_function.every=1",
 ]
 BOUND = ["adaptive_batching.max_batch_size=16"]
 fail_at_epoch: int | None = None
 
 
-def doubles_until_told_to_fail(epoch: int, current_batch_size: int) -> int:
+def doubles(epoch: int, current_batch_size: int) -> int:
+    return current_batch_size if epoch else 0
+
+
+def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:
     if epoch == fail_at_epoch:
         raise RuntimeError("the power went out")
     return current_batch_size if epoch else 0
@@ -36,7 +41,8 @@ def factory(every: int = 1):
 def test_the_batch_follows_the_function_and_everything_follows_the_batch(
     kind: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = tune_run(kind, *DOUBLE, *BOUND, "epochs=4", "gradient_accumulation_steps=2")
+    function = {"batch_increase_function": "tests.integration.test_growth.doubles"}
+    run = tune_run(kind, *BOUND, "epochs=4", "gradient_accumulation_steps=2", replaced=function)
     epochs = events(run, "epoch")
     assert [(e["batch_size"], e["steps"], e["samples"]) for e in epochs] == [
         (4, 6, 48), (8, 3, 48), (16, 1, 32), (16, 1, 32),
@@ -87,7 +93,7 @@ def test_growth_under_optimizer_in_backward_and_max_steps(tune_run: TuneRun) -> 
 def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(tune_run: TuneRun) -> None:
     run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=6", "epochs=4")
     assert events(run, "probe")[0]["batch_size"] == 32
-    assert [e["batch_size"] for e in events(run, "epoch")] == [6, 12, 24, 24]
+    assert [e["batch_size"] for e in events(run, "epoch")] == [6, 12, 24, 32]
 
 
 def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: TuneRun) -> None:

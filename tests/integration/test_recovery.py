@@ -126,7 +126,7 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
             self.max_tokens = 2 * 64
 
     plan.update(times=0)
-    monkeypatch.setattr("adaptive_batching.torchtune.loop.TokenLimit", Limited)
+    monkeypatch.setattr("adaptive_batching.torchtune.recipe.TokenLimit", Limited)
     at_once = tune_run("lora", *common, name="at_once")
     assert [step.pop("out_of_memory_recoveries") for step in recovered.metrics] == [1.0] * len(at_once.metrics)
     assert without_sizes(recovered.metrics) == at_once.metrics

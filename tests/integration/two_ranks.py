@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
+from adaptive_batching.growth import GrowthState, IncreaseFunction
 from adaptive_batching.memory import CpuMeter, _status
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ARCHITECTURE, ROOT
@@ -51,13 +52,13 @@ def adds_what_its_rank_says(epoch: int, current_batch_size: int) -> int:
 fail_at_epoch: int | None = None
 
 
-def doubles_until_told_to_fail(epoch: int, current_batch_size: int) -> int:
+def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:
     if epoch == fail_at_epoch:
         raise RuntimeError("the power went out")
     return current_batch_size if epoch else 0
 
 
-def factory(every: int = 1, rankwise: bool = False) -> Callable[[int, int], int]:
+def factory(every: int = 1, rankwise: bool = False) -> IncreaseFunction:
     return adds_what_its_rank_says if rankwise else doubles_until_told_to_fail
 
 

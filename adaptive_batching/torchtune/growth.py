@@ -1,0 +1,147 @@
+"""The batch size of a recipe while it trains: its course followed, and what decisions need to know gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptive_batching.plan import Course, Decision
+from adaptive_batching.torchtune.learning_rate import LearningRate
+from adaptive_batching.torchtune.micro_batches import MicroBatch
+from adaptive_batching.torchtune.noise import NoiseMeter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Interval:
+    """What this rank has run since the last decision."""
+
+    steps: int = 0
+    samples: int = 0
+    forwards: int = 0
+    tokens: int = 0
+    """Padded."""
+
+    loss: float = 0.0
+    """Sum over samples."""
+
+    seconds: float = 0.0
+
+
+class Growth:
+    """Makes loader, accumulation and learning rate of a recipe follow its course.
+
+    Args:
+        recipe: A recipe that has been set up.
+        course: The batch sizes of the run.
+        noise: What measures the gradient noise scale; None: it is not measured.
+        stored: What :meth:`state_dict` gave in the run that is resumed.
+    """
+
+    def __init__(self, recipe: Any, course: Course, noise: NoiseMeter | None, stored: dict[str, Any]) -> None:
+        self._recipe = recipe
+        self.course = course
+        self.noise = noise
+        self.learning_rate = LearningRate(recipe)
+        self._losses: list[float] = list(stored.get("losses", []))
+        self._interval = _Interval(**stored.get("interval", {}))
+        course.samples_seen, course.steps = stored.get("samples_seen", 0), recipe.global_step
+        course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
+        if noise is not None and "noise_scale" in stored:
+            noise.scale.load_state_dict(stored["noise_scale"])
+
+    def start_epoch(self, number: int) -> Decision:
+        """Settle on the size that an epoch starts with."""
+        decision = self.course.start_epoch(number, self._observe)
+        self._apply(decision)
+        return decision
+
+    def note(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """These have run."""
+        self._interval.forwards += len(micro_batches)
+        self._interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
+
+    def take_step(self) -> None:
+        """The optimizer has taken a step."""
+        if self.noise is not None:
+            norms = self.noise.step_done(self.course.window * self.course.shape.replicas)
+            if norms is not None:
+                self._recipe.report.noise(self._recipe.global_step + 1, norms, self.noise.scale.samples)
+        self.learning_rate.advance(self.course.take_step())
+
+    def step_done(self, loss: float, seconds: float) -> Decision | None:
+        """A step is over, with its record; returns what is decided for those that follow, if anything is."""
+        interval = self._interval
+        interval.steps += 1
+        interval.samples += self.course.window
+        interval.loss += loss * self.course.window
+        interval.seconds += seconds
+        decision = self.course.decide_if_due(self._observe)
+        if decision is not None:
+            self._apply(decision)
+        return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to hold."""
+        return {
+            "samples_seen": self.course.samples_seen,
+            "history": [list(change) for change in self.course.history],
+            "losses": self._losses,
+            "interval": dataclasses.asdict(self._interval),
+            **({} if self.noise is None else {"noise_scale": self.noise.scale.state_dict()}),
+        }
+
+    def _apply(self, decision: Decision) -> None:
+        recipe, course = self._recipe, self.course
+        course.controller.announce(decision)
+        recipe._dataloader.set_batch_size(decision.batch_size)
+        recipe._gradient_accumulation_steps = course.accumulation
+        recipe._steps_per_epoch = course.steps_per_epoch
+        self.learning_rate.set_scale(course.lr_scale)
+        if decision.batch_size != decision.previous and not course.controller.decides_early:
+            log.info("about %d optimizer steps are left, if the size stays", course.steps_left())
+
+    def _observe(self) -> dict[str, Any]:
+        interval, noise = self._interval, self.noise
+        seconds_per_step = self._seconds_per_step(interval)
+        if interval.samples:
+            self._losses.append(interval.loss / interval.samples)
+        self._interval = _Interval()
+        return {
+            "losses": tuple(self._losses),
+            "noise_scale": None if noise is None else noise.scale.samples,
+            "seconds_per_step": seconds_per_step,
+        }
+
+    def _seconds_per_step(self, interval: _Interval) -> Callable[[int], float] | None:
+        """Seconds of an optimizer step as a function of the batch size, or None.
+
+        The time of a step is a fixed part, for the optimizer, and the forwards and backwards, each with a fixed part of
+        its own and a part for its tokens.
+        """
+        line = self._recipe.forward_cost.line()
+        if line is None or interval.steps == 0:
+            return None
+        per_forward, per_token = line
+        tokens_per_sample = interval.tokens / interval.samples
+        tokens_per_forward = interval.tokens / interval.forwards
+        in_forwards = interval.forwards * per_forward + interval.tokens * per_token
+        fixed = max(interval.seconds - in_forwards, 0.0) / interval.steps
+        micro_batch_size = self._recipe.settings.micro_batch_size or self._recipe.samples_per_forward
+
+        def seconds_at(batch_size: int) -> float:
+            window = self.course.shape.window(batch_size)
+            if micro_batch_size == "auto":
+                forwards = math.ceil(window * tokens_per_sample / tokens_per_forward)
+            else:
+                batches = self.course.shape.accumulation_at(batch_size)
+                forwards = batches * math.ceil(batch_size / (micro_batch_size or batch_size))
+            seconds: float = fixed + forwards * per_forward + window * tokens_per_sample * per_token
+            return seconds
+
+        return seconds_at

@@ -1,0 +1,97 @@
+"""The learning rate: stock's schedule, read by samples seen, and a factor that follows the global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batching.torchtune.gradients import optimizers_of
+
+
+class LearningRate:
+    """Moves a recipe's schedule and multiplies what it says.
+
+    The schedule never sees the factor: many schedulers compute a rate from the last one. So what it has set is put
+    back before each of its steps, and multiplied after it; and checkpoints hold the rate without the factor.
+
+    Args:
+        recipe: A recipe that has been set up.
+    """
+
+    def __init__(self, recipe: Any) -> None:
+        self._scheduler = recipe._lr_scheduler
+        self._groups = [group for optimizer in optimizers_of(recipe) for group in optimizer.param_groups]
+        self._scale = 1.0
+        self._scheduled: list[Any] = []
+
+    def advance(self, steps: int) -> None:
+        """Let the schedule take ``steps`` steps."""
+        if self._scheduler is None or steps == 0:
+            return
+        with self.unscaled():
+            for _ in range(steps):
+                self._scheduler.step()
+
+    def set_scale(self, scale: float) -> None:
+        """Multiply the scheduled rate by ``scale`` from now on."""
+        self._remove()
+        self._scale = scale
+        self._apply()
+
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Inside, the optimizers have the rate that the schedule has set."""
+        self._remove()
+        yield
+        self._apply()
+
+    def _apply(self) -> None:
+        if self._scale == 1:
+            return
+        self._scheduled = [_copy(group["lr"]) for group in self._groups]
+        for group, scheduled in zip(self._groups, self._scheduled, strict=True):
+            _set_rate(group, scheduled * self._scale)
+
+    def _remove(self) -> None:
+        for group, scheduled in zip(self._groups, self._scheduled, strict=False):
+            _set_rate(group, scheduled)
+        self._scheduled = []
+
+
+def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial_lr: float) -> list[float]:
+    """The learning rate before each of the stock run's steps, and after the last."""
+    if cfg_lr_scheduler is None:
+        return [initial_lr]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=initial_lr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no step of this optimizer is ever taken
+        scheduler = config.instantiate(cfg_lr_scheduler, optimizer, num_training_steps=num_steps, last_epoch=-1)
+        rates = []
+        for _ in range(num_steps):
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            scheduler.step()
+    return [*rates, float(optimizer.param_groups[0]["lr"])]
+
+
+def rule_for(lr_scaling: str, recipe: Any) -> str:
+    """``lr_scaling`` with ``auto`` decided: linear for SGD, the square root for what divides by a gradient's size."""
+    if lr_scaling != "auto":
+        return lr_scaling
+    return "linear" if "sgd" in type(optimizers_of(recipe)[0]).__name__.lower() else "sqrt"
+
+
+def _copy(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep it on the device
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate

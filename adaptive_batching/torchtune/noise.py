@@ -1,0 +1,119 @@
+"""Measure the gradient noise scale of a recipe while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from adaptive_batching.noise_scale import GradientNorms, NoiseScale
+from adaptive_batching.torchtune.micro_batches import MicroBatch
+
+
+class NoiseMeter:
+    """Takes the norms of gradients in every few optimizer steps.
+
+    On one device, hooks see the gradient of each parameter before it is added to those of earlier micro-batches. Where
+    FSDP2 shards the model, a rank's gradient is the input of its reduce-scatters.
+
+    Args:
+        recipe: A recipe that has been set up.
+        every: Optimizer steps from one measurement to the next.
+    """
+
+    def __init__(self, recipe: Any, every: int) -> None:
+        self._recipe = recipe
+        self._every = every
+        steps = recipe.reference_steps_per_epoch
+        # 0.99 for each step, as is usual, and less where an epoch has so few steps that it would be over before
+        self.scale = NoiseScale(window=max(min(100, steps / 5) / every, 5))
+        self._measures = False
+        self._groups: list[tuple[torch.Tensor, float]] = []
+        self._norm_squared = 0.0
+
+    def start_step(self, step: int) -> None:
+        """An optimizer step begins, the ``step``-th of the run."""
+        self.forget()
+        self._measures = step % self._every == 0
+
+    def forget(self) -> None:
+        """The step is broken off: what runs instead is not cut at random."""
+        self._measures = False
+        self._groups = []
+
+    @property
+    def measures(self) -> bool:
+        """Whether the samples of this step are to be cut at random, not by length."""
+        return self._measures
+
+    def min_parts(self, num_batches: int) -> int:
+        """Into how many parts each of ``num_batches`` has to be cut, so that there are two groups to compare."""
+        return 2 if num_batches * self._recipe.num_replicas < 2 else 1
+
+    @contextlib.contextmanager
+    def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Inside, ``micro_batch`` runs forward and backward."""
+        if not self._measures or micro_batch.is_filler:
+            yield
+            return
+        if self._recipe.collectives is not None:
+            with self._recipe.collectives.squared_norms() as squares:
+                yield
+        else:
+            with _squared_norms(self._recipe._model) as squares:
+                yield
+        weight = micro_batch.weight
+        if weight is None:
+            ignored = self._recipe._loss_fn.ignore_index
+            weight = float(sum(label != ignored for sample in micro_batch.samples for label in sample["labels"]))
+        if squares and weight > 0:
+            self._groups.append((torch.stack(squares).sum(), weight))
+
+    def see_gradient(self) -> None:
+        """The step's mean gradient is complete, and not clipped yet."""
+        if not self._measures:
+            return
+        grads = [p.grad for p in self._recipe._model.parameters() if p.grad is not None]
+        squares = [_square(grad.to_local() if isinstance(grad, DTensor) else grad) for grad in grads]
+        self._norm_squared = float(torch.stack(squares).sum())
+
+    def step_done(self, num_samples: int) -> GradientNorms | None:
+        """The optimizer step is done, on ``num_samples`` samples of all devices; returns what was measured in it."""
+        if not self._measures:
+            return None
+        here = (
+            len(self._groups),
+            sum(float(square) / weight for square, weight in self._groups),
+            sum(weight for _, weight in self._groups),
+            self._norm_squared if self._recipe.collectives is not None or self._recipe.ranks.is_first else 0.0,
+        )
+        groups, small, tokens, big = map(sum, zip(*self._recipe.ranks.gather(here), strict=True))
+        self.forget()
+        if groups < 2:
+            return None
+        norms = GradientNorms(int(groups), small / tokens, big, tokens, num_samples)
+        self.scale.add(norms)
+        return norms
+
+
+@contextlib.contextmanager
+def _squared_norms(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Of the gradients that backward gives the parameters inside; there is one for each."""
+    squares: list[torch.Tensor] = []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks: list[Any] = []
+    for parameter in trained:
+        hooks.append(parameter.register_hook(lambda grad: squares.append(_square(grad))))  # type: ignore[no-untyped-call]
+    try:
+        yield squares
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float32)
+    return norm**2

@@ -1,0 +1,67 @@
+"""Data whose gradient covariance per target token is known: every sample has one target, so targets are independent."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from adaptive_batching.noise_scale import GradientNorms
+from adaptive_batching.torchtune.gradients import forward_backward
+
+# Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.
+NOISE = [
+    "batch_increase_function._component_=adaptive_batching.growth.constant",
+    "~batch_increase_function.every",
+    "adaptive_batching.noise_scale_every=1",
+    "adaptive_batching.max_batch_size=5",
+    "optimizer._component_=torch.optim.SGD",
+    "optimizer.lr=0.0",  # the gradient stays that of the first weights
+    "gradient_accumulation_steps=2",
+    "epochs=1",
+]
+
+
+class OneTarget(Dataset[dict[str, Any]]):
+    """Random tokens, some far more frequent than others, so that the mean gradient is no noise."""
+
+    def __init__(self, tokenizer: Any = None, samples: int = 600) -> None:
+        chance = random.Random(0)
+        self._samples = []
+        for _ in range(samples):
+            tokens = [min(int(chance.expovariate(0.2)), 699) for _ in range(chance.randint(6, 20))]
+            target = chance.randrange(1, len(tokens))
+            labels = [token if i == target else -100 for i, token in enumerate(tokens)]
+            self._samples.append({"tokens": tokens, "labels": labels, "mask": [False] * len(tokens)})
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._samples[index])
+
+
+def truth(recipe: Any) -> tuple[float, float]:
+    """Trace of the covariance of a target's gradient, and the squared norm of their mean, over all of the data.
+
+    Steps draw without replacement, so that the mean over all of them falls short of its square by the variance of the
+    mean itself.
+    """
+    mean, squares, count = torch.zeros(()), 0.0, len(recipe._dataloader.dataset)
+    trained = [p for p in recipe._model.parameters() if p.requires_grad]
+    for i in range(count):
+        forward_backward(recipe, recipe._dataloader.collate([recipe._dataloader.dataset[i]]))
+        gradient = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
+        mean = mean + gradient / count
+        squares += float(gradient @ gradient)
+        recipe._optimizer.zero_grad()
+    norm_squared = float(mean @ mean)
+    variance = (squares - count * norm_squared) / (count - 1)
+    return variance, norm_squared - variance / count
+
+
+def mean_of(norms: list[GradientNorms]) -> tuple[float, float]:
+    """What was measured, on average: variance and squared norm."""
+    return sum(n.variance for n in norms) / len(norms), sum(n.norm_squared for n in norms) / len(norms)

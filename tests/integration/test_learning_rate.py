@@ -1,0 +1,95 @@
+"""The learning rate of growing batches, within real recipes, run through ``tune run``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from torch.optim import Optimizer, lr_scheduler
+
+from tests.conftest import Run, TuneRun
+
+GROW = [
+    "batch_increase_function._component_=adaptive_batching.growth.step",
+    "batch_increase_function.every=0.5",
+    "adaptive_batching.increase_every=0.5",
+    "adaptive_batching.max_batch_size=16",
+    "dataset.split=train[:64]",
+    "epochs=3",
+]
+
+
+def linear(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
+
+
+def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 20), last_epoch)
+
+
+def stepwise(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
+    """It computes a rate from the last one, as many do."""
+    return lr_scheduler.StepLR(optimizer, num_training_steps // 7, gamma=0.5, last_epoch=last_epoch)
+
+
+def annealed(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
+    return lr_scheduler.CosineAnnealingLR(optimizer, num_training_steps, last_epoch=last_epoch)
+
+
+def by_samples(run: Run) -> dict[int, float]:
+    """The rate after so many samples."""
+    seen, rates = 0, {}
+    for step in run.metrics:
+        seen += int(step.get("global_batch_size", 4))
+        rates[seen] = step["lr"]
+    return rates
+
+
+COSINE = {
+    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "num_warmup_steps": 5,
+}
+SCHEDULES: dict[str, dict[str, Any] | None] = {
+    "cosine": COSINE,
+    **{
+        name: {"_component_": f"tests.integration.test_learning_rate.{name}"}
+        for name in ("linear", "constant_with_warmup", "stepwise", "annealed")
+    },
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rate_depends_on_the_samples_seen_alone_and_scaling_multiplies_it(name: str, tune_run: TuneRun) -> None:
+    schedule = {"lr_scheduler": SCHEDULES[name]}
+    stock = by_samples(tune_run("full", *GROW[-2:], name="stock", replaced=schedule, stock=True))
+    grown = tune_run("full", *GROW, name="grown", replaced=schedule)
+    rates = by_samples(grown)
+    sizes = [step["global_batch_size"] for step in grown.metrics]
+    assert sizes == [4] * 8 + [8] * 4 + [16] * 8
+    assert rates == {seen: stock[seen] for seen in rates}
+
+    scaling = ["adaptive_batching.lr_scaling=linear", "adaptive_batching.max_lr_scale=3"]
+    scaled = by_samples(tune_run("full", *GROW, *scaling, name="scaled", replaced=schedule))
+    expected = {seen: rate * min(size / 4, 3) for (seen, rate), size in zip(rates.items(), sizes, strict=True)}
+    assert scaled == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("optimizer", "scale"), [("torch.optim.SGD", 4), ("torch.optim.AdamW", 2)])
+def test_auto_scales_as_the_optimizer_needs(optimizer: str, scale: int, tune_run: TuneRun) -> None:
+    common = ["dataset.split=train[:64]", "epochs=1", f"optimizer._component_={optimizer}", "optimizer.lr=0.01"]
+    maximum = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16"]
+    maximum += ["adaptive_batching.memory_limit=8GiB", "adaptive_batching.lr_scaling=auto"]
+    plain = by_samples(tune_run("full", *common, name="plain"))
+    scaled = by_samples(tune_run("full", *common, *maximum, name="scaled"))
+    assert scaled == pytest.approx({seen: scale * plain[seen] for seen in (16, 32, 48, 64)}, rel=1e-12)
+
+
+def test_scaling_reaches_optimizers_in_the_backward_pass(tune_run: TuneRun) -> None:
+    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
+    grown = by_samples(tune_run("full", *GROW, *in_backward, name="grown"))
+    scaled = tune_run("full", *GROW, *in_backward, "adaptive_batching.lr_scaling=sqrt", name="scaled")
+    sizes = [step["global_batch_size"] for step in scaled.metrics]
+    expected = {seen: rate * math.sqrt(size / 4) for (seen, rate), size in zip(grown.items(), sizes, strict=True)}
+    assert by_samples(scaled) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,96 @@
+"""The gradient noise scale, measured within real recipes run through ``tune run``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptive_batching.growth import GrowthState
+from adaptive_batching.noise_scale import GradientNorms, NoiseScale
+from adaptive_batching.torchtune.loop import TrainingLoop
+from tests.conftest import TuneRun
+from tests.integration.faults import plan
+from tests.integration.one_target import NOISE, mean_of, truth
+from tests.integration.test_probe import events
+
+DATA = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
+
+
+def never(epoch: float, current_batch_size: int, state: GrowthState) -> int:
+    return 0
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[GradientNorms]:
+    norms: list[GradientNorms] = []
+    add = NoiseScale.add
+    monkeypatch.setattr(NoiseScale, "add", lambda self, each: (norms.append(each), add(self, each))[1])
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("full", ["micro_batch_size=3"]),
+        ("full", []),
+        ("full", ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB"]),
+        ("full", ["micro_batch_size=3", "enable_activation_checkpointing=True"]),
+        ("lora", ["micro_batch_size=3"]),
+    ],
+    ids=["parts of three and two", "batches of an accumulation", "by length", "checkpointing", "lora"],
+)
+def test_the_estimate_is_right_on_average(
+    kind: str, how: list[str], tune_run: TuneRun, measured: list[GradientNorms], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truths: list[tuple[float, float]] = []
+    run = TrainingLoop.run
+
+    def run_after_asking(self: TrainingLoop) -> None:
+        truths.append(truth(self._recipe))
+        run(self)
+
+    monkeypatch.setattr(TrainingLoop, "run", run_after_asking)
+    model = [] if kind == "full" else ["model._component_=tests.integration.faults.lora_model"]
+    finished = tune_run(kind, *NOISE, *how, *model, "batch_size=5", replaced=DATA)
+    assert len(measured) == 60
+    assert {n.groups for n in measured} == ({4} if "micro_batch_size=3" in how else {2})
+    assert mean_of(measured) == pytest.approx(truths[0], rel=0.05)
+    assert "gradient_noise_scale" in finished.metrics[-1]
+    assert "gradient_noise_scale" not in finished.metrics[0], "not known yet"
+    assert len(events(finished, "noise")) == 60
+
+
+def test_measuring_changes_no_gradient(tune_run: TuneRun) -> None:
+    common = ["batch_size=6", "epochs=1", "dataset.split=train[:120]", "adaptive_batching.max_batch_size=6"]
+    function = {"batch_increase_function": "tests.integration.test_noise_scale.never"}
+    plain = tune_run("full", *common, replaced=function, name="plain")
+    noisy = tune_run("full", *common, "adaptive_batching.noise_scale_every=2", replaced=function, name="noisy")
+    assert [step["loss"] for step in noisy.metrics] == pytest.approx([step["loss"] for step in plain.metrics], rel=1e-4)
+    assert [event["step"] for event in events(noisy, "noise")] == list(range(1, 21, 2))
+
+
+def test_a_step_that_runs_out_of_memory_is_not_measured(tune_run: TuneRun) -> None:
+    plan.update(where="backward", call=3, times=1)
+    run = tune_run(
+        "full", "model._component_=tests.integration.faults.full_model", "epochs=1", "adaptive_batching.max_batch_size=4",
+        "adaptive_batching.noise_scale_every=1",
+        replaced={"batch_increase_function": "tests.integration.test_noise_scale.never"},
+    )  # fmt: skip
+    steps = [event["step"] for event in events(run, "noise")]
+    assert run.metrics[-1]["out_of_memory_recoveries"] == 1
+    assert 2 not in steps and steps[0] == 1, "what runs instead is sorted by length"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "optimizer_in_bwd=True: a step has one gradient"),
+        ({"batch_increase_function": "tests.integration.test_noise_scale.never"}, "noise_scale_every"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], message: str, tune_run: TuneRun) -> None:
+    function = {"batch_increase_function": {"_component_": "adaptive_batching.growth.norm_test"}, **settings}
+    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null", "adaptive_batching.max_batch_size=8"]
+    with pytest.raises(SystemExit, match=message):
+        tune_run("full", *in_backward, "adaptive_batching.noise_scale_every=3", replaced=function)

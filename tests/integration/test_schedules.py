@@ -1,0 +1,96 @@
+"""Every increase function of the package, within a real recipe run through ``tune run``: planned, run and resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptive_batching.torchtune.data import Sample, index_of
+from adaptive_batching.torchtune.growth import Growth
+from adaptive_batching.torchtune.loop import TrainingLoop
+from tests.conftest import TuneRun, assert_same_weights
+from tests.integration.test_learning_rate import SCHEDULES
+from tests.integration.test_probe import events
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "fixed_increase": {"increase": 2},
+    "step": {"every": 0.5},
+    "multistep": {"milestones": [0.5, 2]},
+    "staged": {"stages": {0: 4, 1: 6, 2.5: 8}},
+    "linear": {},
+    "polynomial": {"end": 20, "ramp_epochs": 2, "power": 2},
+    "cosine": {},
+    "late_switch": {"fraction": 0.7},
+    "replace_lr_decay": {},
+    "on_plateau": {"patience": 1, "min_delta": 0.1},
+    "gradient_noise_scale": {},
+    "norm_test": {"eta": 0.7},
+    "goodput": {},
+}
+COMMON = [
+    "adaptive_batching.increase_every=0.5",
+    "adaptive_batching.lr_scaling=sqrt",
+    "adaptive_batching.max_batch_size=16",
+    "dataset.split=train[:120]",
+    "epochs=3",
+]
+REPLACED = {"lr_scheduler": SCHEDULES["stepwise"]}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_resumed_run_equals_the_uninterrupted_one(
+    name: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Timings would differ between two runs; what a step takes is given here.
+    monkeypatch.setattr(Growth, "_seconds_per_step", lambda self, interval: lambda batch_size: 10 + batch_size)
+    function = {"_component_": f"adaptive_batching.growth.{name}", **FUNCTIONS[name]}
+    replaced = {**REPLACED, "batch_increase_function": function}
+    common = [*COMMON, "adaptive_batching.noise_scale_every=2"] if name == "goodput" else COMMON
+    whole = tune_run("full", *common, replaced=replaced, name="whole")
+
+    run_epoch = TrainingLoop._run_epoch
+
+    def interrupted(self: TrainingLoop, epoch: int) -> None:
+        if epoch == 1:
+            raise RuntimeError("the power went out")
+        run_epoch(self, epoch)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the power went out"):
+        patch.setattr(TrainingLoop, "_run_epoch", interrupted)
+        tune_run("full", *common, replaced=replaced, name="part")
+    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
+    part = tune_run("full", *common, "resume_from_checkpoint=True", files, replaced=replaced, name="part")
+
+    assert part.metrics == whole.metrics
+    assert_same_weights(part.weights(2), whole.weights(2))
+    sizes = [step["batch_size"] for step in whole.metrics]
+    if name != "constant":
+        assert sizes[-1] > 4, "the batch has grown"
+    plan = events(whole, "plan")[0]
+    if plan["decided"]:
+        for epoch in plan["epochs"]:
+            steps = [step for step in events(whole, "step") if step["epoch"] == epoch["epoch"]]
+            assert len(steps) == epoch["steps"]
+            assert sum(step["samples"] for step in steps) == epoch["samples"] == 120 - epoch["dropped_samples"]
+            assert steps[-1]["lr"] == pytest.approx(epoch["last_lr"])
+    else:
+        assert name in ("on_plateau", "gradient_noise_scale", "norm_test", "goodput")
+
+
+def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int | None] = []
+    run_batch = TrainingLoop._run_batch
+
+    def noted(self: TrainingLoop, batch: list[Sample], *, ends_window: bool) -> None:
+        seen.extend(index_of(sample) for sample in batch)
+        run_batch(self, batch, ends_window=ends_window)
+
+    monkeypatch.setattr(TrainingLoop, "_run_batch", noted)
+    function = {"batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": 0.5}}
+    every = "adaptive_batching.increase_every=0.25"
+    run = tune_run("full", *COMMON[1:3], every, "dataset.split=train[:112]", "epochs=2", replaced=function)
+    assert [step["batch_size"] for step in run.metrics] == [4] * 14 + [8] * 7 + [16] * 7
+    assert [(change["epoch"], change["batch_size"]) for change in events(run, "change")] == [(0.5, 8)]
+    assert sorted(seen[:112]) == sorted(seen[112:]) == list(range(112))
