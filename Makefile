@@ -29,6 +29,7 @@ bench: $(VENV)/.bench  ## Run every benchmark; results go to benchmarks/results
 	$(BIN)/python benchmarks/epoch_time.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/distributed_overhead.py
+	$(BIN)/python benchmarks/growth_quality.py
 
 clean:  ## Remove the environment and what the quickstart made
 	rm -rf $(VENV) data/quickstart outputs/quickstart

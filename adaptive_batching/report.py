@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ class Report:
         lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
         starts = sorted([*events["epoch"], *events["change"]], key=lambda event: float(event["epoch"]))
-        for start, end in zip(starts, [*starts[1:], {"step": math.inf}], strict=True):
+        for start, end in pairwise([*starts, {"step": math.inf}]):
             steps = [step for step in events["step"] if start["step"] < step["step"] <= end["step"]]
             samples = sum(step["samples"] for step in steps)
             loss = sum(s["loss"] * s["samples"] for s in steps) / max(samples, 1)

@@ -60,6 +60,12 @@ def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) ->
     assert not (tmp_path / "report.jsonl").exists(), "a new run starts a new record"
 
 
+def test_a_run_that_had_nothing_to_do_has_a_table(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.maximum(16, "max_batch_size=16")
+    assert report.table()[-1].endswith("report.jsonl")
+
+
 def test_every_line_of_the_record_is_json(tmp_path: Path) -> None:
     report = Report(tmp_path)
     report.maximum(16, "max_batch_size=16")

@@ -25,15 +25,15 @@ NOISE = [
 
 
 class OneTarget(Dataset[dict[str, Any]]):
-    """Random tokens, some far more frequent than others, so that the mean gradient is no noise."""
+    """Random tokens with targets of which some are far more frequent, so that their mean gradient is no noise."""
 
-    def __init__(self, tokenizer: Any = None, samples: int = 600) -> None:
+    def __init__(self, tokenizer: Any = None, samples: int = 600, **ignored: Any) -> None:
         chance = random.Random(0)
         self._samples = []
         for _ in range(samples):
             tokens = [min(int(chance.expovariate(0.2)), 699) for _ in range(chance.randint(6, 20))]
-            target = chance.randrange(1, len(tokens))
-            labels = [token if i == target else -100 for i, token in enumerate(tokens)]
+            labels = [-100] * len(tokens)
+            labels[chance.randrange(1, len(tokens))] = int(chance.expovariate(1))
             self._samples.append({"tokens": tokens, "labels": labels, "mask": [False] * len(tokens)})
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from adaptive_batching.growth import GrowthState
 from adaptive_batching.noise_scale import GradientNorms, NoiseScale
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun
-from tests.integration.faults import plan
+from tests.integration.faults import disarm, plan
 from tests.integration.one_target import NOISE, mean_of, truth
 from tests.integration.test_probe import events
 
@@ -51,8 +51,7 @@ def test_the_estimate_is_right_on_average(
         run(self)
 
     monkeypatch.setattr(TrainingLoop, "run", run_after_asking)
-    model = [] if kind == "full" else ["model._component_=tests.integration.faults.lora_model"]
-    finished = tune_run(kind, *NOISE, *how, *model, "batch_size=5", replaced=DATA)
+    finished = tune_run(kind, *NOISE, *how, "batch_size=5", replaced=DATA)
     assert len(measured) == 60
     assert {n.groups for n in measured} == ({4} if "micro_batch_size=3" in how else {2})
     assert mean_of(measured) == pytest.approx(truths[0], rel=0.05)
@@ -71,22 +70,21 @@ def test_measuring_changes_no_gradient(tune_run: TuneRun) -> None:
 
 
 def test_a_step_that_runs_out_of_memory_is_not_measured(tune_run: TuneRun) -> None:
-    plan.update(where="backward", call=3, times=1)
-    run = tune_run(
-        "full", "model._component_=tests.integration.faults.full_model", "epochs=1", "adaptive_batching.max_batch_size=4",
-        "adaptive_batching.noise_scale_every=1",
-        replaced={"batch_increase_function": "tests.integration.test_noise_scale.never"},
-    )  # fmt: skip
+    plan.update(where="backward", layer=0, calls=0, call=5, times=1)  # two forwards in a step
+    settings = ["adaptive_batching.max_batch_size=4", "adaptive_batching.noise_scale_every=1", "epochs=1"]
+    function = {"batch_increase_function": "tests.integration.test_noise_scale.never"}
+    run = tune_run("full", "model._component_=tests.integration.faults.full_model", *settings, replaced=function)
+    disarm()
     steps = [event["step"] for event in events(run, "noise")]
     assert run.metrics[-1]["out_of_memory_recoveries"] == 1
-    assert 2 not in steps and steps[0] == 1, "what runs instead is sorted by length"
+    assert steps[:4] == [1, 2, 4, 5], "what runs instead of the third is sorted by length"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "optimizer_in_bwd=True: a step has one gradient"),
-        ({"batch_increase_function": "tests.integration.test_noise_scale.never"}, "noise_scale_every"),
+        ({"batch_increase_function": "tests.integration.test_noise_scale.never"}, "which .*never needs"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], message: str, tune_run: TuneRun) -> None:

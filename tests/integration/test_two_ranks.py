@@ -13,7 +13,9 @@ import pytest
 import torch
 from torchtune.modules.peft import LoRALinear
 
+from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
+from tests.integration.one_target import NOISE, truth
 from tests.integration.test_probe import events, without_sizes
 from tests.integration.test_real_limit import TAME_MALLOC
 from tests.integration.two_ranks import SGD, same_everywhere
@@ -103,6 +105,24 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
     assert re.search(r"out of memory with a single sample, or pack, of \d+ tokens: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
+
+
+@KINDS
+def test_the_noise_scale_is_right_on_two_ranks(
+    kind: str, finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truths = []
+
+    def ask(self: TrainingLoop) -> None:
+        truths.append(truth(self._recipe))
+
+    monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
+    monkeypatch.setattr(TrainingLoop, "run", ask)
+    tune_run(kind, *NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget")
+    measured = events(finished(f"{kind}_noise"), "noise")
+    assert [event["groups"] for event in measured] == [8] * 30
+    mean = [sum(event[key] for event in measured) / 30 for key in ("variance", "norm_squared")]
+    assert mean == pytest.approx(list(truths[0]), rel=0.05)
 
 
 def test_where_recovery_is_off_the_run_ends_and_says_what_to_set(launched: tuple[Path, str]) -> None:

@@ -32,6 +32,7 @@ from adaptive_batching.memory import CpuMeter, _status
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.faults import disarm, plan
+from tests.integration.one_target import NOISE
 
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
@@ -165,6 +166,8 @@ def runs(run: Runner) -> None:
                 name = f"{kind}_{where}_{''.join(map(str, on))}"
                 run(kind, name, *common, where=where, on=on, layer=RANK if len(on) == 2 else 1, call=4)
         run(kind, f"{kind}_first", *common, where="backward", on=[1], layer=1, call=2)
+        run(kind, f"{kind}_noise", *NOISE, "micro_batch_size=3", "batch_size=5",
+            "dataset._component_=tests.integration.one_target.OneTarget")  # fmt: skip
         run(kind, f"{kind}_twice", *common, where="forward", on=[0], layer=1, call=3, times=2)
     common_of_full = [*SGD, model("full"), accumulate]
     checkpointing = [*SGD, model("full"), "enable_activation_checkpointing=True"]

@@ -1,0 +1,285 @@
+"""Does growing the batch help? Wall time and optimizer steps to the same held-out loss, for each increase function.
+
+    pip install -e .
+    python benchmarks/growth_quality.py              # about 20 minutes on 2 cores
+    python benchmarks/growth_quality.py --device cuda --samples 4000
+
+Fine-tunes the quickstart's model for a few epochs. Every way sees the same samples in the same order, from the same
+weights; a seed gives another order. The loss on held-out samples is taken every quarter of an epoch, off the clock, as
+is everything before the first step. Three controls keep their batch:
+
+- the configured one, as stock trains it;
+- the maximum, with the learning rate times the square root of what the batch gained;
+- the maximum by accumulation, as stock would do it, with the learning rate as configured.
+
+The configured learning rate is the best of three for the first control, so that no way wins by a rate that was too low.
+All others scale it by ``lr_scaling: auto`` and run with ``micro_batch_size: auto``, as does the second control.
+
+The *target* is the highest final loss of the three controls, so that each of them reaches it; where between two
+evaluations it was reached is interpolated. The best control is the one that reaches it first, in seconds or in steps.
+A way that does not reach the target says so. The noise scale's overhead is measured apart, step by step: two recipes
+take turns, of which one measures it every fifth step.
+
+The last line printed is a JSON object: the increase function with the least seconds to the target, its seconds and
+steps over those of the best control (medians over seeds of paired ratios), and the overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import write_report
+from omegaconf import OmegaConf
+from overhead import TakingTurns, run_all
+from torchtune import config
+
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from adaptive_batching.torchtune.quickstart import build
+
+ROOT = Path(__file__).parent.parent
+BATCH_SIZE, MAXIMUM, EPOCHS = 4, 32, 3
+WARM_UP_SAMPLES = 96
+EVALUATIONS_PER_EPOCH = 4
+LEARNING_RATES = (5e-4, 1e-3, 2e-3)
+CONFIGURED, LARGEST, ACCUMULATED = "constant, configured", "constant, maximum, sqrt LR", "constant, accumulated"
+AUTO = {"micro_batch_size": "auto"}
+CONTROLS: dict[str, dict[str, Any]] = {
+    CONFIGURED: {},
+    LARGEST: {**AUTO, "use_maximum_batch_size": True},
+    ACCUMULATED: {
+        "gradient_accumulation_steps": MAXIMUM // BATCH_SIZE,
+        "lr_scheduler.num_warmup_steps": WARM_UP_SAMPLES // MAXIMUM,
+    },
+}
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "step": {"every": 0.75},
+    "multistep": {"milestones": [1, 2], "gamma": 2.83},
+    "staged": {"stages": {0: 4, 0.5: 8, 1: 16, 2: 32}},
+    "linear": {},
+    "polynomial": {"power": 2},
+    "cosine": {},
+    "late_switch": {"fraction": 0.5},
+    "replace_lr_decay": {},
+    "on_plateau": {"patience": 1, "min_delta": 0.02},
+    "gradient_noise_scale": {},
+    "norm_test": {},
+    "goodput": {},
+}
+stock = load_stock("full_finetune_single_device")
+
+
+class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
+    """Our recipe, with a clock that stops while the held-out loss is taken, and no checkpoints."""
+
+    def watch(self, held_out: Any, every: int) -> None:
+        """Take the loss on ``held_out`` after each ``every`` samples."""
+        self._held_out, self._every, self._next = held_out, every, every
+        self._samples = self._steps = 0
+        self._off_clock = 0.0
+        self.curve: list[tuple[float, int, float]] = [(0.0, 0, self._loss())]
+        self._start = time.perf_counter()
+
+    def record_step(self, *args: Any, **kwargs: Any) -> None:
+        super().record_step(*args, **kwargs)
+        self._steps += 1
+        self._samples += self.global_batch_size
+        if self._samples >= self._next:
+            self._next += self._every
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Add a point to the curve: seconds, steps, loss."""
+        now = time.perf_counter()
+        self.curve.append((now - self._start - self._off_clock, self._steps, self._loss()))
+        self._off_clock += time.perf_counter() - now
+
+    def save_checkpoint(self, epoch: int) -> None:
+        pass
+
+    def _loss(self) -> float:
+        total = count = 0.0
+        with torch.no_grad():
+            for start in range(0, len(self._held_out), BATCH_SIZE):
+                samples = [self._held_out[i] for i in range(start, min(start + BATCH_SIZE, len(self._held_out)))]
+                batch = {key: value.to(self._device) for key, value in self._dataloader.collate(samples).items()}
+                targets = int((batch["labels"][:, 1:] != self._loss_fn.ignore_index).sum())
+                total += float(self._loss_step(batch)) * targets
+                count += targets
+        return total / count
+
+
+def recipe_for(changes: dict[str, Any], inputs: Path, device: str, samples: int, directory: Path) -> Measured:
+    """A recipe that has been set up; its probe is looked up where one has been."""
+    cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+    section = {
+        "max_batch_size": MAXIMUM, "lr_scaling": "auto", "increase_every": 0.25,
+        "report_dir": str(directory / "report"), **changes.pop("adaptive_batching", {}),
+    }  # fmt: skip
+    changes = {
+        "data_dir": str(inputs), "output_dir": str(directory / "run"), "device": device, "seed": 0, "epochs": EPOCHS,
+        "batch_size": BATCH_SIZE, "use_maximum_batch_size": False, "batch_increase_function": None,
+        "adaptive_batching": section, "dataset.split": f"train[:{samples}]",
+        "lr_scheduler.num_warmup_steps": WARM_UP_SAMPLES // BATCH_SIZE, **changes,
+    }  # fmt: skip
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, merge=False)
+    recipe = Measured(cfg)
+    recipe.setup(cfg)
+    return recipe
+
+
+def train(changes: dict[str, Any], inputs: Path, device: str, samples: int, directory: Path) -> list[Any]:
+    """The curve of a run: seconds, optimizer steps and held-out loss, from the first weights to the last."""
+    with quiet():
+        recipe = recipe_for(dict(changes), inputs, device, samples, directory)
+        cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+        cfg.data_dir = str(inputs)
+        cfg.dataset.split = f"train[{samples}:{samples + samples // 5}]"
+        held_out = config.instantiate(cfg.dataset, recipe._tokenizer)
+        recipe.watch(held_out, samples // EVALUATIONS_PER_EPOCH)
+        recipe.train()
+        recipe.evaluate()
+        recipe.cleanup()
+    return recipe.curve
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torchtune's log of configs and its progress bars."""
+    logging.disable(logging.INFO)
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
+        yield
+
+
+def reached(curve: list[Any], target: float) -> tuple[float, float] | None:
+    """Seconds and steps to the target, or None."""
+    for before, after in pairwise(curve):
+        if after[2] <= target:
+            part = (before[2] - target) / (before[2] - after[2]) if before[2] > after[2] else 1.0
+            part = min(max(part, 0.0), 1.0)
+            return tuple(a + part * (b - a) for a, b in zip(before[:2], after[:2], strict=True))  # type: ignore[return-value]
+    return None
+
+
+def noise_overhead(inputs: Path, device: str, samples: int, directory: Path) -> float:
+    """Seconds of training with the noise scale measured, over seconds without."""
+    turns = TakingTurns(first=0)
+    threads = []
+    with quiet():
+        for number, every in enumerate((None, 5)):
+            changes = {
+                **AUTO, "batch_size": MAXIMUM,
+                "batch_increase_function": {"_component_": "adaptive_batching.growth.constant"},
+                "adaptive_batching": {"noise_scale_every": every},
+            }  # fmt: skip
+            recipe = recipe_for(changes, inputs, device, samples, directory / str(number))
+            recipe.record_step = lambda epoch, loss, lr, recoveries, number=number: turns.step_done(number, loss)  # type: ignore[method-assign]
+            threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
+        run_all(threads)
+    plain, measured = (sum(seconds[5:]) for seconds in turns.seconds)  # a whole number of fives: the first is warm-up
+    return measured / plain
+
+
+def evaluate(curves: dict[str, list[list[Any]]]) -> tuple[list[str], dict[str, Any]]:
+    """A Markdown table, and the ratios of the best schedule."""
+    seeds = range(len(curves[CONFIGURED]))
+    targets = [max(curves[control][seed][-1][2] for control in CONTROLS) for seed in seeds]
+    found = {way: [reached(curves[way][seed], targets[seed]) for seed in seeds] for way in curves}
+
+    def ratio(way: str, what: int) -> float | None:
+        ratios = []
+        for seed in seeds:
+            mine = found[way][seed]
+            if mine is None:
+                return None
+            best = min(control[what] for name in CONTROLS if (control := found[name][seed]) is not None)
+            ratios.append(mine[what] / best)
+        return statistics.median(ratios)
+
+    rows = [
+        f"Target: held-out loss {statistics.median(targets):.3f}",
+        "",
+        "| way | seconds to target, of best control's | steps, likewise | final loss | steps | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way, runs in curves.items():
+        shown = ["not reached" if (r := ratio(way, what)) is None else f"{r:.2f}" for what in (0, 1)]
+        last = [statistics.median(run[-1][i] for run in runs) for i in range(3)]
+        spread = max(run[-1][2] for run in runs) - min(run[-1][2] for run in runs)
+        rows.append(
+            f"| {way} | {shown[0]} | {shown[1]} | {last[2]:.3f} (range {spread:.3f}) | {last[1]:.0f} | {last[0]:.0f} |"
+        )
+    by_time = {way: r for way in FUNCTIONS if (r := ratio(way, 0)) is not None}
+    best = min(by_time, key=lambda way: by_time[way])
+    return rows, {
+        "best_schedule": best,
+        "wall_time_vs_best_control": round(by_time[best], 3),
+        "steps_vs_best_control": round(ratio(best, 1) or 0.0, 3),
+    }
+
+
+def main() -> None:
+    """Train in every way, with every seed in turn, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--samples", type=int, default=480)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/growth_quality_<device>.md")
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        inputs = directory / "inputs"
+        build(inputs)
+
+        def run(changes: dict[str, Any]) -> list[Any]:
+            return train(changes, inputs, args.device, args.samples, directory)
+
+        by_rate = {rate: run({"optimizer.lr": rate})[-1][2] for rate in LEARNING_RATES}
+        rate = min(by_rate, key=lambda rate: by_rate[rate])
+        print(f"final loss of {CONFIGURED} by learning rate: {by_rate}", flush=True)
+        ways = dict(CONTROLS)
+        for function, arguments in FUNCTIONS.items():
+            component = {"_component_": f"adaptive_batching.growth.{function}", **arguments}
+            ways[function] = {**AUTO, "batch_increase_function": component}
+        curves: dict[str, list[list[Any]]] = {way: [] for way in ways}
+        for seed in range(args.seeds):
+            for way in [*ways][:: -1 if seed % 2 else 1]:
+                curves[way].append(run({"optimizer.lr": rate, "seed": seed, **ways[way]}))
+                seconds, steps, loss = curves[way][-1][-1]
+                print(f"seed {seed}, {way}: {seconds:.1f} s, {steps} steps, loss {loss:.4f}", flush=True)
+        overhead = noise_overhead(inputs, args.device, args.samples, directory)
+    rows, figures = evaluate(curves)
+    rates = ", ".join(f"{loss:.3f} with {rate:g}" for rate, loss in by_rate.items())
+    write_report(
+        "Growing the batch: time and steps to the same held-out loss",
+        device=args.device,
+        facts=[
+            f"{args.samples} samples, {EPOCHS} epochs, batch {BATCH_SIZE} to at most {MAXIMUM}, decided every quarter "
+            f"of an epoch; medians of {args.seeds} seeds; {args.samples // 5} held-out samples",
+            f"learning rate {rate:g}: the final losses of {CONFIGURED} were {rates}",
+        ],
+        rows=rows,
+        figures={**figures, "noise_scale_overhead": round(overhead, 3)},
+        output=args.output,
+    )
+
+
+if __name__ == "__main__":
+    main()
