@@ -4,9 +4,10 @@ Nothing here needs torchtune; :mod:`adaptive_batching.torchtune` is what its rec
 """
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+from adaptive_batching.controller import BatchController
 from adaptive_batching.growth import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory, memory_meter
-from adaptive_batching.plan import BatchController
+from adaptive_batching.plan import Course, RunShape
 from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
 from adaptive_batching.result import ProbeResult
 from adaptive_batching.trial import TrainingStep
@@ -17,11 +18,13 @@ __all__ = [
     "AdaptiveBatchingConfig",
     "BatchController",
     "ConfigError",
+    "Course",
     "DoesNotFitError",
     "GrowthState",
     "IncreaseFunction",
     "IncreaseFunctionError",
     "ProbeResult",
+    "RunShape",
     "TrainingStep",
     "find_maximum_batch_size",
     "is_out_of_memory",

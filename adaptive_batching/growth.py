@@ -73,6 +73,9 @@ class GrowthState:
     noise_scale: float | None = None
     """Gradient noise scale in samples, smoothed; None while it is not known, or not measured."""
 
+    history: tuple[tuple[float, int], ...] = ()
+    """Where ``batch_size`` changed, in epochs, and to what; the first size included."""
+
     seconds_per_step: Callable[[int], float] | None = None
     """What an optimizer step would take at a batch size, in seconds; None while it is not known."""
 
@@ -184,7 +187,7 @@ def replace_lr_decay(alpha: float = 2.0) -> IncreaseFunction:
     To be used with ``lr_scaling``, which takes the fall back. With ``linear`` the rate stays near its peak as long as
     the batch can grow: Smith et al. 2017 (arXiv:1711.00489), for SGD. With ``sqrt`` it falls by ``sqrt(alpha)`` where
     it would have fallen by ``alpha``: Seesaw 2025 (arXiv:2510.14717), for Adam. Between two decisions the schedule goes
-    on falling, where these papers have steps.
+    on falling, where these papers have steps; beyond ``max_lr_scale`` the fall is not taken back.
     """
     _require("alpha", alpha, above=1)
 
@@ -258,6 +261,9 @@ def goodput(gain: float = 1.05) -> IncreaseFunction:
     Of ``n`` samples in a global batch each contributes ``(noise_scale + n0) / (noise_scale + n)`` of what it does in
     the initial one, of ``n0``: Pollux (Qiao et al. 2021, arXiv:2008.12260) and AdaptDL. Candidates are the current size
     and its double.
+
+    What a step takes is fitted to forwards of different sizes. Where all have one size, as those of packed data can, it
+    is not known, and the batch does not grow.
 
     Args:
         gain: The batch grows only for that much more progress.

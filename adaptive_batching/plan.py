@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from adaptive_batching.growth import GrowthState, IncreaseFunction, IncreaseFunctionError, is_planned, takes_state
-
-log = logging.getLogger(__name__)
+from adaptive_batching.controller import BatchController, Decision
+from adaptive_batching.growth import GrowthState
 
 
 @dataclass(frozen=True)
@@ -57,130 +54,6 @@ class RunShape:
         return self.accumulation if self.kept_samples is None else self.kept_samples // batch_size
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A batch size, and why."""
-
-    epoch: float
-    """Where it is made, in epochs."""
-
-    previous: int
-    batch_size: int
-    reason: str
-    warning: str = ""
-    """Why it is not what was asked for, where the user should know."""
-
-
-class BatchController:
-    """Holds the current batch size and decides on the next.
-
-    Args:
-        batch_size: The size before the first decision of this run.
-        maximum: No size exceeds it; ``batch_size <= maximum``.
-        maximum_reason: Where the maximum comes from, for messages.
-        increase: The increase function; None keeps the size.
-        name: What messages call the increase function.
-        divides: Every size divides this number, the global batch where that is to stay; None: any size will do.
-        ask: Calls the function; on several ranks it lets one of them do so.
-    """
-
-    def __init__(
-        self,
-        batch_size: int,
-        maximum: int,
-        maximum_reason: str = "",
-        increase: IncreaseFunction | None = None,
-        name: str = "",
-        divides: int | None = None,
-        ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
-    ) -> None:
-        assert 1 <= batch_size <= maximum, (batch_size, maximum)
-        assert divides is None or divides % batch_size == 0, (batch_size, divides)
-        self.batch_size = batch_size
-        self.maximum = maximum
-        self.maximum_reason = maximum_reason
-        self.name = name
-        self._increase = increase
-        self._divides = divides
-        self._ask_one = ask
-        self._warned = False
-
-    @property
-    def decides_early(self) -> bool:
-        """Whether all decisions can be made before training."""
-        return self._increase is None or is_planned(self._increase)
-
-    def without_growth(self) -> BatchController:
-        """A copy that keeps its size."""
-        kept = copy.copy(self)
-        kept._increase = None
-        return kept
-
-    def decide(self, state: GrowthState, room: int | None = None) -> Decision:
-        """Ask the increase function and apply its answer where the sum stays within the maximum.
-
-        Args:
-            state: What is known of the run.
-            room: The largest size that the rest of the epoch has samples for; None: no matter.
-
-        Raises:
-            IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
-        """
-        previous = self.batch_size
-        increase = self._ask(state) if self._increase is not None else 0
-        wanted = previous + increase
-        note = ""
-        if self._divides is not None and self._divides % wanted:
-            note = f" (asked for {increase}: {wanted} does not divide the global batch {self._divides})"
-            wanted = largest_divisor(self._divides, at_most=wanted)
-        asked = f"{self.name} asked for {wanted}"
-
-        def keep(reason: str, warning: str) -> Decision:
-            return Decision(state.epoch, previous, previous, f"kept{reason}", warning)
-
-        if wanted == previous:
-            return keep(note, note.strip())
-        if wanted > self.maximum:
-            warning = f"{asked}, and the maximum is {self.maximum} ({self.maximum_reason})"
-            return keep(f": {wanted} would exceed {self.maximum}", warning)
-        if room is not None and wanted > room:
-            rest = f"the rest of the epoch has samples for {room}"
-            return keep(f": {rest}", f"{asked}, and {rest}")
-        self.batch_size = wanted
-        return Decision(state.epoch, previous, wanted, f"{self.name} added {wanted - previous}{note}")
-
-    def announce(self, decision: Decision) -> None:
-        """Log a decision that takes effect, and the first that gives less than was asked for."""
-        if decision.batch_size != decision.previous:
-            log.info(
-                "batch size %d -> %d at epoch %g (limit %d)",
-                decision.previous, decision.batch_size, decision.epoch, self.maximum,
-            )  # fmt: skip
-        elif decision.warning and not self._warned:
-            self._warned = True
-            log.warning("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.warning)
-
-    def _ask(self, state: GrowthState) -> int:
-        call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"
-        increase = self._increase
-        assert increase is not None
-        known = {"state": state} if takes_state(increase) else {}
-        try:
-            answer = self._ask_one(lambda: increase(state.epoch, self.batch_size, **known))
-        except Exception as error:
-            raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
-        remedy = "it must return how many samples to add, a whole number >= 0"
-        if isinstance(answer, bool):
-            raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy}")
-        try:
-            number = operator.index(answer)  # int and the integer types of numpy and torch, but no float
-        except TypeError:
-            raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy}") from None
-        if number < 0:
-            raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy} (a batch never shrinks)")
-        return number
-
-
 @dataclass
 class _Epoch:
     """How far an epoch is, in samples, optimizer steps and the schedule's steps."""
@@ -207,11 +80,14 @@ class _Epoch:
 
     def set_window(self, window: int) -> None:
         """Steps have another size from here on, until the next change or the epoch's end."""
-        # Where more samples are to come than the stock run's epoch had left, as after growth under max_steps, what is
+        # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
         # left of its share in the schedule is spread evenly over them.
-        left = self.shape.reference_steps * self.shape.reference_samples - self._exact
-        coming = max(self.steps_left(window) * window, 1)
-        self._rate = min(Fraction(1), max(left, Fraction(0)) / coming)
+        left = max(self.shape.reference_steps * self.shape.reference_samples - self._exact, Fraction(0))
+        rate = left / max(self.steps_left(window) * window, 1)
+        ends_early = self.shape.max_steps is not None and self.shape.samples - self.seen >= window * (
+            self.shape.max_steps - self.steps
+        )
+        self._rate = rate if ends_early else min(Fraction(1), rate)
 
     def advance(self, window: int) -> int:
         """An optimizer step was taken; returns how many steps the schedule takes with it."""
@@ -355,7 +231,7 @@ class Course:
         return self.steps_per_epoch - self._epoch.steps + rest
 
     def _trial(self) -> Course:
-        """A copy to go ahead with."""
+        """A copy to go ahead with; decisions that can be made early are made once, for both."""
         trial = copy.copy(self)
         trial.history = []
         if self.controller.decides_early:
@@ -407,6 +283,7 @@ class Course:
             samples_seen=self.samples_seen,
             steps=self.steps,
             lr_decay=self._rates[used] / peak if peak > 0 else 1.0,
+            history=tuple(self.history),
         )
         room = None
         if self._epoch.seen > 0 and self.shape.kept_samples is None:
@@ -425,8 +302,3 @@ def learning_rate_scale(rule: str, growth: float, at_most: float) -> float:
     """
     scales = {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}
     return min(scales[rule], at_most)
-
-
-def largest_divisor(number: int, *, at_most: int) -> int:
-    """The largest divisor of ``number`` that is no more than ``at_most``; both at least 1."""
-    return next(size for size in range(min(at_most, number), 0, -1) if number % size == 0)

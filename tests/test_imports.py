@@ -10,7 +10,18 @@ import pytest
 from tests.conftest import ROOT
 
 CORE = sorted((ROOT / "adaptive_batching").glob("*.py"))
-PURE = {"config", "growth", "microbatch", "noise_scale", "plan", "report", "result", "search", "throughput"}
+PURE = {
+    "config",
+    "controller",
+    "growth",
+    "microbatch",
+    "noise_scale",
+    "plan",
+    "report",
+    "result",
+    "search",
+    "throughput",
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptive_batching.controller import BatchController
 from adaptive_batching.growth import (
     GrowthState,
     IncreaseFunction,
@@ -18,7 +19,7 @@ from adaptive_batching.growth import (
     replace_lr_decay,
     step,
 )
-from adaptive_batching.plan import BatchController, Course, RunShape, learning_rate_scale
+from adaptive_batching.plan import Course, RunShape, learning_rate_scale
 from tests.test_growth import STATE
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adaptive_batching.memory import MemoryMeter
+from adaptive_batching.controller import BatchController, largest_divisor
+from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.throughput import Exploration, NothingRanError, explore
@@ -33,6 +35,33 @@ def candidate_sizes(batch_size: int, largest: int) -> list[int]:
         if size * MIN_RATIO <= chosen[-1]:
             chosen.append(size)
     return chosen[::-1]
+
+
+def settle_micro_batch_size(recipe: Any, controller: BatchController) -> None:
+    """Settle on a ``micro_batch_size``: that of the run that is resumed, or the fastest."""
+    assert recipe.report is not None and recipe.samples_per_forward is not None
+    chosen = recipe.stored.get("explored")
+    if isinstance(chosen, int) and chosen > recipe.samples_per_forward:
+        chosen = None  # the device is another than in the run that is resumed
+    if chosen is not None:
+        log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
+    else:
+        meter = memory_meter(recipe._device)
+        # A batch that grows is explored at the size that fills memory, as far as it can grow.
+        batch_size = max(controller.batch_size, min(controller.maximum, recipe.samples_per_forward))
+        accumulation = recipe._gradient_accumulation_steps
+        if recipe.settings.keep_global_batch:
+            samples = recipe.reference_batch_size * recipe.reference_accumulation
+            batch_size = largest_divisor(samples, at_most=batch_size)
+            accumulation = samples // batch_size
+        result = explore_micro_batches(recipe, batch_size, accumulation, meter)
+        chosen = result.recommended.candidate
+        path = recipe.report.directory / "explored.yaml"
+        recipe.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
+        recipe.report.exploration(result)
+        log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
+    recipe.explored = chosen
+    recipe.settings = replace(recipe.settings, micro_batch_size=chosen)
 
 
 def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter: MemoryMeter) -> Exploration:

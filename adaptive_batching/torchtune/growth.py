@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching.plan import Course, Decision
-from adaptive_batching.torchtune.learning_rate import LearningRate
+from omegaconf import DictConfig
+
+from adaptive_batching.controller import BatchController, Decision, largest_divisor
+from adaptive_batching.plan import Course, RunShape, learning_rate_scale
+from adaptive_batching.torchtune.learning_rate import LearningRate, rule_for
+from adaptive_batching.torchtune.maximum import find_maximum
 from adaptive_batching.torchtune.micro_batches import MicroBatch
 from adaptive_batching.torchtune.noise import NoiseMeter
 
@@ -21,14 +25,17 @@ log = logging.getLogger(__name__)
 class _Interval:
     """What this rank has run since the last decision."""
 
-    steps: int = 0
     samples: int = 0
+    loss: float = 0.0
+    """Sum over samples."""
+
+    timed_steps: int = 0
+    """All but the first of the run, which pays for what is set up once; what follows is of these."""
+
+    timed_samples: int = 0
     forwards: int = 0
     tokens: int = 0
     """Padded."""
-
-    loss: float = 0.0
-    """Sum over samples."""
 
     seconds: float = 0.0
 
@@ -48,6 +55,7 @@ class Growth:
         self.course = course
         self.noise = noise
         self.learning_rate = LearningRate(recipe)
+        self._is_warm = False
         self._losses: list[float] = list(stored.get("losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
         course.samples_seen, course.steps = stored.get("samples_seen", 0), recipe.global_step
@@ -61,11 +69,6 @@ class Growth:
         self._apply(decision)
         return decision
 
-    def note(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """These have run."""
-        self._interval.forwards += len(micro_batches)
-        self._interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
-
     def take_step(self) -> None:
         """The optimizer has taken a step."""
         if self.noise is not None:
@@ -74,13 +77,18 @@ class Growth:
                 self._recipe.report.noise(self._recipe.global_step + 1, norms, self.noise.scale.samples)
         self.learning_rate.advance(self.course.take_step())
 
-    def step_done(self, loss: float, seconds: float) -> Decision | None:
+    def step_done(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
         """A step is over, with its record; returns what is decided for those that follow, if anything is."""
         interval = self._interval
-        interval.steps += 1
         interval.samples += self.course.window
         interval.loss += loss * self.course.window
-        interval.seconds += seconds
+        if self._is_warm:
+            interval.timed_steps += 1
+            interval.timed_samples += self.course.window
+            interval.forwards += len(micro_batches)
+            interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
+            interval.seconds += seconds
+        self._is_warm = True
         decision = self.course.decide_if_due(self._observe)
         if decision is not None:
             self._apply(decision)
@@ -125,13 +133,13 @@ class Growth:
         its own and a part for its tokens.
         """
         line = self._recipe.forward_cost.line()
-        if line is None or interval.steps == 0:
+        if line is None or interval.timed_steps == 0:
             return None
         per_forward, per_token = line
-        tokens_per_sample = interval.tokens / interval.samples
+        tokens_per_sample = interval.tokens / interval.timed_samples
         tokens_per_forward = interval.tokens / interval.forwards
         in_forwards = interval.forwards * per_forward + interval.tokens * per_token
-        fixed = max(interval.seconds - in_forwards, 0.0) / interval.steps
+        fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
         micro_batch_size = self._recipe.settings.micro_batch_size or self._recipe.samples_per_forward
 
         def seconds_at(batch_size: int) -> float:
@@ -145,3 +153,76 @@ class Growth:
             return seconds
 
         return seconds_at
+
+
+def make_controller(recipe: Any, cfg: DictConfig) -> BatchController:
+    """Find the maximum, and what decides within it."""
+    settings = recipe.settings
+    maximum, reason = find_maximum(recipe, cfg)
+    divides = None
+    if settings.keep_global_batch:
+        divides = recipe.reference_batch_size * recipe.reference_accumulation
+        maximum = largest_divisor(divides, at_most=maximum)
+    if recipe.increase is None:
+        start = maximum if settings.use_maximum_batch_size else int(cfg.batch_size)
+        maximum = start
+        if start != cfg.batch_size:
+            log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
+    else:
+        start = _size_before_this_run(recipe, cfg)
+        if recipe.stored and recipe.stored["maximum"] != maximum:
+            log.info("the maximum was %d in the run that is resumed; now it is %d", recipe.stored["maximum"], maximum)
+        if divides is not None:
+            start = largest_divisor(divides, at_most=start)  # a stored one may be of another accumulation
+        if start > maximum:
+            log.warning("batch size %d is above the maximum %d (%s); starting at %d", start, maximum, reason, maximum)
+            start = maximum
+        elif settings.use_maximum_batch_size:
+            log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
+    # One rank alone is asked: a function that is random or keeps a state cannot split them.
+    return BatchController(
+        start, maximum, reason, recipe.increase, recipe.increase_name, divides, recipe.ranks.on_first
+    )
+
+
+def make_growth(recipe: Any, cfg: DictConfig, controller: BatchController) -> Growth:
+    """Lay the run out."""
+    settings = recipe.settings
+    reference = recipe.reference_batch_size * recipe.reference_accumulation
+    shape = RunShape(
+        epochs=recipe.total_epochs,
+        samples=len(recipe._dataloader.sampler),
+        accumulation=recipe._gradient_accumulation_steps,
+        replicas=recipe.num_replicas,
+        max_steps=recipe.max_steps_per_epoch,
+        decisions=settings.decisions_per_epoch,
+        reference_steps=recipe.reference_steps_per_epoch,
+        reference_samples=reference,
+        kept_samples=reference if settings.keep_global_batch else None,
+    )
+    rule = rule_for(settings.lr_scaling, recipe)
+    course = Course(
+        controller,
+        shape,
+        recipe.rates,
+        lambda window: learning_rate_scale(rule, window / reference, settings.max_lr_scale),
+        initial_batch_size=min(int(cfg.batch_size), controller.maximum),
+        grows_in_warmup=settings.grow_during_warmup,
+    )
+    every = recipe.noise_scale_every
+    noise = None if every is None else NoiseMeter(recipe, every)
+    return Growth(recipe, course, noise, recipe.stored.get("growth", {}))
+
+
+def _size_before_this_run(recipe: Any, cfg: DictConfig) -> int:
+    """The batch size that the next increase adds to: the stored one on resume, unless the user has changed it."""
+    stored = recipe.stored.get("batch_size")
+    if stored is None:
+        return int(cfg.batch_size)
+    if recipe.stored["configured_batch_size"] != cfg.batch_size:
+        log.info(
+            "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
+            cfg.batch_size, recipe.stored["configured_batch_size"], cfg.batch_size, stored,
+        )  # fmt: skip
+        return int(cfg.batch_size)
+    return int(stored)

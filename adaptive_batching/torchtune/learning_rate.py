@@ -56,11 +56,11 @@ class LearningRate:
             return
         self._scheduled = [_copy(group["lr"]) for group in self._groups]
         for group, scheduled in zip(self._groups, self._scheduled, strict=True):
-            _set_rate(group, scheduled * self._scale)
+            set_rate(group, scheduled * self._scale)
 
     def _remove(self) -> None:
         for group, scheduled in zip(self._groups, self._scheduled, strict=False):
-            _set_rate(group, scheduled)
+            set_rate(group, scheduled)
         self._scheduled = []
 
 
@@ -90,7 +90,8 @@ def _copy(rate: Any) -> Any:
     return rate.clone() if isinstance(rate, torch.Tensor) else rate
 
 
-def _set_rate(group: dict[str, Any], rate: Any) -> None:
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    """Give a parameter group of an optimizer a learning rate."""
     if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep it on the device
         group["lr"].copy_(rate)
     else:

@@ -74,6 +74,8 @@ class TrainingLoop:
         recipe._dataloader.sampler.set_epoch(epoch)
         is_first = recipe.ranks.is_first
         steps_done = batches = 0
+        if growth is not None:
+            self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True, disable=not is_first) as progress:
             for index, batch in enumerate(recipe._dataloader):
                 with self._memory_history(epoch, index):
@@ -95,6 +97,7 @@ class TrainingLoop:
         self._window_start = time.perf_counter()
         self._loss: Any = 0
         self._num_tokens: Any = 0
+        self._ran: list[MicroBatch] = []
 
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window anew, in smaller parts."""
@@ -111,6 +114,7 @@ class TrainingLoop:
                 return
         while not self._gather(waiting):
             self._loss = self._num_tokens = 0
+            self._ran = []
             waiting = self._window
 
     def _gather(self, batches: list[list[Sample]]) -> bool:
@@ -128,8 +132,7 @@ class TrainingLoop:
                 self._recovery.recover(micro_batches, outcome)
                 return False
             self._recovery.note(micro_batches, outcome)
-            if self._growth is not None:
-                self._growth.note(micro_batches)
+            self._ran += micro_batches
             for loss, num_tokens in outcome.results:
                 self._loss = self._loss + loss
                 self._num_tokens = self._num_tokens + num_tokens
@@ -142,9 +145,8 @@ class TrainingLoop:
     @contextlib.contextmanager
     def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
         """What goes on beside a forward and backward."""
-        with self._cutter.timed(micro_batch), contextlib.ExitStack() as stack:
-            if self._noise is not None:
-                stack.enter_context(self._noise.watch(micro_batch))
+        watch = contextlib.nullcontext() if self._noise is None else self._noise.watch(micro_batch)
+        with self._cutter.timed(micro_batch), watch:
             yield
 
     def _finish_step(self, epoch: int, progress: Any) -> None:
@@ -163,13 +165,14 @@ class TrainingLoop:
             recipe._lr_scheduler.step()
         recipe.global_step += 1
         loss = self._loss.item() / self._num_tokens
+        seconds = time.perf_counter() - self._window_start
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{recipe.global_step}|Loss: {loss}")
         if recipe.global_step % recipe._log_every_n_steps == 0 and recipe.ranks.is_first:
             self._log_metrics(loss, grad_norm)
         recipe.record_step(epoch, loss, get_lr(lr_holder(recipe)), self._recovery.num_recoveries)
         if growth is not None:
-            decision = growth.step_done(float(loss), time.perf_counter() - self._window_start)
+            decision = growth.step_done(float(loss), seconds, self._ran)
             if decision is not None:
                 recipe.record_change(decision)
                 progress.total = recipe._steps_per_epoch

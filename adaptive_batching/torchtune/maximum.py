@@ -11,11 +11,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.config import ConfigError
+from adaptive_batching.controller import largest_divisor
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.memory import memory_meter
 from adaptive_batching.probe import find_maximum_batch_size, memory_budget
 from adaptive_batching.result import ProbeResult, load_result, store_result
-from adaptive_batching.torchtune.data import is_packed
+from adaptive_batching.torchtune.data import is_packed, sizes, worst_case_sample
 from adaptive_batching.torchtune.step import remedies, training_step
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,43 @@ _KEYS_OF_MEMORY = (
     "gradient_accumulation_steps", "enable_activation_checkpointing", "enable_activation_offloading",
 )  # fmt: skip
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
+
+
+def find_maximum(recipe: Any, cfg: DictConfig) -> tuple[int, str]:
+    """The largest batch size of a run, and what bounds it; the recipe learns what a forward can take."""
+    assert recipe.report is not None
+    settings = recipe.settings
+    samples = len(recipe._dataloader.sampler)
+    upper, reason = samples // recipe._gradient_accumulation_steps, f"{samples} samples of data"
+    if settings.keep_global_batch:
+        upper = recipe.reference_batch_size * recipe.reference_accumulation
+        reason = "the global batch, which is kept"
+    if settings.max_batch_size is not None and settings.max_batch_size <= upper:
+        upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+    if not settings.use_maximum_batch_size and recipe.increase is None:
+        # All that a forward could take is what an optimizer step has.
+        upper, reason = recipe.reference_global_batch_size, "the samples of an optimizer step"
+    if not settings.probes:
+        recipe.report.maximum(upper, reason)
+        return upper, reason
+    sample, length = worst_case_sample(
+        recipe._dataloader.dataset,
+        sequence_length=settings.sequence_length,
+        tokenizer_max=getattr(recipe._tokenizer, "max_seq_len", None),
+        model_max=getattr(recipe._model, "max_seq_len", None),
+    )
+    result = probe(recipe, cfg, sample, length, upper, reason)
+    recipe.report.probe(result, sequence_length=length)
+    if settings.fills_memory:
+        recipe.samples_per_forward = result.batch_size
+        recipe.token_budget = result.batch_size * sizes([sample])[0]
+    if isinstance(settings.micro_batch_size, int) and settings.micro_batch_size > result.batch_size:
+        _lower_micro_batch_size(recipe, settings.micro_batch_size, int(cfg.batch_size), result.batch_size)
+    if recipe.increase is not None and not settings.growth_is_bound_by_memory:
+        return upper, reason  # what does not fit at once is cut
+    if settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
+        return 1 << (result.batch_size.bit_length() - 1), result.reason
+    return result.batch_size, result.reason
 
 
 def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upper: int, reason: str) -> ProbeResult:
@@ -60,6 +98,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     key |= {"memory_limit": repr(settings.memory_limit), "headroom": repr(settings.headroom)}
     key |= {"fills_memory": settings.fills_memory, "include": include, "upper": upper}
     key |= {"recipe": type(recipe).__name__, "sequence_length": length}
+    key |= {"measures_noise": recipe.noise_scale_every is not None}
     key |= {"packed": is_packed(recipe._dataloader.dataset)}
     key |= {"device": meter.device_name, "total_bytes": meter.total_bytes}
     key |= {"ranks": ranks.size, "sharded": recipe.collectives is not None}
@@ -84,6 +123,12 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     )
     ranks.on_first(lambda: store_result(path, key, result))
     return result
+
+
+def _lower_micro_batch_size(recipe: Any, wanted: int, batch_size: int, maximum: int) -> None:
+    size = largest_divisor(batch_size, at_most=maximum)
+    log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking %d", wanted, maximum, size)
+    recipe.settings = replace(recipe.settings, micro_batch_size=size)
 
 
 def _plain(value: Any) -> Any:

@@ -87,7 +87,8 @@ class Cutter:
             cut = cut_in_order(len(batch), max(len(batch) // min_parts, 1))
         parts = [[batch[i] for i in indices] for indices in cut]
         if self._limit.max_tokens is not None:
-            parts = [part for whole in parts for part in _cut_to(whole, self._limit.max_tokens)]
+            most_tokens = self._limit.max_tokens
+            parts = [part for whole in parts for part in _cut_to(whole, most_tokens, at_random=at_random)]
         micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
         in_parts = self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None
         if in_parts or min_parts > 1:
@@ -100,14 +101,11 @@ class Cutter:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
         # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
         # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        targets = [sum(self._count(sample["labels"][1:]) for sample in part) for part in parts]
-        labels = sum(self._count(sample["labels"]) for sample in batch)
+        targets = [sum(count_targets(self._recipe, sample["labels"][1:]) for sample in part) for part in parts]
+        labels = sum(count_targets(self._recipe, sample["labels"]) for sample in batch)
         shares = [count * labels / max(sum(targets), 1) for count in targets]
         weighted = [MicroBatch(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
         return weighted or [MicroBatch(parts[0])]  # no targets at all: 0/0, as in stock
-
-    def _count(self, labels: Any) -> int:
-        return int((np.asarray(labels) != self._recipe._loss_fn.ignore_index).sum())
 
     def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
@@ -140,16 +138,23 @@ class Cutter:
         self._events.clear()
 
 
+def count_targets(recipe: Any, labels: Any) -> int:
+    """How many of ``labels`` are not to be ignored."""
+    return int((np.asarray(labels) != recipe._loss_fn.ignore_index).sum())
+
+
 def _filler(micro_batches: list[MicroBatch]) -> MicroBatch:
     """A short forward and backward that adds nothing, whatever its loss."""
     sample = min((s for micro_batch in micro_batches for s in micro_batch.samples), key=lambda s: len(s["tokens"]))
     return MicroBatch([{**sample, "labels": sample["tokens"]}], weight=0.0)  # a mean over no targets would be 0/0
 
 
-def _cut_to(part: list[Sample], max_tokens: int) -> list[list[Sample]]:
+def _cut_to(part: list[Sample], max_tokens: int, *, at_random: bool) -> list[list[Sample]]:
     lengths = sizes(part)
     if padded_tokens(lengths) <= max_tokens:
         return [part]
+    if at_random:
+        return [[part[i] for i in indices] for indices in cut_in_order(len(part), max(max_tokens // max(lengths), 1))]
     # What a forward costs is not known here; a high price keeps their number low.
     cut = cut_by_length(lengths, max_tokens, forward_cost=max_tokens)
     return [[part[i] for i in indices] for indices in cut]

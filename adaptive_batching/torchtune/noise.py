@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
+from adaptive_batching.config import ConfigError
 from adaptive_batching.noise_scale import GradientNorms, NoiseScale
-from adaptive_batching.torchtune.micro_batches import MicroBatch
+from adaptive_batching.torchtune.micro_batches import MicroBatch, count_targets
+
+log = logging.getLogger(__name__)
 
 
 class NoiseMeter:
@@ -31,6 +36,7 @@ class NoiseMeter:
         # 0.99 for each step, as is usual, and less where an epoch has so few steps that it would be over before
         self.scale = NoiseScale(window=max(min(100, steps / 5) / every, 5))
         self._measures = False
+        self._warned = False
         self._groups: list[tuple[torch.Tensor, float]] = []
         self._norm_squared = 0.0
 
@@ -67,8 +73,7 @@ class NoiseMeter:
                 yield
         weight = micro_batch.weight
         if weight is None:
-            ignored = self._recipe._loss_fn.ignore_index
-            weight = float(sum(label != ignored for sample in micro_batch.samples for label in sample["labels"]))
+            weight = float(sum(count_targets(self._recipe, each["labels"]) for each in micro_batch.samples))
         if squares and weight > 0:
             self._groups.append((torch.stack(squares).sum(), weight))
 
@@ -93,10 +98,29 @@ class NoiseMeter:
         groups, small, tokens, big = map(sum, zip(*self._recipe.ranks.gather(here), strict=True))
         self.forget()
         if groups < 2:
+            if not self._warned:
+                log.warning("the gradient noise scale is not measured: a step has no two micro-batches with targets")
+            self._warned = True
             return None
         norms = GradientNorms(int(groups), small / tokens, big, tokens, num_samples)
         self.scale.add(norms)
         return norms
+
+
+def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:
+    """Refuse what leaves nothing to compare; ``reader`` is what needs the noise scale.
+
+    Raises:
+        ConfigError: If it is set.
+    """
+    what = f"the gradient noise scale, which {reader} needs, cannot be measured"
+    if cfg.get("optimizer_in_bwd", False):
+        raise ConfigError(
+            f"{what} with optimizer_in_bwd=True: a step has one gradient, and there is nothing to compare it with; set "
+            f"optimizer_in_bwd=False"
+        )
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        raise ConfigError(f"{what} with tensor_parallel_dim={cfg.tensor_parallel_dim}; set it to 1")
 
 
 @contextlib.contextmanager

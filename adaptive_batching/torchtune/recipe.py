@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +11,11 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+from adaptive_batching.controller import Decision
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.growth import reads_noise_scale, resolve
-from adaptive_batching.memory import memory_meter
 from adaptive_batching.microbatch import ForwardCost, TokenLimit
-from adaptive_batching.plan import BatchController, Course, Decision, RunShape, largest_divisor, learning_rate_scale
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
@@ -26,21 +23,16 @@ from adaptive_batching.torchtune.data import (
     check_data_fills_a_step,
     random_state,
     set_random_state,
-    sizes,
-    worst_case_sample,
 )
-from adaptive_batching.torchtune.explore import explore_micro_batches, store
+from adaptive_batching.torchtune.explore import settle_micro_batch_size
 from adaptive_batching.torchtune.gradients import optimizers_of
-from adaptive_batching.torchtune.growth import Growth
-from adaptive_batching.torchtune.learning_rate import rule_for, scheduled_rates
+from adaptive_batching.torchtune.growth import Growth, make_controller, make_growth
+from adaptive_batching.torchtune.learning_rate import scheduled_rates, set_rate
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
-from adaptive_batching.torchtune.maximum import probe
-from adaptive_batching.torchtune.noise import NoiseMeter
+from adaptive_batching.torchtune.noise import check_that_noise_can_be_measured
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.step import batch_dependent_module
-
-log = logging.getLogger(__name__)
 
 _UNKNOWN = "not looked for yet"
 _STEPS_BETWEEN_MEASUREMENTS = 5
@@ -72,12 +64,15 @@ class AdaptiveBatching:
     def __init__(self, cfg: DictConfig) -> None:
         self.settings: AdaptiveBatchingConfig = read_settings(cfg)
         self._batch_dependent: str | None = _UNKNOWN
-        self._increase_name, self._increase = "", None
+        self.increase_name, self.increase = "", None
         if self.settings.batch_increase_function is not None:
-            self._increase_name, self._increase = resolve(self.settings.batch_increase_function)
-        self._stored: dict[str, Any] = {}
-        self._explored: int | str | None = None
-        self._rates: list[float] = []
+            self.increase_name, self.increase = resolve(self.settings.batch_increase_function)
+        self.stored: dict[str, Any] = {}
+        """What the run that is resumed has left to this one; empty if there is none."""
+        self.explored: int | str | None = None
+        """The ``micro_batch_size`` that was found the fastest."""
+        self.rates: list[float] = []
+        """Learning rates of the stock run; see :func:`~adaptive_batching.torchtune.learning_rate.scheduled_rates`."""
         self._random_states: list[dict[str, Any]] = []
         self.reference_batch_size: int = cfg.batch_size
         self.reference_accumulation: int = cfg.gradient_accumulation_steps
@@ -90,7 +85,13 @@ class AdaptiveBatching:
         self.token_limit = TokenLimit()
         self.growth: Growth | None = None
         self.report: Report | None = None
-        self._check_that_noise_can_be_measured(cfg)
+        if self.settings.keep_global_batch and self.increase is not None and reads_noise_scale(self.increase):
+            raise ConfigError(
+                f"batch_increase_function={self.increase_name!r} decides on the global batch, and "
+                f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
+            )
+        if self.noise_scale_every is not None:
+            check_that_noise_can_be_measured(cfg, self.increase_name or "noise_scale_every")
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         self.ranks = Ranks()
         self.collectives: MicroBatchCollectives | None = None
@@ -106,12 +107,12 @@ class AdaptiveBatching:
         directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
         self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         self._check_that_cutting_is_exact()
-        controller = self._make_controller(cfg)
+        controller = make_controller(self, cfg)
         if self.settings.explores:
-            self._explore(controller)
-        if self._stored:
-            self._restore(self._stored)
-        self.growth = self._make_growth(cfg, controller)
+            settle_micro_batch_size(self, controller)
+        if self.stored:
+            self._restore(self.stored)
+        self.growth = make_growth(self, cfg, controller)
         plan = self.growth.course.plan(self.epochs_run)
         self.report.plan(plan, decided=controller.decides_early)
 
@@ -198,7 +199,7 @@ class AdaptiveBatching:
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
         if self.settings.enabled:
-            self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
+            self.stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
 
     def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:
         if self.settings.enabled:
@@ -206,10 +207,16 @@ class AdaptiveBatching:
             last_epoch = self.epochs_run * self._steps_per_epoch - 1
             group = optimizers_of(self)[0].param_groups[0]
             initial_lr = float(group.get("initial_lr", group["lr"]))
-            self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
-        return super()._setup_lr_scheduler(  # type: ignore[misc]
+            self.rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
+        scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
             num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
         )
+        if self.settings.enabled and self.epochs_run > 0 and scheduler is not None:
+            # Some of torch's schedulers take the step that they resume at a second time.
+            for optimizer in optimizers_of(self):
+                for group in optimizer.param_groups:
+                    set_rate(group, self.rates[last_epoch + 1])
+        return scheduler
 
     def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
         batch_size = batch["labels"].shape[0]
@@ -224,98 +231,26 @@ class AdaptiveBatching:
         """Optimizer steps from one measurement of the gradient noise scale to the next; None: it is not measured."""
         if self.settings.noise_scale_every is not None and self.settings.enabled:
             return self.settings.noise_scale_every
-        reads = self._increase is not None and reads_noise_scale(self._increase)
+        reads = self.increase is not None and reads_noise_scale(self.increase)
         return _STEPS_BETWEEN_MEASUREMENTS if reads else None
-
-    def _check_that_noise_can_be_measured(self, cfg: DictConfig) -> None:
-        if self.noise_scale_every is None:
-            return
-        what = f"the gradient noise scale, which {self._increase_name or 'noise_scale_every'} needs, cannot be measured"
-        if cfg.get("optimizer_in_bwd", False):
-            raise ConfigError(
-                f"{what} with optimizer_in_bwd=True: a step has one gradient, and there is nothing to compare it with; "
-                f"set optimizer_in_bwd=False"
-            )
-        if cfg.get("tensor_parallel_dim", 1) > 1:
-            raise ConfigError(f"{what} with tensor_parallel_dim={cfg.tensor_parallel_dim}; set it to 1")
 
     def _check_that_cutting_is_exact(self) -> None:
         settings = self.settings
         if settings.micro_batch_size is not None:
-            key, value = "micro_batch_size", settings.micro_batch_size
+            what, remedy = f"micro_batch_size={settings.micro_batch_size}", "leave micro_batch_size unset"
         elif settings.fills_memory:
-            key, value = "adaptive_batching.grow_beyond_memory", True
+            what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
         elif self.noise_scale_every is not None:
-            key, value = "measuring the gradient noise scale every", f"{self.noise_scale_every} steps"
+            what = f"measuring the gradient noise scale, for {self.increase_name or 'noise_scale_every'},"
+            remedy = "take an increase function that does not read it, and leave noise_scale_every unset"
         else:
             return
         module = self.batch_dependent_module()
         if module is not None:
             raise ConfigError(
-                f"{key}={value} would change the result: {module} computes over the batch, so that its parts do not "
-                f"add up to it; leave {key} unset"
+                f"{what} would change the result: {module} computes over the batch, so that its parts do not add up to "
+                f"it; {remedy}"
             )
-
-    def _make_controller(self, cfg: DictConfig) -> BatchController:
-        settings = self.settings
-        if settings.grow_beyond_memory and self._increase is None:
-            log.warning("adaptive_batching.grow_beyond_memory=True does nothing without batch_increase_function")
-        maximum, reason = self._find_maximum(cfg)
-        divides = None
-        if settings.keep_global_batch:
-            divides = self.reference_batch_size * self.reference_accumulation
-            maximum = largest_divisor(divides, at_most=maximum)
-        if self._increase is None:
-            start = maximum if settings.use_maximum_batch_size else int(cfg.batch_size)
-            maximum = start
-            if start != cfg.batch_size:
-                log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
-        else:
-            start = self._size_before_this_run(cfg)
-            if self._stored and self._stored["maximum"] != maximum:
-                log.info(
-                    "the maximum was %d in the run that is resumed; now it is %d", self._stored["maximum"], maximum
-                )
-            if divides is not None:
-                start = largest_divisor(divides, at_most=start)  # a stored one may be of another accumulation
-            if start > maximum:
-                log.warning(
-                    "batch size %d is above the maximum %d (%s); starting at %d", start, maximum, reason, maximum
-                )
-                start = maximum
-            elif settings.use_maximum_batch_size:
-                log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
-        # One rank alone is asked: a function that is random or keeps a state cannot split them.
-        return BatchController(
-            start, maximum, reason, self._increase, self._increase_name, divides, self.ranks.on_first
-        )
-
-    def _make_growth(self, cfg: DictConfig, controller: BatchController) -> Growth:
-        settings = self.settings
-        reference = self.reference_batch_size * self.reference_accumulation
-        shape = RunShape(
-            epochs=self.total_epochs,
-            samples=len(self._dataloader.sampler),
-            accumulation=self._gradient_accumulation_steps,
-            replicas=self.num_replicas,
-            max_steps=self.max_steps_per_epoch,
-            decisions=settings.decisions_per_epoch,
-            reference_steps=self.reference_steps_per_epoch,
-            reference_samples=reference,
-            kept_samples=reference if settings.keep_global_batch else None,
-        )
-        rule = rule_for(settings.lr_scaling, self)
-        course = Course(
-            controller,
-            shape,
-            self._rates,
-            lambda window: learning_rate_scale(rule, window / reference, settings.max_lr_scale),
-            initial_batch_size=min(int(cfg.batch_size), controller.maximum),
-            grows_in_warmup=settings.grow_during_warmup,
-        )
-        every = self.noise_scale_every
-        noise = None if every is None else NoiseMeter(self, every)
-        return Growth(self, course, noise, self._stored.get("growth", {}))
 
     def _restore(self, stored: dict[str, Any]) -> None:
         """Go on where the run that is resumed was."""
@@ -326,85 +261,6 @@ class AdaptiveBatching:
         if len(stored["random_states"]) == self.ranks.size:
             set_random_state(stored["random_states"][self.ranks.rank], self._device)
 
-    def _size_before_this_run(self, cfg: DictConfig) -> int:
-        """The batch size that the next increase adds to: the stored one on resume, unless the user has changed it."""
-        stored = self._stored.get("batch_size")
-        if stored is None:
-            return int(cfg.batch_size)
-        if self._stored["configured_batch_size"] != cfg.batch_size:
-            log.info(
-                "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
-                cfg.batch_size, self._stored["configured_batch_size"], cfg.batch_size, stored,
-            )  # fmt: skip
-            return int(cfg.batch_size)
-        return int(stored)
-
-    def _find_maximum(self, cfg: DictConfig) -> tuple[int, str]:
-        """The largest batch size of this run, and what bounds it."""
-        assert self.report is not None
-        settings = self.settings
-        samples = len(self._dataloader.sampler)
-        upper, reason = samples // self._gradient_accumulation_steps, f"{samples} samples of data"
-        if settings.keep_global_batch:
-            upper = self.reference_batch_size * self.reference_accumulation
-            reason = "the global batch, which is kept"
-        if settings.max_batch_size is not None and settings.max_batch_size <= upper:
-            upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
-        if not settings.use_maximum_batch_size and self._increase is None:
-            # All that a forward could take is what an optimizer step has.
-            upper, reason = self.reference_global_batch_size, "the samples of an optimizer step"
-        if not settings.probes:
-            self.report.maximum(upper, reason)
-            return upper, reason
-        sample, length = worst_case_sample(
-            self._dataloader.dataset,
-            sequence_length=settings.sequence_length,
-            tokenizer_max=getattr(self._tokenizer, "max_seq_len", None),
-            model_max=getattr(self._model, "max_seq_len", None),
-        )
-        result = probe(self, cfg, sample, length, upper, reason)
-        self.report.probe(result, sequence_length=length)
-        if settings.fills_memory:
-            self.samples_per_forward = result.batch_size
-            self.token_budget = result.batch_size * sizes([sample])[0]
-        if isinstance(settings.micro_batch_size, int) and settings.micro_batch_size > result.batch_size:
-            self._lower_micro_batch_size(settings.micro_batch_size, int(cfg.batch_size), result.batch_size)
-        if self._increase is not None and not settings.growth_is_bound_by_memory:
-            return upper, reason  # what does not fit at once is cut
-        if settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
-            return 1 << (result.batch_size.bit_length() - 1), result.reason
-        return result.batch_size, result.reason
-
-    def _lower_micro_batch_size(self, wanted: int, batch_size: int, maximum: int) -> None:
-        size = largest_divisor(batch_size, at_most=maximum)
-        log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking %d", wanted, maximum, size)
-        self.settings = replace(self.settings, micro_batch_size=size)
-
-    def _explore(self, controller: BatchController) -> None:
-        """Settle on a ``micro_batch_size``: that of the run that is resumed, or the fastest."""
-        assert self.report is not None and self.samples_per_forward is not None
-        chosen = self._stored.get("explored")
-        if isinstance(chosen, int) and chosen > self.samples_per_forward:
-            chosen = None  # the device is another than in the run that is resumed
-        if chosen is not None:
-            log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
-        else:
-            meter = memory_meter(self._device)
-            # A batch that grows is explored at the size that fills memory, as far as it can grow.
-            batch_size = max(controller.batch_size, min(controller.maximum, self.samples_per_forward))
-            accumulation = self._gradient_accumulation_steps
-            if self.settings.keep_global_batch:
-                batch_size = largest_divisor(self.reference_global_batch_size, at_most=batch_size)
-                accumulation = self.reference_global_batch_size // batch_size
-            result = explore_micro_batches(self, batch_size, accumulation, meter)
-            chosen = result.recommended.candidate
-            path = self.report.directory / "explored.yaml"
-            self.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
-            self.report.exploration(result)
-            log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
-        self._explored = chosen
-        self.settings = replace(self.settings, micro_batch_size=chosen)
-
     def _state_to_store(self) -> dict[str, Any] | None:
         if self.growth is None:
             return None  # off is stock, its checkpoints included
@@ -414,7 +270,7 @@ class AdaptiveBatching:
             "configured_batch_size": self.reference_batch_size,
             "global_step": self.global_step,
             "random_states": self._random_states,
-            "explored": self._explored,
+            "explored": self.explored,
             "growth": self.growth.state_dict(),
             "forward_cost": self.forward_cost.state_dict(),
             "token_limit": self.token_limit.state_dict(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 
+log = logging.getLogger(__name__)
+
+_OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
+_OF_ANY: tuple[str, ...] = ("lr_scaling", "noise_scale_every", "keep_global_batch")
 FIELDS = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
 
 
@@ -47,7 +52,19 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
             "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to "
             "gain; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
         )
+    _warn_of_what_does_nothing(settings)
     return settings
+
+
+def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
+    default, keys, without = AdaptiveBatchingConfig(), _OF_GROWTH, "batch_increase_function"
+    if not settings.enabled:
+        keys, without = (*_OF_GROWTH, *_OF_ANY), "any of the fields that change the batch"
+    elif settings.batch_increase_function is not None:
+        return
+    for key in keys:
+        if getattr(settings, key) != getattr(default, key):
+            log.warning("adaptive_batching.%s=%s does nothing without %s", key, getattr(settings, key), without)
 
 
 def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:

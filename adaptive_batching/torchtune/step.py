@@ -46,7 +46,8 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
             # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
             reset_offloading(target)
             cuts = recipe.settings.fills_memory or recipe.settings.micro_batch_size is not None
-            accumulates = recipe._gradient_accumulation_steps > 1 or cuts
+            measures = recipe.noise_scale_every is not None and recipe.num_replicas == 1  # in two parts at least
+            accumulates = recipe._gradient_accumulation_steps > 1 or cuts or measures
             forwards = [lambda: forward_backward(target, dict(batch))[1]] * (2 if accumulates else 1)
             outcome = run_micro_batches(forwards, target._device, target.ranks, target.collectives)
             if outcome.failed:

@@ -28,9 +28,9 @@ def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, last_epo
     return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 20), last_epoch)
 
 
-def stepwise(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
+def stepwise(optimizer: Optimizer, num_training_steps: int, last_epoch: int, steps: int = 7) -> Any:
     """It computes a rate from the last one, as many do."""
-    return lr_scheduler.StepLR(optimizer, num_training_steps // 7, gamma=0.5, last_epoch=last_epoch)
+    return lr_scheduler.StepLR(optimizer, steps, gamma=0.5, last_epoch=last_epoch)
 
 
 def annealed(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
@@ -46,7 +46,7 @@ def by_samples(run: Run) -> dict[int, float]:
     return rates
 
 
-COSINE = {
+COSINE: dict[str, Any] = {
     "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     "num_warmup_steps": 5,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -254,13 +255,14 @@ def batch_dependent_model(**arguments: Any) -> nn.Module:
         "micro_batch_size=auto",
         "micro_batch_size=explore",
         "adaptive_batching.grow_beyond_memory=True",
+        "adaptive_batching.noise_scale_every=2",
     ],
 )
 def test_a_model_that_computes_over_the_batch_is_not_cut(setting: str, tune_run: TuneRun) -> None:
-    key = setting.split("=")[0].replace(".", r"\.")
+    what = "measuring the gradient noise scale, for .*," if "noise" in setting else re.escape(setting)
     common = [f"model._component_={__name__}.batch_dependent_model", "epochs=1"]
-    grows = DOUBLE if "grow" in setting else []
-    with pytest.raises(SystemExit, match=rf"{key}=\w+ would change the result: layers.1.mlp_norm \(NormalisedOver"):
+    grows = DOUBLE if "adaptive" in setting else []
+    with pytest.raises(SystemExit, match=rf"{what} would change the result: layers.1.mlp_norm \(NormalisedOver"):
         tune_run("full", *common, *grows, setting, "adaptive_batching.memory_limit=8GiB")
 
 

@@ -36,7 +36,8 @@ COMMON = [
     "dataset.split=train[:120]",
     "epochs=3",
 ]
-REPLACED = {"lr_scheduler": SCHEDULES["stepwise"]}
+# It falls where the run is resumed, after 30 of 90 steps, and is to do so once.
+REPLACED = {"lr_scheduler": {**SCHEDULES["stepwise"], "steps": 30}}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

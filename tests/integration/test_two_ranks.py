@@ -125,6 +125,14 @@ def test_the_noise_scale_is_right_on_two_ranks(
     assert mean == pytest.approx(list(truths[0]), rel=0.05)
 
 
+def test_ranks_grow_together_within_an_epoch(finished) -> None:
+    run = finished("by_noise")
+    sizes = [step["batch_size"] for step in run.metrics]
+    assert sizes == sorted(sizes) and sizes[0] == 4 and sizes[-1] == 12
+    assert events(run, "change"), "within an epoch"
+    assert "gradient_noise_scale" in run.metrics[-1]
+
+
 def test_where_recovery_is_off_the_run_ends_and_says_what_to_set(launched: tuple[Path, str]) -> None:
     error = (launched[0] / "not_to_recover" / "error_0.txt").read_text()
     assert error.startswith("error: out of memory in a forward or backward of 4 samples of up to")
