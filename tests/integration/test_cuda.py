@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import TuneRun, assert_same_weights
+from tests.integration.one_target import NOISE
 from tests.integration.test_probe import events, without_sizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -46,3 +47,11 @@ def test_the_probe_leaves_no_trace_on_the_device(kind: str, tune_run: TuneRun) -
     assert off.metrics == stock.metrics
     assert without_sizes(probed.metrics) == stock.metrics
     assert_same_weights(probed.weights(epoch=0), stock.weights(epoch=0))
+
+
+def test_the_noise_scale_on_the_device_is_that_on_the_cpu(tune_run: TuneRun) -> None:
+    common = [*NOISE, "micro_batch_size=3", "batch_size=5"]
+    data = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
+    here = events(tune_run("full", *common, name="cpu", replaced=data), "noise")
+    there = events(tune_run("full", *common, "device=cuda", name="cuda", replaced=data), "noise")
+    assert [event["variance"] for event in there] == pytest.approx([event["variance"] for event in here], rel=1e-2)
