@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 
-import adaptive_batching.torchtune.recipe
+import adaptive_batching.torchtune.maximum
 from adaptive_batching.memory import CpuMeter, _status, is_out_of_memory
 from adaptive_batching.torchtune.maximum import probe
 from adaptive_batching.torchtune.step import training_step
@@ -62,7 +62,7 @@ def snapshot(recipe: Any) -> list[torch.Tensor]:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    adaptive_batching.torchtune.recipe.probe = limited_probe
+    adaptive_batching.torchtune.maximum.probe = limited_probe
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)
