@@ -52,7 +52,7 @@ def test_beyond_the_limit_memory_runs_out_and_within_it_does_not() -> None:
     with meter.limit(meter.used_bytes() + 200 * MIB):
         torch.ones(100 * MIB, dtype=torch.uint8)
         with pytest.raises(RuntimeError) as error:
-            torch.ones(300 * MIB, dtype=torch.uint8)
+            torch.ones(4096 * MIB, dtype=torch.uint8)  # more than earlier tests can have left on the heap
     assert is_out_of_memory(error.value)
     assert resource.getrlimit(resource.RLIMIT_DATA) == limits
     torch.ones(300 * MIB, dtype=torch.uint8)

@@ -128,7 +128,7 @@ def test_the_noise_scale_is_right_on_two_ranks(
 def test_ranks_grow_together_within_an_epoch(finished) -> None:
     run = finished("by_noise")
     sizes = [step["batch_size"] for step in run.metrics]
-    assert sizes == sorted(sizes) and sizes[0] == 4 and sizes[-1] == 12
+    assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
     assert events(run, "change"), "within an epoch"
     assert "gradient_noise_scale" in run.metrics[-1]
 

@@ -194,7 +194,8 @@ def runs(run: Runner) -> None:
     run("full", "agreed", *grow, *rankwise)
 
     by_noise = ["batch_increase_function._component_=adaptive_batching.growth.gradient_noise_scale",
-                "~batch_increase_function.every", "adaptive_batching.noise_scale_every=1", "epochs=3",
+                "~batch_increase_function.every", "batch_increase_function.multiplier=4",
+                "adaptive_batching.noise_scale_every=1", "epochs=3",
                 "adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=auto"]  # fmt: skip
     run("full", "by_noise", *by_noise, "adaptive_batching.max_batch_size=12")
 
