@@ -90,19 +90,17 @@ class BatchController:
         if self._divides is not None and self._divides % wanted:
             note = f" (asked for {increase}: {wanted} does not divide the global batch {self._divides})"
             wanted = largest_divisor(self._divides, at_most=wanted)
-        asked = f"{self.name} asked for {wanted}"
 
-        def keep(reason: str, warning: str) -> Decision:
+        def keep(reason: str, warning: str = "") -> Decision:
             return Decision(state.epoch, previous, previous, f"kept{reason}", warning)
 
         if wanted == previous:
             return keep(note, note.strip())
         if wanted > self.maximum:
-            warning = f"{asked}, and the maximum is {self.maximum} ({self.maximum_reason})"
+            warning = f"{self.name} asked for {wanted}, and the maximum is {self.maximum} ({self.maximum_reason})"
             return keep(f": {wanted} would exceed {self.maximum}", warning)
         if room is not None and wanted > room:
-            rest = f"the rest of the epoch has samples for {room}"
-            return keep(f": {rest}", "")
+            return keep(f": {self.name} asked for {wanted}, and the rest of the epoch has samples for {room}")
         self.batch_size = wanted
         return Decision(state.epoch, previous, wanted, f"{self.name} added {wanted - previous}{note}")
 
@@ -116,6 +114,8 @@ class BatchController:
         elif decision.warning and not self._warned:
             self._warned = True
             log.warning("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.warning)
+        elif not decision.warning and decision.reason != "kept":
+            log.info("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.reason)
 
     def _ask(self, state: GrowthState) -> int:
         call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
 from tqdm import tqdm
@@ -45,11 +45,11 @@ class SampleLoader:
     @property
     def batch_size(self) -> int:
         """Samples of the next batch."""
-        return self._batches.batch_size
+        return int(self._batches.batch_size)
 
     def set_batch_size(self, batch_size: int) -> None:
         """Change the size of the batches that have not been loaded yet."""
-        self._batches.batch_size = batch_size
+        self._batches.set_batch_size(batch_size)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -63,20 +63,21 @@ class SampleLoader:
         return state if extra is None else {**state, STATE_KEY: extra}
 
 
-class _Batches(Sampler[list[int]]):
-    """Batches of indices, of whatever size is set when one is drawn; what does not fill one is dropped."""
+class _Batches(BatchSampler):
+    """Stock's batches of indices, but of whatever size is set when one is drawn."""
 
     def __init__(self, sampler: Any, batch_size: int) -> None:
-        self._sampler = sampler
+        super().__init__(sampler, batch_size, drop_last=True)
+        self._iterator: Any = None
+
+    def __iter__(self) -> Any:
+        self._iterator = super().__iter__()
+        return self._iterator
+
+    def set_batch_size(self, batch_size: int) -> None:
         self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return len(self._sampler) // self.batch_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = iter(self._sampler)
-        while len(batch := list(islice(indices, self.batch_size))) == self.batch_size:
-            yield batch
+        if self._iterator is not None:
+            self._iterator.batch_size = batch_size
 
 
 class _Indexed(Dataset[Sample]):
