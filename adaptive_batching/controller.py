@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching.growth import GrowthState, IncreaseFunction, IncreaseFunctionError, is_planned, takes_state
+from adaptive_batching.increase import GrowthState, IncreaseFunction, IncreaseFunctionError, is_planned, takes_state
 
 log = logging.getLogger(__name__)
 

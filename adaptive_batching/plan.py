@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from adaptive_batching.controller import BatchController, Decision
-from adaptive_batching.growth import GrowthState
+from adaptive_batching.increase import GrowthState
 
 
 @dataclass(frozen=True)

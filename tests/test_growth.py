@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching import growth
-from adaptive_batching.growth import GrowthState, IncreaseFunction, IncreaseFunctionError, is_planned, resolve
+from adaptive_batching.increase import (
+    GrowthState,
+    IncreaseFunction,
+    IncreaseFunctionError,
+    is_planned,
+    reads_noise_scale,
+    resolve,
+    takes_state,
+)
 
 STATE = GrowthState(
     epoch=0, total_epochs=4, batch_size=4, initial_batch_size=4, maximum=64, global_batch_size=4, samples_seen=0,
@@ -39,7 +47,7 @@ not_callable = 3
 def size(function: IncreaseFunction, **known: Any) -> int:
     """What the batch is after ``function`` was asked."""
     state = dataclasses.replace(STATE, **known)
-    arguments = {"state": state} if growth.takes_state(function) else {}
+    arguments = {"state": state} if takes_state(function) else {}
     return state.batch_size + function(state.epoch, state.batch_size, **arguments)
 
 
@@ -130,7 +138,7 @@ def test_the_batch_grows_when_the_loss_has_stopped_to_fall() -> None:
 
 def test_growth_by_the_noise_scale_is_held_back() -> None:
     function = growth.gradient_noise_scale(multiplier=0.5, hysteresis=1.25)
-    assert growth.reads_noise_scale(function) and not is_planned(function)
+    assert reads_noise_scale(function) and not is_planned(function)
     assert size(function, noise_scale=None) == 4
     assert size(function, noise_scale=9.8) == 4, "below the hysteresis"
     assert size(function, noise_scale=10) == 5

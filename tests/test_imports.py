@@ -14,6 +14,7 @@ PURE = {
     "config",
     "controller",
     "growth",
+    "increase",
     "microbatch",
     "noise_scale",
     "plan",

@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching.controller import BatchController
-from adaptive_batching.growth import (
-    GrowthState,
-    IncreaseFunction,
-    IncreaseFunctionError,
-    fixed_increase,
-    replace_lr_decay,
-    step,
-)
+from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
+from adaptive_batching.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.plan import Course, RunShape, learning_rate_scale
 from tests.test_growth import STATE
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torchtune import config
 
 from adaptive_batching.config import ConfigError
-from adaptive_batching.growth import IncreaseFunctionError
+from adaptive_batching.increase import IncreaseFunctionError
 from adaptive_batching.probe import DoesNotFitError
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 from adaptive_batching.controller import Decision
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
-from adaptive_batching.growth import reads_noise_scale, resolve
+from adaptive_batching.increase import reads_noise_scale, resolve
 from adaptive_batching.microbatch import ForwardCost, TokenLimit
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune.data import (

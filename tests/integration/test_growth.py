@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from adaptive_batching.growth import GrowthState
+from adaptive_batching.increase import GrowthState
 from adaptive_batching.memory import CpuMeter
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.growth import GrowthState
+from adaptive_batching.increase import GrowthState
 from adaptive_batching.noise_scale import GradientNorms, NoiseScale
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun

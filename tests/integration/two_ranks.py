@@ -27,7 +27,7 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
-from adaptive_batching.growth import GrowthState, IncreaseFunction
+from adaptive_batching.increase import GrowthState, IncreaseFunction
 from adaptive_batching.memory import CpuMeter, _status
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ARCHITECTURE, ROOT
