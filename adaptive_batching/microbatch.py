@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -17,6 +18,34 @@ def padded_tokens(lengths: Sequence[int]) -> int:
     return len(lengths) * max(lengths)
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """How many samples of a length fit in one micro-batch.
+
+    Padded tokens bound memory: a micro-batch of as many tokens in shorter samples takes no more. Where attention takes
+    memory by the square of the length it takes less, and what fits at shorter lengths tells how much less.
+    """
+
+    points: tuple[tuple[int, int], ...]
+    """(Tokens, samples): so many samples of that length fit. The first is the longest, and the only one needed."""
+
+    @classmethod
+    def of_tokens(cls, max_tokens: int) -> Capacity:
+        """At most ``max_tokens`` padded tokens."""
+        return cls(((max_tokens, 1),))
+
+    @property
+    def tokens(self) -> int:
+        """The most padded tokens of a micro-batch that holds a longest sample."""
+        length, count = self.points[0]
+        return length * count
+
+    def samples(self, length: int) -> int:
+        """The most samples of up to ``length`` tokens; at least 1, since a sample cannot be cut."""
+        tokens = [self.tokens, *(at * count for at, count in self.points if at >= length)]
+        return max(max(tokens) // length, 1)
+
+
 def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
     """Micro-batches of at most ``micro_batch_size`` samples as they come, as few as possible and about equal."""
     count = -(-num_samples // micro_batch_size)
@@ -24,18 +53,15 @@ def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
     return [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
 
 
-def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float = 0.0) -> Cut:
-    """Cut samples, sorted by length, into micro-batches of at most ``max_tokens`` padded tokens, at the least cost.
-
-    Padded tokens bound memory also where attention takes memory by the square of the length: a budget that was found
-    with the longest samples holds fewer than as many products of two positions when samples are shorter.
+def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Cut:
+    """Cut samples, sorted by length, into micro-batches that fit, at the least cost.
 
     The cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order the cheapest cut
     is one of runs of neighbours, and is found exactly by dynamic programming over where the last run starts.
 
     Args:
         lengths: Tokens of each sample.
-        max_tokens: Most padded tokens of a micro-batch; a sample longer than that is alone in its micro-batch.
+        capacity: What a micro-batch may hold; a sample that does not fit is alone in its micro-batch.
         forward_cost: What a forward and backward costs beside its tokens, in tokens.
 
     Returns:
@@ -43,12 +69,12 @@ def cut_by_length(lengths: Sequence[int], max_tokens: int, forward_cost: float =
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     if lengths[order[0]] == lengths[order[-1]]:  # as packed samples: any cut into as few is as good, so an even one
-        return cut_in_order(len(lengths), max(max_tokens // lengths[0], 1))
+        return cut_in_order(len(lengths), capacity.samples(lengths[0]))
     cost = [0.0]  # cost[j]: least cost of the first j samples
     starts = [0]  # starts[j]: where the last micro-batch of that cut starts
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
-        first = max(end - max(max_tokens // longest, 1), 0)
+        first = max(end - capacity.samples(longest), 0)
         best = min(range(first, end), key=lambda start: cost[start] + forward_cost + (end - start) * longest)
         cost.append(cost[best] + forward_cost + (end - best) * longest)
         starts.append(best)

@@ -62,6 +62,9 @@ class Report:
             ),
             ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
         ]
+        if result.shorter:
+            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size in result.shorter)
+            self._maximum.insert(2, ("shorter samples", points))
 
     def epoch(self, **values: Any) -> None:
         """Record the decision for an epoch that starts."""

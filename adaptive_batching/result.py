@@ -29,6 +29,8 @@ class ProbeResult:
     """Every size that was run, in order."""
     predicted: list[tuple[int, int]] = field(default_factory=list)
     """(batch size, predicted peak bytes), calibrated; empty where no trace was possible."""
+    shorter: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens, batch size) found at shorter samples, where these take less memory than their tokens say."""
 
     @property
     def peak_bytes(self) -> int:
@@ -53,7 +55,8 @@ class ProbeResult:
         """
         measurements = [Measurement(**m) for m in values["measurements"]]
         predicted = [(int(b), int(peak)) for b, peak in values["predicted"]]
-        return cls(**{**values, "measurements": measurements, "predicted": predicted})
+        shorter = [(int(tokens), int(b)) for tokens, b in values["shorter"]]
+        return cls(**{**values, "measurements": measurements, "predicted": predicted, "shorter": shorter})
 
 
 def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.microbatch import Cut, ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.microbatch import (
+    Capacity,
+    Cut,
+    ForwardCost,
+    TokenLimit,
+    cut_by_length,
+    cut_in_order,
+    padded_tokens,
+)
 
 lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
 
@@ -31,7 +39,7 @@ def in_order_within(lengths: list[int], max_tokens: int) -> Cut:
 def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_samples(
     lengths: list[int], max_tokens: int, forward_cost: float
 ) -> None:
-    cut = cut_by_length(lengths, max_tokens, forward_cost)
+    cut = cut_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
     assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
     for micro_batch, count in zip(cut, tokens(cut, lengths), strict=True):
         assert count <= max_tokens or len(micro_batch) == 1
@@ -56,20 +64,47 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_co
         for cut in every_cut
         if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(cut, lengths), cut, strict=True))
     ]
-    assert cost(cut_by_length(lengths, max_tokens, forward_cost)) == min(map(cost, allowed))
+    assert cost(cut_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)) == min(map(cost, allowed))
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths_of_samples, st.integers(1, 8), st.lists(st.floats(1, 4), max_size=3))
+def test_short_samples_may_take_more_tokens_where_they_were_found_to_fit(
+    lengths: list[int], most: int, gains: list[float]
+) -> None:
+    points = [(600, most)]
+    for gain in gains:  # as where attention takes memory by the square of the length
+        length, count = points[-1]
+        points.append((length // 2, int(2 * count * gain)))
+    capacity = Capacity(tuple(points))
+    assert all(capacity.samples(length) == count for length, count in points[-1:])
+    assert all(capacity.samples(length) >= count for length, count in points)
+    cut = cut_by_length(lengths, capacity)
+    assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch in cut:
+        longest = max(lengths[i] for i in micro_batch)
+        # some point is as long and has at least as many tokens
+        fits = any(at >= longest and len(micro_batch) * longest <= at * count for at, count in points)
+        assert fits or len(micro_batch) == 1
+    assert len(cut_by_length([40] * 64, capacity)) <= len(cut_by_length([40] * 64, Capacity(((600, most),))))
+
+
+def test_a_sample_beyond_the_longest_is_bound_by_the_longest_point() -> None:
+    capacity = Capacity(((400, 3), (200, 10)))
+    assert [capacity.samples(n) for n in (2000, 600, 401, 400, 201, 200, 100)] == [1, 2, 2, 3, 5, 10, 20]
 
 
 def test_equal_lengths_are_cut_evenly_and_the_longest_run_first() -> None:
-    assert [len(m) for m in cut_by_length([10] * 9, 30)] == [3, 3, 3]
-    assert [len(m) for m in cut_by_length([10] * 10, 70, forward_cost=20)] == [5, 5]
-    assert cut_by_length([5, 100, 6, 90], 200, forward_cost=50) == [[3, 1], [0, 2]]
+    assert [len(m) for m in cut_by_length([10] * 9, Capacity.of_tokens(30))] == [3, 3, 3]
+    assert [len(m) for m in cut_by_length([10] * 10, Capacity.of_tokens(70), forward_cost=20)] == [5, 5]
+    assert cut_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]]
     assert cut_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_a_dear_forward_makes_micro_batches_larger() -> None:
     lengths = [10, 20, 30, 40]
-    assert len(cut_by_length(lengths, 1000, forward_cost=0)) == 4
-    assert len(cut_by_length(lengths, 1000, forward_cost=1000)) == 1
+    assert len(cut_by_length(lengths, Capacity.of_tokens(1000), forward_cost=0)) == 4
+    assert len(cut_by_length(lengths, Capacity.of_tokens(1000), forward_cost=1000)) == 1
 
 
 def test_the_cost_of_a_forward_is_found_in_noisy_times() -> None:

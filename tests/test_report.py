@@ -26,6 +26,7 @@ def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
     write_run(report, range(2))
     table = "\n".join(report.table())
     assert "8, bound by memory" in table
+    assert "20 of 32 tokens, 45 of 16 tokens" in table
     assert "3 training steps, 1 out of memory" in table
     assert "64 tokens per sample; 16 would take about 2 MiB" in table
     assert "4.750" in table and "3.750" in table, "the mean loss of each epoch"

@@ -10,14 +10,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching.config import ConfigError
+from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 from adaptive_batching.controller import largest_divisor
 from adaptive_batching.distributed import Ranks
-from adaptive_batching.memory import memory_meter
+from adaptive_batching.memory import MemoryMeter, memory_meter
+from adaptive_batching.microbatch import Capacity
 from adaptive_batching.probe import find_maximum_batch_size, memory_budget
 from adaptive_batching.result import ProbeResult, load_result, store_result
-from adaptive_batching.torchtune.data import is_packed, sizes, worst_case_sample
+from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed, sizes, stretch, worst_case_sample
 from adaptive_batching.torchtune.step import remedies, training_step
+from adaptive_batching.trace import TraceError, trace_peak_memory
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,8 @@ _KEYS_OF_MEMORY = (
     "model", "optimizer", "loss", "dtype", "compile", "collate_fn", "optimizer_in_bwd", "clip_grad_norm",
     "gradient_accumulation_steps", "enable_activation_checkpointing", "enable_activation_offloading",
 )  # fmt: skip
+# From how many times the tokens on a probe at shorter samples is worth its training steps.
+WORTH_PROBING = 1.1
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
 
 
@@ -55,8 +59,7 @@ def find_maximum(recipe: Any, cfg: DictConfig) -> tuple[int, str]:
     result = probe(recipe, cfg, sample, length, upper, reason)
     recipe.report.probe(result, sequence_length=length)
     if settings.fills_memory:
-        recipe.samples_per_forward = result.batch_size
-        recipe.token_budget = result.batch_size * sizes([sample])[0]
+        recipe.capacity = Capacity(((sizes([sample])[0], result.batch_size), *result.shorter))
     if isinstance(settings.micro_batch_size, int) and settings.micro_batch_size > result.batch_size:
         _lower_micro_batch_size(recipe, settings.micro_batch_size, int(cfg.batch_size), result.batch_size)
     if recipe.increase is not None and not settings.growth_is_bound_by_memory:
@@ -89,6 +92,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         raise ConfigError(str(error)) from error
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
+    cuts_by_length = settings.cuts_by_length or settings.explores
     include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
     ranks: Ranks = recipe.ranks
     path = recipe.report.directory / "probe.json"
@@ -99,7 +103,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     key |= {"fills_memory": settings.fills_memory, "include": include, "upper": upper}
     key |= {"recipe": type(recipe).__name__, "sequence_length": length}
     key |= {"measures_noise": recipe.noise_scale_every is not None}
-    key |= {"packed": is_packed(recipe._dataloader.dataset)}
+    key |= {"packed": is_packed(recipe._dataloader.dataset), "cuts_by_length": cuts_by_length}
     key |= {"device": meter.device_name, "total_bytes": meter.total_bytes}
     key |= {"ranks": ranks.size, "sharded": recipe.collectives is not None}
     key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
@@ -121,8 +125,54 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         ranks=ranks,
         remedies=lambda: remedies(recipe, cfg, sample),
     )
+    if cuts_by_length and not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample):
+        result = replace(result, shorter=_at_shorter_lengths(recipe, settings, meter, sample, result, upper, reason))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
+
+
+def _at_shorter_lengths(
+    recipe: Any,
+    settings: AdaptiveBatchingConfig,
+    meter: MemoryMeter,
+    sample: Sample,
+    result: ProbeResult,
+    upper: int,
+    reason: str,
+) -> list[tuple[int, int]]:
+    """(tokens, batch size) at half the length and its halves, as long as more tokens fit there.
+
+    They do where attention takes memory by the square of the length; the trace tells whether it does.
+    """
+    found = []
+    while result.reason == "memory" and len(sample["tokens"]) >= 4:
+        half = stretch(sample, len(sample["tokens"]) // 2)
+        if not recipe.ranks.all(_token_gain(recipe, sample, half, result.batch_size) > WORTH_PROBING):
+            break
+        length, sample = len(half["tokens"]), half
+        log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
+        result = find_maximum_batch_size(
+            training_step(recipe, sample),
+            settings,
+            meter,
+            upper=upper,
+            upper_reason=reason,
+            coarse=True,
+            ranks=recipe.ranks,
+        )
+        found.append((length, result.batch_size))
+    return found
+
+
+def _token_gain(recipe: Any, sample: Sample, shorter: Sample, batch_size: int) -> float:
+    """Tokens of ``shorter`` over those of ``sample`` that take the memory of ``batch_size`` copies of ``sample``."""
+    try:
+        curve, other = (trace_peak_memory(training_step(recipe, each)) for each in (sample, shorter))
+    except TraceError as error:
+        log.debug("whether more short samples fit cannot be predicted: %s", error)
+        return 1.0
+    fits = other.batch_size_within(curve.peak_bytes(batch_size))
+    return fits * len(shorter["tokens"]) / (batch_size * len(sample["tokens"]))
 
 
 def _lower_micro_batch_size(recipe: Any, wanted: int, batch_size: int, maximum: int) -> None:

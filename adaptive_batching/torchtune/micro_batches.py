@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaptive_batching.microbatch import ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
 from adaptive_batching.torchtune.data import Sample, sizes
 
 # What a forward is taken to cost beside its tokens until that has been measured, in tokens: launching the kernels of a
@@ -76,11 +76,12 @@ class Cutter:
         lengths = sizes(batch)
         most = self._micro_batch_size or self._recipe.samples_per_forward or len(batch)
         if isinstance(most, str):
-            budget = self._recipe.token_budget
+            capacity = self._recipe.capacity
             if at_random:
-                cut = cut_in_order(len(batch), max(budget // max(lengths), 1))
+                cut = cut_in_order(len(batch), capacity.samples(max(lengths)))
             else:
-                cut = cut_by_length(lengths, budget, min(self._cost.in_tokens(FIRST_FORWARD_COST), budget))
+                cost = min(self._cost.in_tokens(FIRST_FORWARD_COST), capacity.tokens)
+                cut = cut_by_length(lengths, capacity, cost)
         else:
             cut = cut_in_order(len(batch), most)
         if len(cut) < min_parts:
@@ -153,8 +154,9 @@ def _cut_to(part: list[Sample], max_tokens: int, *, at_random: bool) -> list[lis
     lengths = sizes(part)
     if padded_tokens(lengths) <= max_tokens:
         return [part]
+    capacity = Capacity.of_tokens(max_tokens)
     if at_random:
-        return [[part[i] for i in indices] for indices in cut_in_order(len(part), max(max_tokens // max(lengths), 1))]
-    # What a forward costs is not known here; a high price keeps their number low.
-    cut = cut_by_length(lengths, max_tokens, forward_cost=max_tokens)
+        cut = cut_in_order(len(part), capacity.samples(max(lengths)))
+    else:  # what a forward costs is not known here; a high price keeps their number low
+        cut = cut_by_length(lengths, capacity, forward_cost=max_tokens)
     return [[part[i] for i in indices] for indices in cut]

@@ -15,7 +15,7 @@ from adaptive_batching.controller import Decision
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.increase import reads_noise_scale, resolve
-from adaptive_batching.microbatch import ForwardCost, TokenLimit
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
@@ -77,10 +77,8 @@ class AdaptiveBatching:
         self.reference_batch_size: int = cfg.batch_size
         self.reference_accumulation: int = cfg.gradient_accumulation_steps
         self.reference_steps_per_epoch = 0
-        self.samples_per_forward: int | None = None
-        """Most samples of the longest length that fit in a forward; known where they bound micro-batches."""
-        self.token_budget = 0
-        """Most padded tokens of a micro-batch that fit, or samples where they are multimodal; known likewise."""
+        self.capacity: Capacity | None = None
+        """What fits in a forward, where that bounds micro-batches; multimodal samples are taken for single tokens."""
         self.forward_cost = ForwardCost()
         self.token_limit = TokenLimit()
         self.growth: Growth | None = None
@@ -163,6 +161,11 @@ class AdaptiveBatching:
         if self._batch_dependent is _UNKNOWN:
             self._batch_dependent = batch_dependent_module(self)
         return self._batch_dependent
+
+    @property
+    def samples_per_forward(self) -> int | None:
+        """Most samples of the longest length that fit in a forward; known where they bound micro-batches."""
+        return None if self.capacity is None else self.capacity.points[0][1]
 
     @property
     def global_batch_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 
@@ -172,3 +173,28 @@ def test_a_step_that_cannot_be_traced_is_measured(tune_run: TuneRun, caplog: pyt
     assert probe["search"] == "predict (measured, no trace)"
     assert probe["batch_size"] == 20
     assert [m["batch_size"] for m in probe["measurements"]][:2] == [1, 4]
+
+
+def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
+    tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropout of attention has no fused kernel on the cpu. What is claimed to fit was run within the limit."""
+    caplog.set_level(logging.INFO, "adaptive_batching")
+    meter = CpuMeter()
+    meter.release()
+    common = ["dataset.split=train[:120]", "tokenizer.max_seq_len=512", "epochs=1", "batch_size=60"]
+    common += ["micro_batch_size=auto", f"adaptive_batching.memory_limit={meter.used_bytes() + 200 * 2**20}"]
+    [square] = events(tune_run("full", *common, "model.attn_dropout=0.1", name="square"), "probe")
+    points = [(512, square["batch_size"]), *square["shorter"]]
+    assert [length for length, _ in points] == [512, 256, 128, 64, 32][: len(points)]
+    tokens = [length * count for length, count in points if count < 60]  # beyond, there are no samples
+    assert len(tokens) >= 3
+    assert all(more > 1.05 * fewer for fewer, more in itertools.pairwise(tokens)), points
+    assert tokens[1] > 1.3 * tokens[0]
+    assert caplog.text.count("more tokens fit where samples are shorter") == len(points) - 1
+    [stored] = events(tune_run("full", *common, "model.attn_dropout=0.1", name="square"), "probe")
+    assert stored == square
+
+    [linear] = events(tune_run("full", *common, name="linear"), "probe")
+    assert linear["shorter"] == []
+    assert caplog.text.count("more tokens fit where samples are shorter") == len(points) - 1

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from adaptive_batching.distributed import Ranks
-from adaptive_batching.microbatch import ForwardCost, TokenLimit
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
 from adaptive_batching.torchtune.data import index_of, sizes
 from adaptive_batching.torchtune.micro_batches import Cutter
 
@@ -33,11 +33,11 @@ def cut(samples: list[dict[str, Any]], limit: TokenLimit, **attributes: Any) -> 
 def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
     samples = [with_image(length) for length in (5, 900, 7, 40, 3, 300, 10)]
     assert sizes(samples) == [1] * 7
-    parts = cut(samples, TokenLimit(), token_budget=4)
+    parts = cut(samples, TokenLimit(), capacity=Capacity(((1, 4),)))
     assert [len(part) for part in parts] == [4, 3]
     limit = TokenLimit()
     limit.shrink(4)
-    assert [len(part) for part in cut(samples, limit, token_budget=4)] == [2, 2, 2, 1]
+    assert [len(part) for part in cut(samples, limit, capacity=Capacity(((1, 4),)))] == [2, 2, 2, 1]
 
 
 def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
@@ -45,13 +45,13 @@ def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
     samples = [{"tokens": [1] * 10, "labels": [-100] * 10} for _ in range(8)]
     limit = TokenLimit()
     limit.shrink(80)
-    [part] = cut(samples, limit, token_budget=1000)
+    [part] = cut(samples, limit, capacity=Capacity.of_tokens(1000))
     assert len(part) == 4
 
 
 def test_text_samples_are_cut_by_tokens() -> None:
     samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 900, 7, 40, 3, 300, 10)]
-    parts = cut(samples, TokenLimit(), token_budget=1000)
+    parts = cut(samples, TokenLimit(), capacity=Capacity.of_tokens(1000))
     assert sorted(len(sample["tokens"]) for part in parts for sample in part) == [3, 5, 7, 10, 40, 300, 900]
     assert all(len(part) * max(len(sample["tokens"]) for sample in part) <= 1000 for part in parts)
     assert index_of(samples[0]) is None
