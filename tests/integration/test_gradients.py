@@ -1,0 +1,92 @@
+"""The gradient of a batch is the same however it is cut: random batches, within a real recipe that has been set up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
+from adaptive_batching.torchtune.data import Sample
+from adaptive_batching.torchtune.gradients import gather_gradients
+from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
+from tests.conftest import ARCHITECTURE, TuneRun
+
+IGNORED = -100
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """Of any length, with any labels to learn: none, all but the prompt, or here and there."""
+    length = draw(st.integers(2, 40))
+    tokens = draw(st.lists(st.integers(0, ARCHITECTURE["vocab_size"] - 1), min_size=length, max_size=length))
+    learned = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+    return {"tokens": tokens, "labels": [t if keep else IGNORED for t, keep in zip(tokens, learned, strict=True)]}
+
+
+batches = st.lists(samples(), min_size=2, max_size=9).filter(
+    lambda batch: any(label != IGNORED for sample in batch for label in sample["labels"][1:])
+)
+
+
+def gradient(recipe: Any, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, float]:
+    """The gradient of the summed loss, flat, and that loss."""
+    recipe._optimizer.zero_grad()
+    outcome = gather_gradients(recipe, micro_batches)
+    assert not outcome.failed
+    flat = torch.cat([p.grad.flatten() for p in recipe._model.parameters() if p.grad is not None]).double()
+    return flat, sum(float(loss) for loss, _ in outcome.results)
+
+
+@pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
+    kind: str, loss: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    class Compared:
+        """In place of the training loop."""
+
+        def __init__(self, recipe: Any) -> None:
+            self.recipe = recipe
+
+        def run(self) -> None:
+            recipe = self.recipe
+
+            @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(
+                batch=batches,
+                micro_batch_size=st.sampled_from([None, 1, 2, 3, "auto"]),
+                tokens=st.integers(1, 200),
+                limit=st.none() | st.integers(1, 200),
+                min_parts=st.integers(1, 4),
+                at_random=st.booleans(),
+            )
+            def compare(
+                batch: list[Sample],
+                micro_batch_size: int | str | None,
+                tokens: int,
+                limit: int | None,
+                min_parts: int,
+                at_random: bool,
+            ) -> None:
+                recipe.capacity = Capacity.of_tokens(tokens) if micro_batch_size == "auto" else None
+                token_limit = TokenLimit()
+                token_limit.max_tokens = limit
+                cutter = Cutter(recipe, micro_batch_size, ForwardCost(), token_limit)
+                cut = cutter.cut(batch, min_parts, at_random=at_random)
+                expected, expected_loss = gradient(recipe, [MicroBatch(batch)])
+                found, found_loss = gradient(recipe, cut)
+                assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
+                assert found_loss == pytest.approx(expected_loss, rel=1e-5)
+                tried.append(len(cut))
+
+            compare()
+
+    monkeypatch.setattr("adaptive_batching.torchtune.recipe.TrainingLoop", Compared)
+    tune_run(kind, f"loss._component_={loss}", "epochs=1")
+    assert max(tried) >= 5 and sum(count > 1 for count in tried) > 15
