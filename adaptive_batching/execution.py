@@ -11,7 +11,7 @@ import torch
 
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
-from adaptive_batching.memory import is_out_of_memory
+from adaptive_batching.memory import forget_frames, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Outcome(Generic[T]):
     """Number of the micro-batch that ran out of memory on this rank, from 0."""
 
     error: Exception | None = None
-    """What it raised, without the traceback, which would hold its tensors."""
+    """What it raised, without tracebacks, which would hold its tensors."""
 
 
 def run_micro_batches(
@@ -70,8 +70,9 @@ def run_micro_batches(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = error.with_traceback(None)
+            failure = error
         if failure is not None:
+            forget_frames(failure)
             break
         if collectives is not None:
             collectives.finish()

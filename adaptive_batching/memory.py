@@ -28,6 +28,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of ``error`` and of those that led to it: their frames hold the tensors of a step."""
+    seen: list[BaseException | None] = [None]
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and link not in seen:
+            seen.append(link)
+            link.__traceback__ = None
+            waiting += [link.__cause__, link.__context__]
+
+
 def num_allocation_retries(device: torch.device) -> int:
     """How often the device's allocator has had to free its cache and try again; 0 where it does not count."""
     if device.type == "cpu":

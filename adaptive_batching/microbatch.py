@@ -134,8 +134,8 @@ class ForwardCost:
 class TokenLimit:
     """The most padded tokens of a micro-batch, as running out of memory has taught it.
 
-    It is unknown until a micro-batch runs out of memory. Each time one does, it falls to half of that one. After a
-    number of steps without, it doubles, but never to what has failed twice.
+    There is none until a micro-batch runs out of memory. Each time one does, it falls to half of that one. After a
+    number of steps without, it doubles, but never to what has failed twice; once beyond what failed, it is lifted.
 
     Args:
         steps_to_recover: Clean steps after which it is raised.
@@ -175,7 +175,7 @@ class TokenLimit:
 
     def step_done(self) -> None:
         """An optimizer step ended without running out of memory."""
-        if self.max_tokens is None or self.max_tokens >= max(self._failed, default=0):
+        if self.max_tokens is None:
             return
         self._clean_steps += 1
         if self._clean_steps < self._steps_to_recover:
@@ -184,6 +184,10 @@ class TokenLimit:
         wanted = 2 * self.max_tokens
         if len(self._failed) > 1:
             wanted = min(wanted, sorted(self._failed)[1] - 1)
+        elif self.max_tokens >= max(self._failed, default=0):  # what failed had its second chance
+            log.info("micro-batches may take any number of padded tokens again, from %d", self.max_tokens)
+            self.max_tokens = None
+            return
         if wanted > self.max_tokens:
             log.info("micro-batches may take %d padded tokens again, from %d", wanted, self.max_tokens)
             self.max_tokens = wanted

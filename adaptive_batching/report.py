@@ -63,7 +63,7 @@ class Report:
             ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
         ]
         if result.shorter:
-            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size in result.shorter)
+            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
             self._maximum.insert(2, ("shorter samples", points))
 
     def epoch(self, **values: Any) -> None:

@@ -29,8 +29,8 @@ class ProbeResult:
     """Every size that was run, in order."""
     predicted: list[tuple[int, int]] = field(default_factory=list)
     """(batch size, predicted peak bytes), calibrated; empty where no trace was possible."""
-    shorter: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens, batch size) found at shorter samples, where these take less memory than their tokens say."""
+    shorter: list[tuple[int, int, int]] = field(default_factory=list)
+    """(tokens, batch size, measured peak bytes) at shorter samples, where more tokens fit."""
 
     @property
     def peak_bytes(self) -> int:
@@ -55,7 +55,7 @@ class ProbeResult:
         """
         measurements = [Measurement(**m) for m in values["measurements"]]
         predicted = [(int(b), int(peak)) for b, peak in values["predicted"]]
-        shorter = [(int(tokens), int(b)) for tokens, b in values["shorter"]]
+        shorter = [(int(tokens), int(b), int(peak)) for tokens, b, peak in values["shorter"]]
         return cls(**{**values, "measurements": measurements, "predicted": predicted, "shorter": shorter})
 
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import resource
+import weakref
 
 import pytest
 import torch
 
-from adaptive_batching.memory import AcceleratorMeter, CpuMeter, is_out_of_memory, memory_meter
+from adaptive_batching.memory import AcceleratorMeter, CpuMeter, forget_frames, is_out_of_memory, memory_meter
 
 MIB = 2**20
 
@@ -30,6 +31,29 @@ def test_out_of_memory_errors_of_every_backend_are_known(error: BaseException) -
 )
 def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
     assert not is_out_of_memory(error)
+
+
+def test_a_kept_error_holds_no_tensors_once_its_frames_are_forgotten() -> None:
+    """Nor does the one that it was raised upon, as where a kernel falls back on another."""
+    tensors = []
+
+    def step() -> None:
+        activations = torch.ones(3)
+        tensors.append(weakref.ref(activations))
+        try:
+            raise ValueError("no such kernel")
+        except ValueError:
+            raise torch.OutOfMemoryError("CUDA out of memory") from None
+
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        kept = error
+    kept.with_traceback(None)
+    assert tensors[0]() is not None, "held by the first of the two errors"
+    forget_frames(kept)
+    assert tensors[0]() is None
+    assert isinstance(kept.__context__, ValueError), "what happened is still known"
 
 
 def test_the_peak_is_what_was_in_use_at_once() -> None:

@@ -13,12 +13,13 @@ import torch
 
 from adaptive_batching.controller import BatchController, largest_divisor
 from adaptive_batching.memory import MemoryMeter, memory_meter
-from adaptive_batching.microbatch import TokenLimit
+from adaptive_batching.microbatch import ForwardCost, TokenLimit
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.throughput import Exploration, NothingRanError, explore
 from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
 from adaptive_batching.torchtune.gradients import gather_gradients, reset_offloading
 from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
+from adaptive_batching.torchtune.recovery import remedy
 from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
@@ -41,11 +42,13 @@ def settle_micro_batch_size(recipe: Any, controller: BatchController) -> None:
     """Settle on a ``micro_batch_size``: that of the run that is resumed, or the fastest."""
     assert recipe.report is not None and recipe.samples_per_forward is not None
     chosen = recipe.stored.get("explored")
+    same_batch = recipe.stored.get("configured_batch_size") == recipe.reference_batch_size
     if isinstance(chosen, int) and chosen > recipe.samples_per_forward:
-        chosen = None  # the device is another than in the run that is resumed
-    if chosen is not None:
+        same_batch = False  # nor is the device that of the run that is resumed
+    if chosen is not None and same_batch:
         log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
     else:
+        recipe.forward_cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
         meter = memory_meter(recipe._device)
         # A batch that grows is explored at the size that fills memory, as far as it can grow.
         batch_size = max(controller.batch_size, min(controller.maximum, recipe.samples_per_forward))
@@ -108,7 +111,10 @@ def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter
         with unchanged_random_state(meter.device):
             result = explore(sizes, measure)
     except NothingRanError as error:
-        raise DoesNotFitError(f"{error}; set a smaller adaptive_batching.memory_limit, or sequence_length") from error
+        raise DoesNotFitError(
+            f"{error}, though {recipe.samples_per_forward} samples in a forward fitted when probed: something else has "
+            f"taken memory since, or the data have longer samples. Free the device, or set {remedy(recipe)}"
+        ) from error
     log.info("explored\n%s", "\n".join(table(result)))
     return result
 

@@ -85,7 +85,9 @@ def gather_gradients(
         with around(micro_batch):
             batch = recipe._dataloader.collate(micro_batch.samples)
             loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
-        return loss, num_tokens * 0 if micro_batch.is_filler else num_tokens
+        return loss, num_tokens if micro_batch.num_labels is None else torch.full_like(
+            num_tokens, micro_batch.num_labels
+        )
 
     return run_micro_batches(
         [partial(run, each) for each in micro_batches],

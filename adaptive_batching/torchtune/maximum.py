@@ -11,7 +11,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
-from adaptive_batching.controller import largest_divisor
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.microbatch import Capacity
@@ -46,7 +45,8 @@ def find_maximum(recipe: Any, cfg: DictConfig) -> tuple[int, str]:
         upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
     if not settings.use_maximum_batch_size and recipe.increase is None:
         # All that a forward could take is what an optimizer step has.
-        upper, reason = recipe.reference_global_batch_size, "the samples of an optimizer step"
+        upper = recipe.reference_batch_size * recipe.reference_accumulation
+        reason = "the samples of an optimizer step"
     if not settings.probes:
         recipe.report.maximum(upper, reason)
         return upper, reason
@@ -59,11 +59,20 @@ def find_maximum(recipe: Any, cfg: DictConfig) -> tuple[int, str]:
     result = probe(recipe, cfg, sample, length, upper, reason)
     recipe.report.probe(result, sequence_length=length)
     if settings.fills_memory:
-        recipe.capacity = Capacity(((sizes([sample])[0], result.batch_size), *result.shorter))
+        shorter = [(tokens, batch_size) for tokens, batch_size, _ in result.shorter]
+        recipe.capacity = Capacity(((sizes([sample])[0], result.batch_size), *shorter))
     if isinstance(settings.micro_batch_size, int) and settings.micro_batch_size > result.batch_size:
-        _lower_micro_batch_size(recipe, settings.micro_batch_size, int(cfg.batch_size), result.batch_size)
+        log.warning(
+            "micro_batch_size=%d does not fit, the maximum is %d; taking that",
+            settings.micro_batch_size,
+            result.batch_size,
+        )
+        recipe.settings = replace(settings, micro_batch_size=result.batch_size)
     if recipe.increase is not None and not settings.growth_is_bound_by_memory:
         return upper, reason  # what does not fit at once is cut
+    if isinstance(recipe.settings.micro_batch_size, int):
+        size = recipe.settings.micro_batch_size
+        return result.batch_size // size * size, result.reason  # so that micro-batches come out even
     if settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
         return 1 << (result.batch_size.bit_length() - 1), result.reason
     return result.batch_size, result.reason
@@ -110,10 +119,11 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     stored = ranks.on_first(lambda: load_result(path, key))
     if stored is not None:
         available = int(ranks.smallest(memory_budget(settings, meter)))
-        if stored.peak_bytes <= available:
+        peak = max(stored.peak_bytes, *(peak for *_, peak in stored.shorter), 0)
+        if peak <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
-        log.info("stored probe result ignored: it takes %d bytes, and %d are left", stored.peak_bytes, available)
+        log.info("stored probe result ignored: it takes %d bytes, and %d are left", peak, available)
     result = find_maximum_batch_size(
         training_step(recipe, sample),
         settings,
@@ -125,7 +135,8 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         ranks=ranks,
         remedies=lambda: remedies(recipe, cfg, sample),
     )
-    if cuts_by_length and not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample):
+    lengths_vary = not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample)
+    if cuts_by_length and lengths_vary and settings.search == "predict":
         result = replace(result, shorter=_at_shorter_lengths(recipe, settings, meter, sample, result, upper, reason))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
@@ -139,17 +150,18 @@ def _at_shorter_lengths(
     result: ProbeResult,
     upper: int,
     reason: str,
-) -> list[tuple[int, int]]:
-    """(tokens, batch size) at half the length and its halves, as long as more tokens fit there.
+) -> list[tuple[int, int, int]]:
+    """(tokens, batch size, peak bytes) at half the length and its halves, as long as more tokens fit there.
 
-    They do where attention takes memory by the square of the length; the trace tells whether it does.
+    They do where attention takes memory by the square of the length. The trace tells whether it does, and real steps
+    whether the trace is right: the device may have a kernel that the trace does not know.
     """
-    found = []
+    found: list[tuple[int, int, int]] = []
     while result.reason == "memory" and len(sample["tokens"]) >= 4:
         half = stretch(sample, len(sample["tokens"]) // 2)
         if not recipe.ranks.all(_token_gain(recipe, sample, half, result.batch_size) > WORTH_PROBING):
             break
-        length, sample = len(half["tokens"]), half
+        length, tokens, sample = len(half["tokens"]), result.batch_size * len(sample["tokens"]), half
         log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
         result = find_maximum_batch_size(
             training_step(recipe, sample),
@@ -160,7 +172,9 @@ def _at_shorter_lengths(
             coarse=True,
             ranks=recipe.ranks,
         )
-        found.append((length, result.batch_size))
+        if result.batch_size * length < WORTH_PROBING * tokens:
+            break
+        found.append((length, result.batch_size, result.peak_bytes))
     return found
 
 
@@ -173,12 +187,6 @@ def _token_gain(recipe: Any, sample: Sample, shorter: Sample, batch_size: int) -
         return 1.0
     fits = other.batch_size_within(curve.peak_bytes(batch_size))
     return fits * len(shorter["tokens"]) / (batch_size * len(sample["tokens"]))
-
-
-def _lower_micro_batch_size(recipe: Any, wanted: int, batch_size: int, maximum: int) -> None:
-    size = largest_divisor(batch_size, at_most=maximum)
-    log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking %d", wanted, maximum, size)
-    recipe.settings = replace(recipe.settings, micro_batch_size=size)
 
 
 def _plain(value: Any) -> Any:

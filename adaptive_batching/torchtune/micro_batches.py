@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class MicroBatch:
     samples: list[Sample]
     weight: float | None = None
     """What its mean loss is multiplied by; None: the number of its labels, as in stock."""
+    num_labels: int | None = None
+    """Labels that it stands for; None: its own."""
 
     @property
     def is_filler(self) -> bool:
@@ -102,11 +104,20 @@ class Cutter:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
         # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
         # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        targets = [sum(count_targets(self._recipe, sample["labels"][1:]) for sample in part) for part in parts]
-        labels = sum(count_targets(self._recipe, sample["labels"]) for sample in batch)
-        shares = [count * labels / max(sum(targets), 1) for count in targets]
-        weighted = [MicroBatch(part, share) for part, share in zip(parts, shares, strict=True) if share > 0]
-        return weighted or [MicroBatch(parts[0])]  # no targets at all: 0/0, as in stock
+        targets, labels = (
+            [sum(count_targets(self._recipe, sample["labels"][first:]) for sample in part) for part in parts]
+            for first in (1, 0)
+        )
+        weighted = [
+            MicroBatch(part, count * sum(labels) / sum(targets), own)
+            for part, count, own in zip(parts, targets, labels, strict=True)
+            if count > 0
+        ]
+        if not weighted:
+            return [MicroBatch(parts[0])]  # no targets at all: 0/0, as in stock
+        # A part without targets can have labels, the first of each sample; they count in what the sum is divided by.
+        rest = sum(labels) - sum(each.num_labels or 0 for each in weighted)
+        return [replace(weighted[0], num_labels=(weighted[0].num_labels or 0) + rest), *weighted[1:]]
 
     def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
@@ -147,7 +158,8 @@ def count_targets(recipe: Any, labels: Any) -> int:
 def _filler(micro_batches: list[MicroBatch]) -> MicroBatch:
     """A short forward and backward that adds nothing, whatever its loss."""
     sample = min((s for micro_batch in micro_batches for s in micro_batch.samples), key=lambda s: len(s["tokens"]))
-    return MicroBatch([{**sample, "labels": sample["tokens"]}], weight=0.0)  # a mean over no targets would be 0/0
+    # a mean over no targets would be 0/0
+    return MicroBatch([{**sample, "labels": sample["tokens"]}], weight=0.0, num_labels=0)
 
 
 def _cut_to(part: list[Sample], max_tokens: int, *, at_random: bool) -> list[list[Sample]]:

@@ -106,10 +106,10 @@ class AdaptiveBatching:
         self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         self._check_that_cutting_is_exact()
         controller = make_controller(self, cfg)
-        if self.settings.explores:
-            settle_micro_batch_size(self, controller)
         if self.stored:
             self._restore(self.stored)
+        if self.settings.explores:
+            settle_micro_batch_size(self, controller)
         self.growth = make_growth(self, cfg, controller)
         plan = self.growth.course.plan(self.epochs_run)
         self.report.plan(plan, decided=controller.decides_early)
@@ -259,8 +259,7 @@ class AdaptiveBatching:
         """Go on where the run that is resumed was."""
         self.global_step = stored["global_step"]
         self.token_limit.load_state_dict(stored["token_limit"])
-        if not self.settings.explores:
-            self.forward_cost.load_state_dict(stored["forward_cost"])
+        self.forward_cost.load_state_dict(stored["forward_cost"])
         if len(stored["random_states"]) == self.ranks.size:
             set_random_state(stored["random_states"][self.ranks.rank], self._device)
 

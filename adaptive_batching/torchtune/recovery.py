@@ -108,7 +108,8 @@ class Recovery:
             self._warned = True
             log.warning(
                 "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
-                "or enable_activation_checkpointing=True"
+                "or %s",
+                remedy(self._recipe),
             )
 
     @property
@@ -134,8 +135,9 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError(
-                "out of memory in the optimizer's step, which may have updated some parameters and not others; resume "
-                "from the last checkpoint, with use_maximum_batch_size=True or a smaller batch_size"
+                f"out of memory in the optimizer's step, which may have updated some parameters and not others; resume "
+                f"from the last checkpoint, with use_maximum_batch_size=True, or a batch_size below "
+                f"{self._recipe._dataloader.batch_size}, or {remedy(self._recipe)}"
             ) from error
 
     @property
@@ -147,7 +149,7 @@ class Recovery:
         if module is not None:
             raise DoesNotFitError(
                 f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
-                f"the batch. Set a smaller batch_size, or enable_activation_checkpointing=True"
+                f"the batch. Set a smaller batch_size, or {remedy(self._recipe)}"
             )
 
     def _shrink_if_thrashing(self) -> bool:
@@ -155,6 +157,8 @@ class Recovery:
         self._retried_in_row = self._retried_in_row + 1 if self._retried_in_step else 0
         if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or not self._possible:
             return False
+        if self._recipe.ranks.size > 1 and self._recipe.collectives is None:
+            return False  # the other ranks do not know
         self._retried_in_row = 0
         tokens = int(self._recipe.ranks.largest(self._tokens_to_lower))
         if tokens == 0 or self._recipe.batch_dependent_module() is not None:
@@ -178,7 +182,7 @@ class Recovery:
         if self._recipe.why_no_recovery:
             return (
                 f"{what}; it cannot run in smaller parts: {self._recipe.why_no_recovery}. Set a smaller batch_size, or "
-                f"enable_activation_checkpointing=True"
+                f"{remedy(self._recipe)}"
             )
         sample = micro_batch.samples[0]
         tokens = sample["tokens"]
@@ -186,8 +190,17 @@ class Recovery:
         return (
             f"out of memory with a single sample, or pack, of {len(tokens)} tokens: number {index_of(sample)} of the "
             f"dataset (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
-            f"{len(tokens)}, or enable_activation_checkpointing=True"
+            f"{len(tokens)}, or {remedy(self._recipe)}"
         )
+
+
+def remedy(recipe: Any) -> str:
+    """The next setting that saves memory, of those that ``recipe`` does not use yet."""
+    if not recipe._enable_activation_checkpointing:
+        return "enable_activation_checkpointing=True"
+    if not recipe._enable_activation_offloading and recipe._device.type != "cpu":
+        return "enable_activation_offloading=True"
+    return "a model with quantized weights, as in QLoRA"
 
 
 def _describe(micro_batch: MicroBatch) -> str:

@@ -21,7 +21,7 @@ IGNORED = -100
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     """Of any length, with any labels to learn: none, all but the prompt, or here and there."""
-    length = draw(st.integers(2, 40))
+    length = draw(st.integers(1, 40))
     tokens = draw(st.lists(st.integers(0, ARCHITECTURE["vocab_size"] - 1), min_size=length, max_size=length))
     learned = draw(st.lists(st.booleans(), min_size=length, max_size=length))
     return {"tokens": tokens, "labels": [t if keep else IGNORED for t, keep in zip(tokens, learned, strict=True)]}
@@ -32,13 +32,13 @@ batches = st.lists(samples(), min_size=2, max_size=9).filter(
 )
 
 
-def gradient(recipe: Any, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, float]:
-    """The gradient of the summed loss, flat, and that loss."""
+def gradient(recipe: Any, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, float, int]:
+    """The gradient of the summed loss, flat, that loss, and the number that both are divided by."""
     recipe._optimizer.zero_grad()
     outcome = gather_gradients(recipe, micro_batches)
     assert not outcome.failed
     flat = torch.cat([p.grad.flatten() for p in recipe._model.parameters() if p.grad is not None]).double()
-    return flat, sum(float(loss) for loss, _ in outcome.results)
+    return flat, sum(float(loss) for loss, _ in outcome.results), sum(int(count) for _, count in outcome.results)
 
 
 @pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss"])
@@ -74,13 +74,15 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 min_parts: int,
                 at_random: bool,
             ) -> None:
-                recipe.capacity = Capacity.of_tokens(tokens) if micro_batch_size == "auto" else None
+                points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
+                recipe.capacity = Capacity(points) if micro_batch_size == "auto" else None
                 token_limit = TokenLimit()
                 token_limit.max_tokens = limit
                 cutter = Cutter(recipe, micro_batch_size, ForwardCost(), token_limit)
                 cut = cutter.cut(batch, min_parts, at_random=at_random)
-                expected, expected_loss = gradient(recipe, [MicroBatch(batch)])
-                found, found_loss = gradient(recipe, cut)
+                expected, expected_loss, expected_count = gradient(recipe, [MicroBatch(batch)])
+                found, found_loss, count = gradient(recipe, cut)
+                assert count == expected_count
                 assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
                 assert found_loss == pytest.approx(expected_loss, rel=1e-5)
                 tried.append(len(cut))

@@ -97,6 +97,18 @@ def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(tune_ru
     assert [e["batch_size"] for e in events(run, "epoch")] == [6, 12, 24, 32]
 
 
+@pytest.mark.parametrize(("micro_batch_size", "batch_size"), [(3, 15), (40, 16)])
+def test_a_maximum_is_a_multiple_of_the_micro_batch_size(
+    micro_batch_size: int, batch_size: int, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = ["batch_size=2", "use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16", "epochs=1"]
+    run = tune_run("full", *common, f"micro_batch_size={micro_batch_size}", "adaptive_batching.memory_limit=8GiB")
+    assert {step["batch_size"] for step in run.metrics} == {batch_size}
+    assert ("micro_batch_size=40 does not fit, the maximum is 16; taking that" in caplog.text) == (
+        micro_batch_size == 40
+    )
+
+
 def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: TuneRun) -> None:
     run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=40", "epochs=1")
     assert events(run, "epoch")[0]["batch_size"] == 40

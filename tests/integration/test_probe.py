@@ -185,7 +185,8 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
     common = ["dataset.split=train[:120]", "tokenizer.max_seq_len=512", "epochs=1", "batch_size=60"]
     common += ["micro_batch_size=auto", f"adaptive_batching.memory_limit={meter.used_bytes() + 200 * 2**20}"]
     [square] = events(tune_run("full", *common, "model.attn_dropout=0.1", name="square"), "probe")
-    points = [(512, square["batch_size"]), *square["shorter"]]
+    points = [(512, square["batch_size"]), *((length, size) for length, size, _ in square["shorter"])]
+    assert all(peak <= square["budget_bytes"] for *_, peak in square["shorter"])
     assert [length for length, _ in points] == [512, 256, 128, 64, 32][: len(points)]
     tokens = [length * count for length, count in points if count < 60]  # beyond, there are no samples
     assert len(tokens) >= 3

@@ -49,6 +49,14 @@ def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
     assert len(part) == 4
 
 
+def test_the_labels_of_a_part_without_targets_count() -> None:
+    """The first label of a sample is no target, but stock counts it."""
+    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (1, 9)]
+    cutter = Cutter(recipe(), 1, ForwardCost(), TokenLimit())
+    [part] = cutter.cut(samples)
+    assert (part.samples, part.weight, part.num_labels) == (samples[1:], 10, 10)
+
+
 def test_text_samples_are_cut_by_tokens() -> None:
     samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 900, 7, 40, 3, 300, 10)]
     parts = cut(samples, TokenLimit(), capacity=Capacity.of_tokens(1000))
