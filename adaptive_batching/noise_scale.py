@@ -1,7 +1,11 @@
 """The gradient noise scale: how large a batch has to be for its gradient to be more signal than noise.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162), appendix A.1, with groups of
-samples that need not be equal: each is weighted by its target tokens. Plain Python, for numbers measured elsewhere.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162), appendix A.1, with samples that
+need not be equal: each is weighted by its target tokens. Plain Python, for numbers measured elsewhere.
+
+Below, ``s_i`` is the gradient of the summed loss of a group of samples with ``n_i`` target tokens. Groups are drawn
+alike, at random. Then ``E|s_i|^2 = n_i^2 |G|^2 + n_i S``, where G is the true mean gradient and S the trace of the
+covariance of a token's gradient. The same holds for all groups together, with ``N``, the sum of ``n_i``.
 """
 
 from __future__ import annotations
@@ -13,37 +17,48 @@ MIN_MEASUREMENTS = 5
 
 
 @dataclass(frozen=True)
-class GradientNorms:
-    """Squared norms of the gradients in one optimizer step, whose samples were cut into groups at random.
+class NoiseEstimate:
+    """What one optimizer step has shown. Both estimates are unbiased, and noisy: they can be negative."""
 
-    A group is what one device ran in one forward and backward: ``n_i`` target tokens, with the gradient ``s_i`` of
-    their summed loss; ``N`` is the sum of ``n_i``.
-    """
+    variance: float
+    """Of S, the trace of a token's gradient covariance."""
 
-    groups: int
-    """How many groups there are; at least 2."""
-
-    small: float
-    """``sum(|s_i|^2 / n_i) / N``."""
-
-    big: float
-    """``|sum(s_i)|^2 / N^2``: the squared norm of the step's mean gradient, before clipping."""
+    norm_squared: float
+    """Of ``|G|^2``, the true mean gradient's squared norm."""
 
     tokens: float
-    """``N``."""
+    """N, the target tokens of the step."""
 
     samples: int
     """Of the step, on all devices."""
 
-    @property
-    def norm_squared(self) -> float:
-        """Unbiased estimate of the true mean gradient's squared norm."""
-        return (self.groups * self.big - self.small) / (self.groups - 1)
+    @classmethod
+    def of_groups(cls, groups: int, small: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
+        """From the norms of all groups.
 
-    @property
-    def variance(self) -> float:
-        """Unbiased estimate of the trace of a token's gradient covariance."""
-        return self.tokens * (self.small - self.big) / (self.groups - 1)
+        Args:
+            groups: How many there are; at least 2.
+            small: ``sum(|s_i|^2 / n_i) / N``.
+            big: ``|sum(s_i)|^2 / N^2``: the squared norm of the step's mean gradient, before clipping.
+            tokens: N.
+            samples: Of the step, on all devices.
+        """
+        variance = tokens * (small - big) / (groups - 1)
+        return cls(variance, (groups * big - small) / (groups - 1), tokens, samples)
+
+    @classmethod
+    def of_part(cls, part: float, part_tokens: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
+        """From the norms of one group and of all of the step; less certain than from all groups.
+
+        Args:
+            part: ``|s_1|^2 / n_1^2``.
+            part_tokens: ``n_1``; more than 0 and less than N.
+            big: ``|sum(s_i)|^2 / N^2``.
+            tokens: N.
+            samples: Of the step, on all devices.
+        """
+        variance = (part - big) / (1 / part_tokens - 1 / tokens)
+        return cls(variance, (tokens * big - part_tokens * part) / (tokens - part_tokens), tokens, samples)
 
 
 class NoiseScale:
@@ -63,14 +78,14 @@ class NoiseScale:
         self._tokens = 0.0
         self._samples = 0.0
 
-    def add(self, norms: GradientNorms) -> None:
+    def add(self, step: NoiseEstimate) -> None:
         """Take a measurement in."""
         keep, new = self._keep, 1 - self._keep
         self._count += 1
-        self._variance = keep * self._variance + new * norms.variance
-        self._norm_squared = keep * self._norm_squared + new * norms.norm_squared
-        self._tokens = keep * self._tokens + new * norms.tokens
-        self._samples = keep * self._samples + new * norms.samples
+        self._variance = keep * self._variance + new * step.variance
+        self._norm_squared = keep * self._norm_squared + new * step.norm_squared
+        self._tokens = keep * self._tokens + new * step.tokens
+        self._samples = keep * self._samples + new * step.samples
 
     @property
     def tokens(self) -> float | None:

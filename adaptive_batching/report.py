@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching.noise_scale import GradientNorms
+from adaptive_batching.noise_scale import NoiseEstimate
 from adaptive_batching.plan import PlannedEpoch
 from adaptive_batching.result import ProbeResult
 from adaptive_batching.throughput import Exploration
@@ -109,11 +109,11 @@ class Report:
         self._recoveries = recoveries
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries)
 
-    def noise(self, step: int, norms: GradientNorms, noise_scale: float | None) -> None:
+    def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Record what an optimizer step has shown of the gradient's noise, and the noise scale so far, in samples."""
         self._write(
-            "noise", step=step, groups=norms.groups, tokens=norms.tokens, variance=norms.variance,
-            norm_squared=norms.norm_squared, noise_scale=noise_scale,
+            "noise", step=step, tokens=shown.tokens, variance=shown.variance, norm_squared=shown.norm_squared,
+            noise_scale=noise_scale,
         )  # fmt: skip
 
     def finish(self) -> None:

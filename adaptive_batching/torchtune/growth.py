@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from adaptive_batching.controller import BatchController, Decision, largest_divisor
@@ -69,12 +70,12 @@ class Growth:
         self._apply(decision)
         return decision
 
-    def take_step(self) -> None:
-        """The optimizer has taken a step."""
+    def take_step(self, num_tokens: torch.Tensor) -> None:
+        """The optimizer has taken a step, on ``num_tokens`` targets of all devices."""
         if self.noise is not None:
-            norms = self.noise.step_done(self.course.window * self.course.shape.replicas)
-            if norms is not None:
-                self._recipe.report.noise(self._recipe.global_step + 1, norms, self.noise.scale.samples)
+            shown = self.noise.step_done(num_tokens, self.course.window * self.course.shape.replicas)
+            if shown is not None:
+                self._recipe.report.noise(self._recipe.global_step + 1, shown, self.noise.scale.samples)
         self.learning_rate.advance(self.course.take_step())
 
     def step_done(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:

@@ -120,10 +120,16 @@ class TrainingLoop:
     def _gather(self, batches: list[list[Sample]]) -> bool:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
         noise = self._noise if self._noise is not None and self._noise.measures else None
-        accumulation = 1 if self._recipe.settings.cuts_by_length else self._recipe._gradient_accumulation_steps
-        min_parts = 1 if noise is None else noise.min_parts(accumulation)
-        for batch in batches:
-            micro_batches = self._cutter.cut(batch, min_parts, at_random=noise is not None)
+        by_length = self._recipe.settings.cuts_by_length
+        min_parts = 1
+        if noise is not None and by_length:
+            batches = noise.parts(batches[0])
+        elif noise is not None:
+            min_parts = noise.min_parts(self._recipe._gradient_accumulation_steps)
+        for number, batch in enumerate(batches):
+            if number == 1 and noise is not None and by_length:
+                noise.see_part(float(self._num_tokens))
+            micro_batches = self._cutter.cut(batch, min_parts, in_order=noise is not None and not by_length)
             outcome = gather_gradients(self._recipe, micro_batches, self._around)
             if outcome.failed:
                 self._cutter.forget_timings()
@@ -160,7 +166,7 @@ class TrainingLoop:
         self._cutter.read_timings()
         self._recovery.step_done()
         if growth is not None:
-            growth.take_step()
+            growth.take_step(self._num_tokens)
         elif recipe._lr_scheduler is not None:
             recipe._lr_scheduler.step()
         recipe.global_step += 1

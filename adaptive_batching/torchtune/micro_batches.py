@@ -67,23 +67,21 @@ class Cutter:
         self._learns = learns or micro_batch_size == "auto"
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
-    def cut(self, batch: list[Sample], min_parts: int = 1, *, at_random: bool = False) -> list[MicroBatch]:
+    def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
         """The micro-batches of ``batch``; together they have its gradient.
 
         Args:
             batch: The samples, in the random order of the data.
             min_parts: How many micro-batches there have to be, where there are as many samples.
-            at_random: Leave the samples in their order, so that all micro-batches are drawn alike.
+            in_order: Whatever is cut smaller for want of memory keeps the samples in their order, so that all
+                micro-batches are drawn alike.
         """
         lengths = sizes(batch)
         most = self._micro_batch_size or self._recipe.samples_per_forward or len(batch)
         if isinstance(most, str):
             capacity = self._recipe.capacity
-            if at_random:
-                cut = cut_in_order(len(batch), capacity.samples(max(lengths)))
-            else:
-                cost = min(self._cost.in_tokens(FIRST_FORWARD_COST), capacity.tokens)
-                cut = cut_by_length(lengths, capacity, cost)
+            cost = min(self._cost.in_tokens(FIRST_FORWARD_COST), capacity.tokens)
+            cut = cut_by_length(lengths, capacity, cost)
         else:
             cut = cut_in_order(len(batch), most)
         if len(cut) < min_parts:
@@ -91,7 +89,7 @@ class Cutter:
         parts = [[batch[i] for i in indices] for indices in cut]
         if self._limit.max_tokens is not None:
             most_tokens = self._limit.max_tokens
-            parts = [part for whole in parts for part in _cut_to(whole, most_tokens, at_random=at_random)]
+            parts = [part for whole in parts for part in _cut_to(whole, most_tokens, in_order=in_order)]
         micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
         in_parts = self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None
         if in_parts or min_parts > 1:
@@ -162,12 +160,12 @@ def _filler(micro_batches: list[MicroBatch]) -> MicroBatch:
     return MicroBatch([{**sample, "labels": sample["tokens"]}], weight=0.0, num_labels=0)
 
 
-def _cut_to(part: list[Sample], max_tokens: int, *, at_random: bool) -> list[list[Sample]]:
+def _cut_to(part: list[Sample], max_tokens: int, *, in_order: bool) -> list[list[Sample]]:
     lengths = sizes(part)
     if padded_tokens(lengths) <= max_tokens:
         return [part]
     capacity = Capacity.of_tokens(max_tokens)
-    if at_random:
+    if in_order:
         cut = cut_in_order(len(part), capacity.samples(max(lengths)))
     else:  # what a forward costs is not known here; a high price keeps their number low
         cut = cut_by_length(lengths, capacity, forward_cost=max_tokens)

@@ -12,17 +12,27 @@ from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
 from adaptive_batching.config import ConfigError
-from adaptive_batching.noise_scale import GradientNorms, NoiseScale
+from adaptive_batching.noise_scale import NoiseEstimate, NoiseScale
+from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.micro_batches import MicroBatch, count_targets
 
 log = logging.getLogger(__name__)
 
 
+# Of the samples of a step that is cut by length, the part whose gradient is compared with that of all. The smaller it
+# is, the surer is what it shows, and the more padding it takes; from a quarter down little is gained.
+PART = 0.25
+
+
 class NoiseMeter:
     """Takes the norms of gradients in every few optimizer steps.
 
-    On one device, hooks see the gradient of each parameter before it is added to those of earlier micro-batches. Where
-    FSDP2 shards the model, a rank's gradient is the input of its reduce-scatters.
+    Micro-batches that hold the samples as they come are groups drawn alike. On one device, hooks see the gradient of
+    each parameter before it is added to those of earlier micro-batches. Where FSDP2 shards the model, a rank's gradient
+    is the input of its reduce-scatters.
+
+    Micro-batches cut by length are not alike. There the first samples of the step run before the rest, each of the two
+    parts cut by length, and the gradient gathered up to then is compared with the whole.
 
     Args:
         recipe: A recipe that has been set up.
@@ -38,6 +48,7 @@ class NoiseMeter:
         self._measures = False
         self._warned = False
         self._groups: list[tuple[torch.Tensor, float]] = []
+        self._part = (0.0, 0.0)  # squared norm of this rank's share of the gradient, tokens of its samples
         self._norm_squared = 0.0
 
     def start_step(self, step: int) -> None:
@@ -46,23 +57,29 @@ class NoiseMeter:
         self._measures = step % self._every == 0
 
     def forget(self) -> None:
-        """The step is broken off: what runs instead is not cut at random."""
+        """The step is broken off: what runs instead is cut otherwise."""
         self._measures = False
         self._groups = []
+        self._part = (0.0, 0.0)
 
     @property
     def measures(self) -> bool:
-        """Whether the samples of this step are to be cut at random, not by length."""
+        """Whether this step is measured."""
         return self._measures
 
+    def parts(self, batch: list[Sample]) -> list[list[Sample]]:
+        """The samples of a step that is cut by length, in parts to be cut and run one after the other."""
+        first = min(max(round(PART * len(batch)), 1), len(batch) - 1)
+        return [batch[:first], batch[first:]] if first > 0 else [batch]
+
     def min_parts(self, num_batches: int) -> int:
-        """Into how many parts each of ``num_batches`` has to be cut, so that there are two groups to compare."""
+        """Into how many micro-batches each of ``num_batches`` has to be cut, so that there are two to compare."""
         return 2 if num_batches * self._recipe.num_replicas < 2 else 1
 
     @contextlib.contextmanager
     def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Inside, ``micro_batch`` runs forward and backward."""
-        if not self._measures or micro_batch.is_filler:
+        if not self._measures or self._by_length or micro_batch.is_filler:
             yield
             return
         if self._recipe.collectives is not None:
@@ -77,34 +94,57 @@ class NoiseMeter:
         if squares and weight > 0:
             self._groups.append((torch.stack(squares).sum(), weight))
 
+    def see_part(self, tokens: float) -> None:
+        """The first part of a step that is cut by length has run, on ``tokens`` targets of this rank."""
+        # FSDP has taken the mean over ranks
+        self._part = (self._gradient_here() * self._recipe.ranks.size**2, tokens)
+
     def see_gradient(self) -> None:
         """The step's mean gradient is complete, and not clipped yet."""
-        if not self._measures:
-            return
-        grads = [p.grad for p in self._recipe._model.parameters() if p.grad is not None]
-        squares = [_square(grad.to_local() if isinstance(grad, DTensor) else grad) for grad in grads]
-        self._norm_squared = float(torch.stack(squares).sum())
+        if self._measures:
+            self._norm_squared = self._gradient_here()
 
-    def step_done(self, num_samples: int) -> GradientNorms | None:
-        """The optimizer step is done, on ``num_samples`` samples of all devices; returns what was measured in it."""
+    def step_done(self, num_tokens: torch.Tensor, num_samples: int) -> NoiseEstimate | None:
+        """The optimizer step is done; returns what was measured in it.
+
+        Args:
+            num_tokens: Targets of the step, on all devices.
+            num_samples: Samples of the step, on all devices.
+        """
         if not self._measures:
             return None
         here = (
             len(self._groups),
             sum(float(square) / weight for square, weight in self._groups),
             sum(weight for _, weight in self._groups),
-            self._norm_squared if self._recipe.collectives is not None or self._recipe.ranks.is_first else 0.0,
+            *self._part,
+            self._norm_squared,
         )
-        groups, small, tokens, big = map(sum, zip(*self._recipe.ranks.gather(here), strict=True))
+        groups, small, in_groups, part, in_part, big = map(sum, zip(*self._recipe.ranks.gather(here), strict=True))
         self.forget()
-        if groups < 2:
+        if groups > 1:
+            shown = NoiseEstimate.of_groups(int(groups), small / in_groups, big, in_groups, num_samples)
+        elif 0 < in_part < (tokens := float(num_tokens)):
+            shown = NoiseEstimate.of_part(part / in_part**2, in_part, big, tokens, num_samples)
+        else:
             if not self._warned:
                 log.warning("the gradient noise scale is not measured: a step has no two micro-batches with targets")
             self._warned = True
             return None
-        norms = GradientNorms(int(groups), small / tokens, big, tokens, num_samples)
-        self.scale.add(norms)
-        return norms
+        self.scale.add(shown)
+        return shown
+
+    @property
+    def _by_length(self) -> bool:
+        return bool(self._recipe.settings.cuts_by_length)
+
+    def _gradient_here(self) -> float:
+        """Squared norm of the gradient, or of this rank's shard of it; the ranks' add up to that of the whole."""
+        if self._recipe.collectives is None and not self._recipe.ranks.is_first:
+            return 0.0  # every rank has the whole
+        grads = [p.grad for p in self._recipe._model.parameters() if p.grad is not None]
+        squares = [_square(grad.to_local() if isinstance(grad, DTensor) else grad) for grad in grads]
+        return float(torch.stack(squares).sum()) if squares else 0.0
 
 
 def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from adaptive_batching.noise_scale import GradientNorms
+from adaptive_batching.noise_scale import NoiseEstimate
 from adaptive_batching.torchtune.gradients import forward_backward
 
 # Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.
@@ -62,6 +62,6 @@ def truth(recipe: Any) -> tuple[float, float]:
     return variance, norm_squared - variance / count
 
 
-def mean_of(norms: list[GradientNorms]) -> tuple[float, float]:
+def mean_of(shown: list[NoiseEstimate]) -> tuple[float, float]:
     """What was measured, on average: variance and squared norm."""
-    return sum(n.variance for n in norms) / len(norms), sum(n.norm_squared for n in norms) / len(norms)
+    return sum(n.variance for n in shown) / len(shown), sum(n.norm_squared for n in shown) / len(shown)

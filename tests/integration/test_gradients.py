@@ -64,7 +64,7 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 tokens=st.integers(1, 200),
                 limit=st.none() | st.integers(1, 200),
                 min_parts=st.integers(1, 4),
-                at_random=st.booleans(),
+                in_order=st.booleans(),
             )
             def compare(
                 batch: list[Sample],
@@ -72,14 +72,14 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 tokens: int,
                 limit: int | None,
                 min_parts: int,
-                at_random: bool,
+                in_order: bool,
             ) -> None:
                 points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
                 recipe.capacity = Capacity(points) if micro_batch_size == "auto" else None
                 token_limit = TokenLimit()
                 token_limit.max_tokens = limit
                 cutter = Cutter(recipe, micro_batch_size, ForwardCost(), token_limit)
-                cut = cutter.cut(batch, min_parts, at_random=at_random)
+                cut = cutter.cut(batch, min_parts, in_order=in_order)
                 expected, expected_loss, expected_count = gradient(recipe, [MicroBatch(batch)])
                 found, found_loss, count = gradient(recipe, cut)
                 assert count == expected_count

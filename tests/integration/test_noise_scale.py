@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching.increase import GrowthState
-from adaptive_batching.noise_scale import GradientNorms, NoiseScale
+from adaptive_batching.noise_scale import NoiseEstimate, NoiseScale
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun
 from tests.integration.faults import disarm, plan
@@ -22,8 +22,8 @@ def never(epoch: float, current_batch_size: int, state: GrowthState) -> int:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[GradientNorms]:
-    norms: list[GradientNorms] = []
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[NoiseEstimate]:
+    norms: list[NoiseEstimate] = []
     add = NoiseScale.add
     monkeypatch.setattr(NoiseScale, "add", lambda self, each: (norms.append(each), add(self, each))[1])
     return norms
@@ -41,7 +41,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[GradientNorms]:
     ids=["parts of three and two", "batches of an accumulation", "by length", "checkpointing", "lora"],
 )
 def test_the_estimate_is_right_on_average(
-    kind: str, how: list[str], tune_run: TuneRun, measured: list[GradientNorms], monkeypatch: pytest.MonkeyPatch
+    kind: str, how: list[str], tune_run: TuneRun, measured: list[NoiseEstimate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truths: list[tuple[float, float]] = []
     run = TrainingLoop.run
@@ -53,7 +53,7 @@ def test_the_estimate_is_right_on_average(
     monkeypatch.setattr(TrainingLoop, "run", run_after_asking)
     finished = tune_run(kind, *NOISE, *how, "batch_size=5", replaced=DATA)
     assert len(measured) == 60
-    assert {n.groups for n in measured} == ({4} if "micro_batch_size=3" in how else {2})
+    assert {(each.tokens, each.samples) for each in measured} == {(10, 10)}
     assert mean_of(measured) == pytest.approx(truths[0], rel=0.05)
     assert "gradient_noise_scale" in finished.metrics[-1]
     assert "gradient_noise_scale" not in finished.metrics[0], "not known yet"

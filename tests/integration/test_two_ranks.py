@@ -80,7 +80,8 @@ def test_two_ranks_train_as_one_device_on_the_same_samples(
 @pytest.mark.parametrize("size", ["1", "2", "auto"])
 def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished) -> None:
     cut, whole = finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole")
-    assert without_sizes(cut.metrics) != without_sizes(whole.metrics), "rounding tells that batches were cut"
+    pairs = [(weights, cut.weights(0)[name]) for name, weights in whole.weights(0).items()]
+    assert not all(torch.equal(*pair) for pair in pairs), "rounding tells that batches were cut"
     assert_close(cut, whole, epoch=0)
     if size == "auto":
         assert events(cut, "probe")[0]["batch_size"] == 8, "what a rank has in a step"
@@ -124,7 +125,6 @@ def test_the_noise_scale_is_right_on_two_ranks(
     monkeypatch.setattr(TrainingLoop, "run", ask)
     tune_run(kind, *NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget")
     measured = events(finished(f"{kind}_noise"), "noise")
-    assert [event["groups"] for event in measured] == [8] * 30
     mean = [sum(event[key] for event in measured) / 30 for key in ("variance", "norm_squared")]
     assert mean == pytest.approx(list(truths[0]), rel=0.05)
 
