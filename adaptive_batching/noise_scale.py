@@ -4,8 +4,9 @@ McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812
 need not be equal: each is weighted by its target tokens. Plain Python, for numbers measured elsewhere.
 
 Below, ``s_i`` is the gradient of the summed loss of a group of samples with ``n_i`` target tokens. Groups are drawn
-alike, at random. Then ``E|s_i|^2 = n_i^2 |G|^2 + n_i S``, where G is the true mean gradient and S the trace of the
-covariance of a token's gradient. The same holds for all groups together, with ``N``, the sum of ``n_i``.
+alike, at random, and targets are taken to be independent, also those of one sample. Then
+``E|s_i|^2 = n_i^2 |G|^2 + n_i S``, where G is the true mean gradient and S the trace of the covariance of a token's
+gradient. The same holds for all groups together, with ``N``, the sum of ``n_i``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MIN_MEASUREMENTS = 5
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """What one optimizer step has shown. Both estimates are unbiased, and noisy: they can be negative."""
+    """What one optimizer step has shown. The estimates are right on average, and noisy: they can be negative."""
 
     variance: float
     """Of S, the trace of a token's gradient covariance."""

@@ -111,7 +111,7 @@ def predict(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None
         guess = curve.largest_that_fits()
         if guess <= sizes.low:
             # The curve says that the answer is found. Prove it on the next candidate, unless that is beyond doubt.
-            if curve.confirmed and curve.peak(sizes.low + 1) > CERTAIN_EXCESS * budget_bytes:
+            if curve.surely_exceeds(sizes.low + 1):
                 return
             misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
@@ -179,13 +179,25 @@ class _Curve:
         return sorted(known.items())[-2:]
 
     @property
-    def confirmed(self) -> bool:
-        """Whether the prediction, calibrated by one measurement, was right about another."""
+    def _closest(self) -> list[tuple[int, int]]:
+        """(batch size, peak bytes) of two sizes to draw the curve through, ascending: on both sides of the budget, if
+        one beyond it could be measured, as where nothing enforces the limit."""
+        beyond = self._sizes.candidates[self._sizes.high] if self._sizes.high < len(self._sizes.candidates) else None
+        over = [
+            (m.batch_size, m.peak_bytes) for m in self._sizes.measurements if m.batch_size == beyond and m.peak_bytes
+        ]
+        return [*self._measured[-1:], *over] if over else self._measured
+
+    def surely_exceeds(self, index: int) -> bool:
+        """Whether a candidate need not be run: the prediction, calibrated by one measurement, was right about another,
+        and puts this one far above the budget."""
         if self._predict is None or len(self._measured) < 2:
             return False
         (b0, peak0), (b1, peak1) = self._measured
         expected = peak0 + self._predict(b1) - self._predict(b0)
-        return abs(peak1 - expected) <= (CERTAIN_EXCESS - 1) * self._budget
+        if abs(peak1 - expected) > (CERTAIN_EXCESS - 1) * self._budget:
+            return False
+        return self._peak(index, self._measured) > CERTAIN_EXCESS * self._budget
 
     def first(self) -> int:
         """Index of the size to run first: the last one if that surely fits, else one to calibrate the curve with.
@@ -208,12 +220,11 @@ class _Curve:
         on_slope = 2 + bisect_left(sizes, 0.99 * rise(maximum), key=rise)
         return min(bisect_left(candidates, on_slope), expected)
 
-    def peak(self, index: int) -> float:
+    def _peak(self, index: int, measured: list[tuple[int, int]]) -> float:
         """Expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""
         assert self._predict is not None
         size = self._sizes.candidates[index]
         expected = self._predict(size)
-        measured = self._measured
         if not measured:
             return expected
         b1, peak1 = measured[-1]
@@ -229,8 +240,12 @@ class _Curve:
         candidates = self._sizes.candidates
         if self._predict is None:
             return self._secant()
-        # peak() rises with the index, so bisection on it is exact
-        return bisect_right(range(len(candidates)), float(self._budget), key=self.peak) - 1
+        points = self._closest
+
+        def peak(index: int) -> float:  # rises with the index, so that bisection on it is exact
+            return self._peak(index, points)
+
+        return bisect_right(range(len(candidates)), float(self._budget), key=peak) - 1
 
     def _secant(self) -> int:
         sizes, measured = self._sizes, self._measured

@@ -144,7 +144,7 @@ def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None
     for _ in range(4):
         limit.step_done()
         seen.append(limit.max_tokens)
-    assert seen == [500, 1000, 1000, None], "what failed has run again, so it is lifted"
+    assert seen == [500, 1000, 1000, None], "and beyond what failed it is lifted"
     limit.shrink(900)
     for _ in range(10):
         limit.step_done()

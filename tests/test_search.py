@@ -22,6 +22,7 @@ class Device:
     budget: int
     noise: float = 0.0
     seed: int = 0
+    enforced: bool = True  # else what does not fit runs all the same, and is measured
     runs: list[int] = field(default_factory=list)
 
     def measure(self, batch_size: int) -> Measurement:
@@ -29,7 +30,7 @@ class Device:
         noise = 1 + self.noise * random.Random(f"{self.seed}-{batch_size}").uniform(-1, 1)
         peak = int(self.peak(batch_size) * noise)
         fits = peak <= self.budget
-        return Measurement(batch_size, fits, peak if fits else None)
+        return Measurement(batch_size, fits, peak if fits or not self.enforced else None)
 
     def search(self, name: str, candidates: list[int] | range, predict: Callable[[int], float] | None) -> SizesRun:
         sizes = SizesRun(self.measure, candidates)
@@ -57,12 +58,13 @@ def largest_fit(device: Device, candidates: list[int] | range) -> int | None:
     include=st.integers(1, 400),
     level=st.floats(0, 1.5),
     noise=st.sampled_from([0.0, 0.0, 0.001, 0.05, 0.3]),
+    enforced=st.booleans(),
     prediction=st.sampled_from(["none", "exact", "shifted", "half", "triple", "zero", "other"]),
     other=curves(),
 )
 def test_every_search_ends_and_returns_the_best_size_that_it_proved(
     name: str, peak: Callable[[int], float], upper: int, powers: bool, include: int, level: float, noise: float,
-    prediction: str, other: Callable[[int], float],
+    enforced: bool, prediction: str, other: Callable[[int], float],
 ) -> None:  # fmt: skip
     predictions: dict[str, Callable[[int], float] | None] = {
         "none": None,
@@ -74,7 +76,7 @@ def test_every_search_ends_and_returns_the_best_size_that_it_proved(
         "other": other,
     }
     candidates = candidate_sizes(upper, powers_of_two=powers, include=include)
-    device = Device(peak, budget=int(level * peak(upper)), noise=noise)
+    device = Device(peak, budget=int(level * peak(upper)), noise=noise, enforced=enforced)
     sizes = device.search(name, candidates, predictions[prediction])
 
     assert len(device.runs) == len(set(device.runs)), "a size was run twice"
@@ -103,6 +105,18 @@ def test_a_search_among_powers_of_two_ends_without_running_out_of_memory_where_t
     sizes = device.search("predict", candidate_sizes(10_000, powers_of_two=True), lambda b: 10.0 * b)
     assert sizes.found == 64
     assert device.runs == [2, 64]
+
+
+def test_what_was_measured_beyond_the_limit_corrects_a_slope_that_is_wrong() -> None:
+    def steps(enforced: bool, seed: int) -> int:
+        device = Device(lambda b: 500 + 12.0 * b, budget=1000, noise=0.01, seed=seed, enforced=enforced)
+        sizes = device.search("predict", range(1, 200), lambda b: 480 + 8.0 * b)
+        assert sizes.found is not None and 38 <= sizes.found <= 42
+        return len(device.runs)
+
+    known, unknown = ([steps(enforced, seed) for seed in range(30)] for enforced in (False, True))
+    assert sum(known) < 0.8 * sum(unknown)
+    assert max(known) <= 7
 
 
 def test_the_calibrating_step_lies_beyond_the_floor() -> None:

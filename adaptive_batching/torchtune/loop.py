@@ -120,16 +120,17 @@ class TrainingLoop:
     def _gather(self, batches: list[list[Sample]]) -> bool:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
         noise = self._noise if self._noise is not None and self._noise.measures else None
-        by_length = self._recipe.settings.cuts_by_length
-        min_parts = 1
-        if noise is not None and by_length:
-            batches = noise.parts(batches[0])
-        elif noise is not None:
-            min_parts = noise.min_parts(self._recipe._gradient_accumulation_steps)
-        for number, batch in enumerate(batches):
-            if number == 1 and noise is not None and by_length:
-                noise.see_part(float(self._num_tokens))
-            micro_batches = self._cutter.cut(batch, min_parts, in_order=noise is not None and not by_length)
+        apart = 0 if noise is None or not self._recipe.settings.cuts_by_length else noise.samples_apart(len(batches[0]))
+        if apart:
+            cuts = self._cutter.cut_apart(batches[0], apart)
+        else:
+            min_parts = 1 if noise is None else noise.min_parts(self._recipe._gradient_accumulation_steps)
+            cuts = [self._cutter.cut(batch, min_parts, in_order=noise is not None) for batch in batches]
+        for number, micro_batches in enumerate(cuts):
+            if apart and number == 1 and noise is not None:
+                noise.see_part(self._ran)
+            if not micro_batches:  # samples without targets
+                continue
             outcome = gather_gradients(self._recipe, micro_batches, self._around)
             if outcome.failed:
                 self._cutter.forget_timings()

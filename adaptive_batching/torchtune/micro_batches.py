@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
-from adaptive_batching.torchtune.data import Sample, sizes
+from adaptive_batching.torchtune.data import Sample, sizes, stretch
 
 # What a forward is taken to cost beside its tokens until that has been measured, in tokens: launching the kernels of a
 # model takes some tens of milliseconds, in which the device could do some hundreds of tokens more.
@@ -76,6 +76,19 @@ class Cutter:
             in_order: Whatever is cut smaller for want of memory keeps the samples in their order, so that all
                 micro-batches are drawn alike.
         """
+        parts = self._parts(batch, min_parts, in_order=in_order)
+        micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
+        in_parts = self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None
+        # Without any of these, there is one on every rank.
+        return self._as_many_on_every_rank(micro_batches, batch) if in_parts or min_parts > 1 else micro_batches
+
+    def cut_apart(self, batch: list[Sample], first: int) -> list[list[MicroBatch]]:
+        """The micro-batches of the ``first`` samples of ``batch`` and those of the others; all together have its
+        gradient. There are none of samples without targets."""
+        groups = self._weighted([self._parts(batch[:first]), self._parts(batch[first:])])
+        return [self._as_many_on_every_rank(micro_batches, batch) for micro_batches in groups]
+
+    def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
         lengths = sizes(batch)
         most = self._micro_batch_size or self._recipe.samples_per_forward or len(batch)
         if isinstance(most, str):
@@ -90,32 +103,35 @@ class Cutter:
         if self._limit.max_tokens is not None:
             most_tokens = self._limit.max_tokens
             parts = [part for whole in parts for part in _cut_to(whole, most_tokens, in_order=in_order)]
-        micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted(batch, parts)
-        in_parts = self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None
-        if in_parts or min_parts > 1:
-            # FSDP needs as many forwards on every rank; without any of these, there is one.
-            count = int(self._recipe.ranks.largest(len(micro_batches)))
-            micro_batches += [_filler(micro_batches)] * (count - len(micro_batches))
-        return micro_batches
+        return parts
 
-    def _weighted(self, batch: list[Sample], parts: list[list[Sample]]) -> list[MicroBatch]:
+    def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
         # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
         # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        targets, labels = (
-            [sum(count_targets(self._recipe, sample["labels"][first:]) for sample in part) for part in parts]
-            for first in (1, 0)
-        )
-        weighted = [
-            MicroBatch(part, count * sum(labels) / sum(targets), own)
-            for part, count, own in zip(parts, targets, labels, strict=True)
-            if count > 0
-        ]
-        if not weighted:
-            return [MicroBatch(parts[0])]  # no targets at all: 0/0, as in stock
-        # A part without targets can have labels, the first of each sample; they count in what the sum is divided by.
-        rest = sum(labels) - sum(each.num_labels or 0 for each in weighted)
-        return [replace(weighted[0], num_labels=(weighted[0].num_labels or 0) + rest), *weighted[1:]]
+        everything = [part for group in groups for part in group]
+        all_targets, all_labels = (sum(self._count(part, first) for part in everything) for first in (1, 0))
+        if all_targets == 0:
+            return [[MicroBatch(everything[0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+        # Parts without targets can have labels, the first of each sample; they count in what the sum is divided by.
+        left = sum(self._count(part) for part in everything if self._count(part, 1) == 0)
+        weighted: list[list[MicroBatch]] = []
+        for group in groups:
+            weighted.append([])
+            for part in group:
+                if targets := self._count(part, 1):
+                    weighted[-1].append(MicroBatch(part, targets * all_labels / all_targets, self._count(part) + left))
+                    left = 0
+        return weighted
+
+    def _count(self, samples: list[Sample], first: int = 0) -> int:
+        """The labels of ``samples``, each from its ``first`` on."""
+        return sum(count_targets(self._recipe, sample["labels"][first:]) for sample in samples)
+
+    def _as_many_on_every_rank(self, micro_batches: list[MicroBatch], batch: list[Sample]) -> list[MicroBatch]:
+        """FSDP needs as many forwards on every rank."""
+        count = int(self._recipe.ranks.largest(len(micro_batches)))
+        return micro_batches + [_filler(batch)] * (count - len(micro_batches))
 
     def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
@@ -153,9 +169,10 @@ def count_targets(recipe: Any, labels: Any) -> int:
     return int((np.asarray(labels) != recipe._loss_fn.ignore_index).sum())
 
 
-def _filler(micro_batches: list[MicroBatch]) -> MicroBatch:
+def _filler(batch: list[Sample]) -> MicroBatch:
     """A short forward and backward that adds nothing, whatever its loss."""
-    sample = min((s for micro_batch in micro_batches for s in micro_batch.samples), key=lambda s: len(s["tokens"]))
+    several = [sample for sample in batch if len(sample["tokens"]) > 1] or [stretch(batch[0], 2)]
+    sample = min(several, key=lambda sample: len(sample["tokens"]))
     # a mean over no targets would be 0/0
     return MicroBatch([{**sample, "labels": sample["tokens"]}], weight=0.0, num_labels=0)
 

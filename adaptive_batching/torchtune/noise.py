@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from adaptive_batching.config import ConfigError
 from adaptive_batching.noise_scale import NoiseEstimate, NoiseScale
-from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.micro_batches import MicroBatch, count_targets
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,8 @@ class NoiseMeter:
         self._measures = False
         self._warned = False
         self._groups: list[tuple[torch.Tensor, float]] = []
-        self._part = (0.0, 0.0)  # squared norm of this rank's share of the gradient, tokens of its samples
+        self._apart = False
+        self._part = (0.0, 0.0)  # squared norm of this rank's share of the gradient, targets of its samples
         self._norm_squared = 0.0
 
     def start_step(self, step: int) -> None:
@@ -60,6 +60,7 @@ class NoiseMeter:
         """The step is broken off: what runs instead is cut otherwise."""
         self._measures = False
         self._groups = []
+        self._apart = False
         self._part = (0.0, 0.0)
 
     @property
@@ -67,10 +68,12 @@ class NoiseMeter:
         """Whether this step is measured."""
         return self._measures
 
-    def parts(self, batch: list[Sample]) -> list[list[Sample]]:
-        """The samples of a step that is cut by length, in parts to be cut and run one after the other."""
-        first = min(max(round(PART * len(batch)), 1), len(batch) - 1)
-        return [batch[:first], batch[first:]] if first > 0 else [batch]
+    def samples_apart(self, window: int) -> int:
+        """How many of the ``window`` samples of a step that is cut by length are to run before the others; 0: none,
+        as a single sample can only be compared with those of other devices."""
+        first = min(max(round(PART * window), 1), window - 1)
+        self._apart = first > 0
+        return first
 
     def min_parts(self, num_batches: int) -> int:
         """Into how many micro-batches each of ``num_batches`` has to be cut, so that there are two to compare."""
@@ -79,7 +82,7 @@ class NoiseMeter:
     @contextlib.contextmanager
     def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Inside, ``micro_batch`` runs forward and backward."""
-        if not self._measures or self._by_length or micro_batch.is_filler:
+        if not self._measures or self._apart or micro_batch.is_filler:
             yield
             return
         if self._recipe.collectives is not None:
@@ -94,10 +97,11 @@ class NoiseMeter:
         if squares and weight > 0:
             self._groups.append((torch.stack(squares).sum(), weight))
 
-    def see_part(self, tokens: float) -> None:
-        """The first part of a step that is cut by length has run, on ``tokens`` targets of this rank."""
+    def see_part(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The samples that run before the others have run, in these ``micro_batches`` on this rank."""
         # FSDP has taken the mean over ranks
-        self._part = (self._gradient_here() * self._recipe.ranks.size**2, tokens)
+        square = self._gradient_here() * self._recipe.ranks.size**2
+        self._part = (square, sum(micro_batch.weight or 0.0 for micro_batch in micro_batches))
 
     def see_gradient(self) -> None:
         """The step's mean gradient is complete, and not clipped yet."""
@@ -134,14 +138,8 @@ class NoiseMeter:
         self.scale.add(shown)
         return shown
 
-    @property
-    def _by_length(self) -> bool:
-        return bool(self._recipe.settings.cuts_by_length)
-
     def _gradient_here(self) -> float:
         """Squared norm of the gradient, or of this rank's shard of it; the ranks' add up to that of the whole."""
-        if self._recipe.collectives is None and not self._recipe.ranks.is_first:
-            return 0.0  # every rank has the whole
         grads = [p.grad for p in self._recipe._model.parameters() if p.grad is not None]
         squares = [_square(grad.to_local() if isinstance(grad, DTensor) else grad) for grad in grads]
         return float(torch.stack(squares).sum()) if squares else 0.0

@@ -65,6 +65,7 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 limit=st.none() | st.integers(1, 200),
                 min_parts=st.integers(1, 4),
                 in_order=st.booleans(),
+                apart=st.integers(0, 8),
             )
             def compare(
                 batch: list[Sample],
@@ -73,13 +74,17 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 limit: int | None,
                 min_parts: int,
                 in_order: bool,
+                apart: int,
             ) -> None:
                 points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
                 recipe.capacity = Capacity(points) if micro_batch_size == "auto" else None
                 token_limit = TokenLimit()
                 token_limit.max_tokens = limit
                 cutter = Cutter(recipe, micro_batch_size, ForwardCost(), token_limit)
-                cut = cutter.cut(batch, min_parts, in_order=in_order)
+                if 0 < apart < len(batch):
+                    cut = [micro_batch for group in cutter.cut_apart(batch, apart) for micro_batch in group]
+                else:
+                    cut = cutter.cut(batch, min_parts, in_order=in_order)
                 expected, expected_loss, expected_count = gradient(recipe, [MicroBatch(batch)])
                 found, found_loss, count = gradient(recipe, cut)
                 assert count == expected_count

@@ -168,8 +168,9 @@ def runs(run: Runner) -> None:
                 name = f"{kind}_{where}_{''.join(map(str, on))}"
                 run(kind, name, *common, where=where, on=on, layer=RANK if len(on) == 2 else 1, call=4)
         run(kind, f"{kind}_first", *common, where="backward", on=[1], layer=1, call=2)
-        run(kind, f"{kind}_noise", *NOISE, "micro_batch_size=3", "batch_size=5",
-            "dataset._component_=tests.integration.one_target.OneTarget")  # fmt: skip
+        noise = [*NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
+        run(kind, f"{kind}_noise", *noise, "micro_batch_size=3")
+        run(kind, f"{kind}_noise_auto", *noise, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
         run(kind, f"{kind}_twice", *common, where="forward", on=[0], layer=1, call=3, times=2)
     common_of_full = [*SGD, model("full"), accumulate]
     checkpointing = [*SGD, model("full"), "enable_activation_checkpointing=True"]

@@ -10,7 +10,7 @@ import torch
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
 from adaptive_batching.torchtune.data import index_of, sizes
-from adaptive_batching.torchtune.micro_batches import Cutter
+from adaptive_batching.torchtune.micro_batches import Cutter, _filler
 
 
 def recipe(**attributes: Any) -> Any:
@@ -55,6 +55,22 @@ def test_the_labels_of_a_part_without_targets_count() -> None:
     cutter = Cutter(recipe(), 1, ForwardCost(), TokenLimit())
     [part] = cutter.cut(samples)
     assert (part.samples, part.weight, part.num_labels) == (samples[1:], 10, 10)
+
+
+def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
+    [filler] = [_filler([{"tokens": [7], "labels": [7]}])]
+    assert filler.samples == [{"tokens": [7, 7], "labels": [7, 7]}]
+    assert (filler.weight, filler.num_labels) == (0, 0)
+    several = [{"tokens": [7], "labels": [7]}, {"tokens": [1, 2, 3], "labels": [-100] * 3}]
+    assert _filler(several).samples == [{"tokens": [1, 2, 3], "labels": [1, 2, 3]}]
+
+
+def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
+    samples = [{"tokens": [1] * 10, "labels": [label] * 10} for label in (-100, 1, 1, 1)]
+    cutter = Cutter(recipe(capacity=Capacity.of_tokens(1000)), "auto", ForwardCost(), TokenLimit())
+    first, others = cutter.cut_apart(samples, 1)
+    assert first == []
+    assert [(each.samples, each.weight, each.num_labels) for each in others] == [(samples[1:], 30, 30)]
 
 
 def test_text_samples_are_cut_by_tokens() -> None:
