@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+from adaptive_batching.config import ConfigError
 from adaptive_batching.distributed import Ranks
-from adaptive_batching.memory import MemoryMeter, memory_meter
+from adaptive_batching.memory import memory_meter
 from adaptive_batching.microbatch import Capacity
 from adaptive_batching.probe import find_maximum_batch_size, memory_budget
 from adaptive_batching.result import ProbeResult, load_result, store_result
 from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed, sizes, stretch, worst_case_sample
 from adaptive_batching.torchtune.step import remedies, training_step
 from adaptive_batching.trace import TraceError, trace_peak_memory
+from adaptive_batching.trial import TrainingStep
 
 log = logging.getLogger(__name__)
 
@@ -124,32 +127,26 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
         log.info("stored probe result ignored: it takes %d bytes, and %d are left", peak, available)
-    result = find_maximum_batch_size(
-        training_step(recipe, sample),
-        settings,
-        meter,
+
+    find = partial(
+        find_maximum_batch_size,
+        config=settings,
+        meter=meter,
         upper=upper,
         upper_reason=reason,
-        include=include,
         coarse=settings.fills_memory,  # how much of what fits is best used is another question
         ranks=ranks,
-        remedies=lambda: remedies(recipe, cfg, sample),
     )
+    result = find(training_step(recipe, sample), include=include, remedies=lambda: remedies(recipe, cfg, sample))
     lengths_vary = not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample)
     if cuts_by_length and lengths_vary and settings.search == "predict":
-        result = replace(result, shorter=_at_shorter_lengths(recipe, settings, meter, sample, result, upper, reason))
+        result = replace(result, shorter=_at_shorter_lengths(recipe, sample, result, find))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
 
 
 def _at_shorter_lengths(
-    recipe: Any,
-    settings: AdaptiveBatchingConfig,
-    meter: MemoryMeter,
-    sample: Sample,
-    result: ProbeResult,
-    upper: int,
-    reason: str,
+    recipe: Any, sample: Sample, result: ProbeResult, find: Callable[[TrainingStep], ProbeResult]
 ) -> list[tuple[int, int, int]]:
     """(tokens, batch size, peak bytes) at half the length and its halves, as long as more tokens fit there.
 
@@ -158,20 +155,13 @@ def _at_shorter_lengths(
     """
     found: list[tuple[int, int, int]] = []
     while result.reason == "memory" and len(sample["tokens"]) >= 4:
+        tokens = result.batch_size * len(sample["tokens"])
         half = stretch(sample, len(sample["tokens"]) // 2)
         if not recipe.ranks.all(_token_gain(recipe, sample, half, result.batch_size) > WORTH_PROBING):
             break
-        length, tokens, sample = len(half["tokens"]), result.batch_size * len(sample["tokens"]), half
+        sample, length = half, len(half["tokens"])
         log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
-        result = find_maximum_batch_size(
-            training_step(recipe, sample),
-            settings,
-            meter,
-            upper=upper,
-            upper_reason=reason,
-            coarse=True,
-            ranks=recipe.ranks,
-        )
+        result = find(training_step(recipe, sample))
         if result.batch_size * length < WORTH_PROBING * tokens:
             break
         found.append((length, result.batch_size, result.peak_bytes))
