@@ -140,13 +140,13 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     result = find(training_step(recipe, sample), include=include, remedies=lambda: remedies(recipe, cfg, sample))
     lengths_vary = not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample)
     if cuts_by_length and lengths_vary and settings.search == "predict":
-        result = replace(result, shorter=_at_shorter_lengths(recipe, sample, result, find))
+        result = replace(result, shorter=_at_shorter_lengths(recipe, sample, result, upper, find))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
 
 
 def _at_shorter_lengths(
-    recipe: Any, sample: Sample, result: ProbeResult, find: Callable[[TrainingStep], ProbeResult]
+    recipe: Any, sample: Sample, result: ProbeResult, upper: int, find: Callable[[TrainingStep], ProbeResult]
 ) -> list[tuple[int, int, int]]:
     """(tokens, batch size, peak bytes) at half the length and its halves, as long as more tokens fit there.
 
@@ -154,9 +154,11 @@ def _at_shorter_lengths(
     whether the trace is right: the device may have a kernel that the trace does not know.
     """
     found: list[tuple[int, int, int]] = []
-    while result.reason == "memory" and len(sample["tokens"]) >= 4:
+    while len(sample["tokens"]) >= 4:
         tokens = result.batch_size * len(sample["tokens"])
         half = stretch(sample, len(sample["tokens"]) // 2)
+        if tokens >= upper * len(half["tokens"]):
+            break  # all that there are fit
         if not recipe.ranks.all(_token_gain(recipe, sample, half, result.batch_size) > WORTH_PROBING):
             break
         sample, length = half, len(half["tokens"])
