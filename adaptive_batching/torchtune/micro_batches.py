@@ -109,18 +109,18 @@ class Cutter:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
         # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
         # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        everything = [part for group in groups for part in group]
-        all_targets, all_labels = (sum(self._count(part, first) for part in everything) for first in (1, 0))
+        counts = [[(self._count(part, 1), self._count(part)) for part in group] for group in groups]
+        all_targets, all_labels = (sum(count[i] for group in counts for count in group) for i in (0, 1))
         if all_targets == 0:
-            return [[MicroBatch(everything[0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+            return [[MicroBatch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
         # Parts without targets can have labels, the first of each sample; they count in what the sum is divided by.
-        left = sum(self._count(part) for part in everything if self._count(part, 1) == 0)
+        left = sum(labels for group in counts for targets, labels in group if targets == 0)
         weighted: list[list[MicroBatch]] = []
-        for group in groups:
+        for group, counts_of_group in zip(groups, counts, strict=True):
             weighted.append([])
-            for part in group:
-                if targets := self._count(part, 1):
-                    weighted[-1].append(MicroBatch(part, targets * all_labels / all_targets, self._count(part) + left))
+            for part, (targets, labels) in zip(group, counts_of_group, strict=True):
+                if targets > 0:
+                    weighted[-1].append(MicroBatch(part, targets * all_labels / all_targets, labels + left))
                     left = 0
         return weighted
 
@@ -130,8 +130,8 @@ class Cutter:
 
     def _as_many_on_every_rank(self, micro_batches: list[MicroBatch], batch: list[Sample]) -> list[MicroBatch]:
         """FSDP needs as many forwards on every rank."""
-        count = int(self._recipe.ranks.largest(len(micro_batches)))
-        return micro_batches + [_filler(batch)] * (count - len(micro_batches))
+        missing = int(self._recipe.ranks.largest(len(micro_batches))) - len(micro_batches)
+        return micro_batches + [_filler(batch)] * missing if missing else micro_batches
 
     def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Measure what a forward and backward of ``micro_batch`` takes, where the cut depends on it."""
