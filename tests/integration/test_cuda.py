@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conftest import TuneRun, assert_same_weights
+from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
+from tests.integration.test_growth import SGD
 from tests.integration.test_probe import events, without_sizes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -47,6 +48,29 @@ def test_the_probe_leaves_no_trace_on_the_device(kind: str, tune_run: TuneRun) -
     assert off.metrics == stock.metrics
     assert without_sizes(probed.metrics) == stock.metrics
     assert_same_weights(probed.weights(epoch=0), stock.weights(epoch=0))
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_step_that_runs_out_of_memory_on_the_device_loses_and_repeats_nothing(kind: str, tune_run: TuneRun) -> None:
+    common = [*CUDA, *SGD, "batch_size=64", "max_steps_per_epoch=10"]
+    torch.cuda.reset_peak_memory_stats()
+    free = tune_run(kind, *common, name="free")
+    allowed = 0.6 * torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
+    try:
+        limited = tune_run(kind, *common, name="limited")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
+    assert_close(limited, free, epoch=0)
+
+
+def test_cutting_by_length_on_the_device_trains_as_the_whole_batch(tune_run: TuneRun) -> None:
+    common = [*CUDA, *SGD, "batch_size=16", "gradient_accumulation_steps=2", "max_steps_per_epoch=10"]
+    whole = tune_run("full", *common, name="whole")
+    cut = tune_run("full", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=4GiB", name="cut")
+    assert_close(cut, whole, epoch=0)
 
 
 def test_the_noise_scale_on_the_device_is_that_on_the_cpu(tune_run: TuneRun) -> None:
