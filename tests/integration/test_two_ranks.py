@@ -211,6 +211,15 @@ def test_ranks_explore_together(finished) -> None:
     assert len(run.metrics) == 6
 
 
+def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(finished) -> None:
+    [probe] = events(finished("square"), "probe")
+    assert probe["sequence_length"] == 512 and probe["batch_size"] < 48
+    (length, batch_size, peak), *_ = probe["shorter"]
+    assert length == 256
+    assert length * batch_size >= 1.1 * 512 * probe["batch_size"]
+    assert peak <= probe["budget_bytes"]
+
+
 def test_the_global_batch_is_kept_on_two_ranks(finished) -> None:
     kept, constant = finished("kept"), finished("constant")
     assert {step["global_batch_size"] for step in kept.metrics} == {16}

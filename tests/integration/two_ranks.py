@@ -219,6 +219,10 @@ def runs(run: Runner) -> None:
 
     explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
     run("full", "explored", *explore, "tokenizer.max_seq_len=256")
+    CpuMeter().release()
+    limit = f"adaptive_batching.memory_limit={CpuMeter().used_bytes() + 200 * MIB}"
+    run("full", "square", "micro_batch_size=auto", limit, "model.attn_dropout=0.1", "tokenizer.max_seq_len=512",
+        "dataset.split=train[:96]", "batch_size=48")  # fmt: skip
     keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
     run("full", "kept", *SGD, *grow, *keep, "adaptive_batching.max_batch_size=8")
     run("full", "constant", *SGD, *grow, *keep, "adaptive_batching.max_batch_size=2")
