@@ -12,7 +12,6 @@ kernels. The curve's level leaves out kernel workspaces and fragmentation; a mea
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,11 +52,6 @@ class PeakMemoryCurve:
 
     def peak_bytes(self, batch_size: int) -> int:
         return int((self._base + self._slope * batch_size).max())
-
-    def batch_size_within(self, num_bytes: int) -> float:
-        """The batch size, a real number, at which the peak is ``num_bytes``; below 0 where nothing fits."""
-        grows = self._slope > 0
-        return min(((num_bytes - self._base[grows]) / self._slope[grows]).tolist(), default=math.inf)
 
     @property
     def resting_bytes(self) -> int:

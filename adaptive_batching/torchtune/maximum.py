@@ -159,7 +159,7 @@ def _at_shorter_lengths(
         half = stretch(sample, len(sample["tokens"]) // 2)
         if tokens >= upper * len(half["tokens"]):
             break  # all that there are fit
-        if not recipe.ranks.all(_token_gain(recipe, sample, half, result.batch_size) > WORTH_PROBING):
+        if not recipe.ranks.all(_token_gain(recipe, result, half) > WORTH_PROBING):
             break
         sample, length = half, len(half["tokens"])
         log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
@@ -170,15 +170,20 @@ def _at_shorter_lengths(
     return found
 
 
-def _token_gain(recipe: Any, sample: Sample, shorter: Sample, batch_size: int) -> float:
-    """Tokens of ``shorter`` over those of ``sample`` that take the memory of ``batch_size`` copies of ``sample``."""
+def _token_gain(recipe: Any, result: ProbeResult, half: Sample) -> float:
+    """How many times as many tokens fit at ``half`` the length, by what a token more takes there and at the whole."""
+    curve = dict(result.predicted)
+    beyond = min((size for size in curve if size > result.batch_size), default=None)
+    if beyond is None:
+        return 1.0  # no trace was possible
     try:
-        curve, other = (trace_peak_memory(training_step(recipe, each)) for each in (sample, shorter))
+        half_curve = trace_peak_memory(training_step(recipe, half))
     except TraceError as error:
         log.debug("whether more short samples fit cannot be predicted: %s", error)
         return 1.0
-    fits = other.batch_size_within(curve.peak_bytes(batch_size))
-    return fits * len(shorter["tokens"]) / (batch_size * len(sample["tokens"]))
+    rise = curve[beyond] - curve[result.batch_size]
+    half_rise = half_curve.peak_bytes(2 * beyond) - half_curve.peak_bytes(2 * result.batch_size)
+    return rise / half_rise if half_rise > 0 else 1.0
 
 
 def _plain(value: Any) -> Any:
