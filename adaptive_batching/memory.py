@@ -30,12 +30,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def forget_frames(error: BaseException) -> None:
     """Drop the tracebacks of ``error`` and of those that led to it: their frames hold the tensors of a step."""
-    seen: list[BaseException | None] = [None]
+    seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
         link = waiting.pop()
-        if link is not None and link not in seen:
-            seen.append(link)
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
             link.__traceback__ = None
             waiting += [link.__cause__, link.__context__]
 

@@ -122,7 +122,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     stored = ranks.on_first(lambda: load_result(path, key))
     if stored is not None:
         available = int(ranks.smallest(memory_budget(settings, meter)))
-        peak = max(stored.peak_bytes, *(peak for *_, peak in stored.shorter), 0)
+        peak = max([stored.peak_bytes, *(peak for *_, peak in stored.shorter)])
         if peak <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored

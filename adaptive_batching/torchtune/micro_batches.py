@@ -109,7 +109,10 @@ class Cutter:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number
         # of labels. Each part gets its share by targets of what the whole batch would have had. A part of truncated
         # samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
-        counts = [[(self._count(part, 1), self._count(part)) for part in group] for group in groups]
+        counts = [
+            [(count_labels(self._recipe, part, 1), count_labels(self._recipe, part)) for part in group]
+            for group in groups
+        ]
         all_targets, all_labels = (sum(count[i] for group in counts for count in group) for i in (0, 1))
         if all_targets == 0:
             return [[MicroBatch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
@@ -123,10 +126,6 @@ class Cutter:
                     weighted[-1].append(MicroBatch(part, targets * all_labels / all_targets, labels + left))
                     left = 0
         return weighted
-
-    def _count(self, samples: list[Sample], first: int = 0) -> int:
-        """The labels of ``samples``, each from its ``first`` on."""
-        return sum(count_targets(self._recipe, sample["labels"][first:]) for sample in samples)
 
     def _as_many_on_every_rank(self, micro_batches: list[MicroBatch], batch: list[Sample]) -> list[MicroBatch]:
         """FSDP needs as many forwards on every rank."""
@@ -164,9 +163,10 @@ class Cutter:
         self._events.clear()
 
 
-def count_targets(recipe: Any, labels: Any) -> int:
-    """How many of ``labels`` are not to be ignored."""
-    return int((np.asarray(labels) != recipe._loss_fn.ignore_index).sum())
+def count_labels(recipe: Any, samples: list[Sample], first: int = 0) -> int:
+    """How many labels of ``samples``, each from its ``first`` on, are not to be ignored; from 1 on they are targets."""
+    ignored = recipe._loss_fn.ignore_index
+    return sum(int((np.asarray(sample["labels"][first:]) != ignored).sum()) for sample in samples)
 
 
 def _filler(batch: list[Sample]) -> MicroBatch:

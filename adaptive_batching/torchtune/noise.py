@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from adaptive_batching.config import ConfigError
 from adaptive_batching.noise_scale import NoiseEstimate, NoiseScale
-from adaptive_batching.torchtune.micro_batches import MicroBatch, count_targets
+from adaptive_batching.torchtune.micro_batches import MicroBatch, count_labels
 
 log = logging.getLogger(__name__)
 
 
 # Of the samples of a step that is cut by length, the part whose gradient is compared with that of all. The smaller it
-# is, the surer is what it shows, and the more padding it takes; from a quarter down little is gained.
+# is, the surer is what it shows, and the more padding it takes; in a simulation, from a quarter down little
+# was gained.
 PART = 0.25
 
 
@@ -93,7 +94,7 @@ class NoiseMeter:
                 yield
         weight = micro_batch.weight
         if weight is None:
-            weight = float(sum(count_targets(self._recipe, each["labels"]) for each in micro_batch.samples))
+            weight = float(count_labels(self._recipe, micro_batch.samples))
         if squares and weight > 0:
             self._groups.append((torch.stack(squares).sum(), weight))
 
