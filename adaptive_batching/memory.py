@@ -12,20 +12,49 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 _OUT_OF_MEMORY_MESSAGES = (
     "out of memory",  # CUDA, HIP, XPU and MPS backends; a CUDA error raised asynchronously
     "can't allocate memory",  # torch's CPU allocator
-    "CUBLAS_STATUS_ALLOC_FAILED",
     "std::bad_alloc",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their HIP namesakes
+    "_DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "_HOST_ALLOCATION_FAILED",
 )
+# Creating a cuBLAS handle fails so for want of memory, but also for other reasons, such as a broken driver.
+_NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
+# With less than this left on the device, a library that cannot be initialized is taken to lack memory: a cuBLAS handle
+# and its workspace take tens of MiB.
+_LITTLE_MEMORY = 256 * 2**20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device, or the host, ran out of memory. The only place that decides it."""
+    """True if ``error`` says that a device, or the host, ran out of memory. The only place that decides it.
+
+    An error of a collective never is one, whatever its cause: the communicator is broken, and nothing can run again.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY_MESSAGES)
+    message = str(error)
+    if not isinstance(error, RuntimeError) or _is_of_a_collective(error, message):
+        return False
+    if any(name in message for name in _NOT_INITIALIZED_MESSAGES):
+        return _accelerator_is_nearly_full()
+    return any(name in message for name in _OUT_OF_MEMORY_MESSAGES)
+
+
+def _is_of_a_collective(error: BaseException, message: str) -> bool:
+    is_distributed = dist.is_available() and isinstance(error, dist.DistError)
+    return is_distributed or "NCCL" in message or "RCCL" in message
+
+
+def _accelerator_is_nearly_full() -> bool:
+    try:
+        free, _ = torch.cuda.mem_get_info()
+    except (RuntimeError, AssertionError):  # no device, or one that is in no state to be asked
+        return False
+    return bool(free < _LITTLE_MEMORY)
 
 
 def forget_frames(error: BaseException) -> None:
@@ -40,12 +69,47 @@ def forget_frames(error: BaseException) -> None:
             waiting += [link.__cause__, link.__context__]
 
 
+_ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)
+
+
+def allocator_advice(device: torch.device) -> str | None:
+    """A setting of CUDA's caching allocator that would let more fit, or None where it is set or does not apply.
+
+    By default the allocator splits segments of fixed size, and what is left between blocks counts as taken.
+    """
+    chosen = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    if device.type != "cuda" or "expandable_segments" in chosen or "backend:cudaMallocAsync" in chosen:
+        return None
+    return "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
 def num_allocation_retries(device: torch.device) -> int:
     """How often the device's allocator has had to free its cache and try again; 0 where it does not count."""
     if device.type == "cpu":
         return 0
     module = torch.get_device_module(device)
     return int(module.memory_stats(device).get("num_alloc_retries", 0)) if hasattr(module, "memory_stats") else 0
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give back what allocators keep but nothing uses: on ``device``, and pinned memory of the host."""
+    gc.collect()
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+        return
+    torch.get_device_module(device).empty_cache()
+    # Pinned memory stays with its allocator for good, however large the step that asked for it.
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
+        torch._C, "_host_emptyCache", None
+    )
+    if empty_host_cache is not None:
+        empty_host_cache()
 
 
 class MemoryMeter(Protocol):
@@ -69,7 +133,19 @@ class MemoryMeter(Protocol):
     def reset_peak(self) -> None: ...
 
     def peak_bytes(self) -> int:
-        """The most that was in use at once since :meth:`reset_peak`, what was in use before it included."""
+        """The most that counted against the limit at once since :meth:`reset_peak`, what did so before it included.
+
+        With a caching allocator that is what it had reserved: what was in use, and what lay unused between it.
+        """
+
+    def peak_allocated_bytes(self) -> int:
+        """The most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""
+
+    def num_retries(self) -> int:
+        """Times that the allocator has emptied its cache to find room, since the process started."""
+
+    def allocator_settings(self) -> dict[str, str]:
+        """Settings from outside this process that change how much its allocator reserves."""
 
     def release(self) -> None:
         """Give back what is cached but not in use."""
@@ -111,8 +187,6 @@ class AcceleratorMeter:
         self._api: Any = torch.get_device_module(device)
         index = device.index if device.index is not None else self._api.current_device()
         self.device = torch.device(device.type, index)
-        # With a bound that the allocator enforces, running out of memory is the test, as it will be in training. The
-        # allocator then returns cached blocks before it fails, so what it has reserved says nothing about the need.
         self._enforces = hasattr(self._api, "set_per_process_memory_fraction")
 
     @property
@@ -135,12 +209,19 @@ class AcceleratorMeter:
         self._api.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int:
-        read = self._api.max_memory_allocated if self._enforces else self._api.max_memory_reserved
-        return int(read(self.device))
+        return int(self._api.max_memory_reserved(self.device))
+
+    def peak_allocated_bytes(self) -> int:
+        return int(self._api.max_memory_allocated(self.device))
+
+    def num_retries(self) -> int:
+        return num_allocation_retries(self.device)
+
+    def allocator_settings(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
 
     def release(self) -> None:
-        gc.collect()
-        self._api.empty_cache()
+        release_cached_memory(self.device)
 
     def synchronize(self) -> None:
         self._api.synchronize(self.device)
@@ -194,10 +275,17 @@ class CpuMeter:
     def peak_bytes(self) -> int:
         return _status("VmHWM") - self._file_pages
 
+    def peak_allocated_bytes(self) -> int:
+        return self.peak_bytes()
+
+    def num_retries(self) -> int:
+        return 0
+
+    def allocator_settings(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"}
+
     def release(self) -> None:
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps freed memory otherwise
+        release_cached_memory(self.device)
 
     def synchronize(self) -> None:
         pass
@@ -215,6 +303,11 @@ class CpuMeter:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def free_host_bytes() -> int:
+    """Memory of the host that this process could take now; no bound where the system does not tell."""
+    return CpuMeter().free_bytes() if Path("/proc/meminfo").exists() else 2**62
 
 
 def _status(key: str) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.distributed import Ranks
-from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.memory import MemoryMeter, allocator_advice, is_out_of_memory
 from adaptive_batching.result import ProbeResult
 from adaptive_batching.search import SEARCHES, Measurement, SizesRun, candidate_sizes
 from adaptive_batching.trace import PeakMemoryCurve, TraceError, trace_peak_memory
@@ -39,6 +40,61 @@ class Remedy:
     """Known saving that the trace does not show."""
 
 
+class _Measuring:
+    """Trial steps on all ranks, and what they may take.
+
+    Ranks reason about the same numbers: those of the rank that has least memory left. Its budget is everyone's, and a
+    rank that has more leaves as much out of its peaks.
+
+    Args:
+        trial: Runs the steps on this rank.
+        config: ``memory_limit`` and ``headroom`` are used.
+        meter: The memory of this rank's device.
+        ranks: All of them.
+    """
+
+    def __init__(self, trial: Trial, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks) -> None:
+        self._trial = trial
+        self._config = config
+        self._meter = meter
+        self._ranks = ranks
+        self._is_first = True
+        self._share()
+
+    def _share(self) -> None:
+        self.budget_bytes = int(self._ranks.smallest(self._trial.budget_bytes))
+        self.spare_bytes = self._trial.budget_bytes - self.budget_bytes
+
+    def measure(self, batch_size: int) -> Measurement:
+        """Run a step at ``batch_size``, after the memory of the last one has been given back."""
+        measured = self._trial.measure(batch_size)
+        if self._is_first:
+            # The first step has loaded libraries and made handles and communicators, which nothing gives back.
+            self._is_first = False
+            self._trial.clear()
+            self._trial.budget_bytes = min(self._trial.budget_bytes, memory_budget(self._config, self._meter))
+            self._share()
+            if measured.peak_bytes is not None and measured.peak_bytes > self._trial.budget_bytes:
+                measured = replace(measured, fits=False)
+        return self._agreed(measured)
+
+    def measure_again(self, batch_size: int) -> Measurement:
+        """Run another step at the size that ran last."""
+        return self._agreed(self._trial.measure_again(batch_size))
+
+    def _agreed(self, here: Measurement) -> Measurement:
+        ranks = self._ranks
+        ran = ranks.all(here.peak_bytes is not None)
+        return Measurement(
+            batch_size=here.batch_size,
+            fits=ranks.all(here.fits),
+            peak_bytes=int(ranks.largest((here.peak_bytes or 0) - self.spare_bytes)) if ran else None,
+            seconds=ranks.largest(here.seconds),
+            overhead=ranks.largest(here.overhead),
+            retries=int(ranks.largest(here.retries)),
+        )
+
+
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Peak memory in bytes that training may take: what is in use now and what is free, within limit and headroom."""
     available = meter.used_bytes() + meter.free_bytes()
@@ -59,8 +115,11 @@ def find_maximum_batch_size(
     coarse: bool = False,
     ranks: Ranks = ALONE,
     remedies: Callable[[], Sequence[Remedy]] = tuple,
+    scratch: Path | None = None,
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and leave no trace of having looked.
+
+    The answer has run twice in a row within the limit, and without the device's allocator emptying its cache.
 
     Args:
         step: The training step, with worst-case samples.
@@ -74,8 +133,10 @@ def find_maximum_batch_size(
         ranks: The ranks that run the step together, each on a device of its own; they get the same answer, which fits
             on all of them.
         remedies: Called if a batch of one does not fit: what to suggest.
+        scratch: A folder for what is put aside meanwhile, should that for temporary files have no room.
 
     Raises:
+        ConfigError: If there is no room to put weights and optimizer states aside.
         DoesNotFitError: If a batch of one sample does not fit.
     """
     start = time.perf_counter()
@@ -91,20 +152,23 @@ def find_maximum_batch_size(
         "probing for the largest batch size up to %d in %.0f MiB (%.0f MiB in use)",
         candidates[-1], budget / 2**20, meter.used_bytes() / 2**20,
     )  # fmt: skip
+    advice = allocator_advice(meter.device)
+    if advice is not None:
+        log.info("more would fit with less lost between blocks of memory: set the environment variable %s", advice)
     curve: PeakMemoryCurve | None = None
-    # Ranks reason about the same numbers: bytes beyond what a rank has more than the one that has least.
-    spare = budget - int(ranks.smallest(budget))
     level = 0.0  # bytes that the device shows beyond what the trace sees
     sizes: SizesRun | None = None
     try:
-        with Trial(step, meter, budget) as trial:
+        with Trial(step, meter, budget, scratch) as trial:
             if ranks.all(True):  # each rank says so, here or below
-                if config.search == "predict":
-                    curve = _trace(step)
-                    level = ranks.largest(meter.used_bytes() - curve.resting_bytes - spare) if curve is not None else 0
-                sizes = SizesRun(lambda size: _agreed(trial.measure(size), spare, ranks), candidates)
+                steps = _Measuring(trial, config, meter, ranks)
+                if config.search == "predict" and (curve := _trace(step)) is not None:
+                    level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
+                sizes = SizesRun(steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again)
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
-                SEARCHES[config.search](sizes, budget - spare, predict)
+                SEARCHES[config.search](sizes, predict)
+                while sizes.found is not None and not sizes.confirm():
+                    SEARCHES[config.search](sizes, predict)
     except Exception as error:
         if sizes is not None or not is_out_of_memory(error):
             raise
@@ -117,7 +181,7 @@ def find_maximum_batch_size(
     result = ProbeResult(
         batch_size=batch_size,
         reason=upper_reason if batch_size == candidates[-1] else "memory",
-        budget_bytes=budget - spare,
+        budget_bytes=sizes.budget_bytes,
         total_bytes=meter.total_bytes,
         search=config.search if curve is not None or config.search != "predict" else "predict (measured, no trace)",
         seconds=time.perf_counter() - start,
@@ -126,21 +190,10 @@ def find_maximum_batch_size(
     )
     log.info(
         "maximum batch size %d (%s): peak %.0f of %.0f MiB; %d training steps, %d out of memory, %.1f s",
-        batch_size, result.reason, result.peak_bytes / 2**20, budget / 2**20,
-        len(result.measurements), result.num_out_of_memory, result.seconds,
+        batch_size, result.reason, result.peak_bytes / 2**20, result.budget_bytes / 2**20,
+        result.num_steps, result.num_out_of_memory, result.seconds,
     )  # fmt: skip
     return result
-
-
-def _agreed(here: Measurement, spare: int, ranks: Ranks) -> Measurement:
-    """What a step took of the rank that has least left."""
-    ran = ranks.all(here.peak_bytes is not None)
-    return Measurement(
-        batch_size=here.batch_size,
-        fits=ranks.all(here.fits),
-        peak_bytes=int(ranks.largest((here.peak_bytes or 0) - spare)) if ran else None,
-        seconds=ranks.largest(here.seconds),
-    )
 
 
 def _trace(step: TrainingStep) -> PeakMemoryCurve | None:
@@ -156,13 +209,13 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]
     known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
     largest = max(known, key=lambda m: m.batch_size)
     assert largest.peak_bytes is not None
-    level = largest.peak_bytes - curve.peak_bytes(largest.batch_size)
+    measured_at, traced_at = largest.peak_bytes, curve.peak_bytes(largest.batch_size)
     next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
     last = max(next_size, *(m.batch_size for m in sizes.measurements))
     points = sorted(
         {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
     )
-    return [(b, curve.peak_bytes(b) + level) for b in points]
+    return [(b, int(measured_at + largest.overhead * (curve.peak_bytes(b) - traced_at))) for b in points]
 
 
 def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Callable[[], Sequence[Remedy]]) -> str:
@@ -179,6 +232,8 @@ def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Call
         needed = curve.peak_bytes(1) + level
         missing = needed - budget
         message += f": it needs about {_size(needed)}, {_size(max(missing, 0))} more"
+    if any(module._compiled_call_impl is not None for module in step.model.modules()):
+        message += " (predicted without compile=True, which usually takes less)"
     lines = []
     for remedy in remedies():
         predicted = _predict_remedy(remedy)
@@ -188,6 +243,9 @@ def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Call
         needed = predicted + level
         verdict = "would fit" if needed <= budget else f"still {_size(needed - budget)} too much"
         lines.append(f"  {remedy.setting}: about {_size(needed)}, {verdict}")
+    advice = allocator_advice(meter.device)
+    if advice is not None:
+        lines.append(f"  the environment variable {advice} (not predicted)")
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
 
 

@@ -40,6 +40,11 @@ class ProbeResult:
         return peak
 
     @property
+    def num_steps(self) -> int:
+        """Training steps that ran, or began to."""
+        return sum(m.steps for m in self.measurements)
+
+    @property
     def num_out_of_memory(self) -> int:
         return sum(m.peak_bytes is None for m in self.measurements)
 

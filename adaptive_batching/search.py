@@ -2,14 +2,15 @@
 
 A search knows no torch. It gets ``measure``, which runs one real training step at a batch size and says what it
 took, and returns the largest candidate that was run and fitted. Two rules hold for each of them: a size that did not
-run is never returned, and no size is run twice.
+run is never returned, and no size is tried again once it is known to fit or not. The answer has run twice in a row: a
+step after another finds memory as training leaves it, not as the probe does.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # A calibrated prediction was seen to be right within 1 % on CPU. Where it says that the next candidate is this far
 # above the budget, running it could only cost an out-of-memory error.
@@ -18,19 +19,42 @@ CERTAIN_EXCESS = 1.05
 CERTAIN_FIT = 0.8
 # Without a prediction a measured slope is trusted for this much growth at once: floors make peak memory convex in b.
 MAX_EXTRAPOLATION = 4
+# Where a guess from a single measurement failed, the next one is to reach this share of the budget, and after more
+# failures less and less: near enough to show how the device's memory really rises, far enough to fit.
+CAUTIOUS_SHARE = 0.94
 # After this many measurements that contradict the curve, it is given up for plain bisection.
 MAX_MISSES = 3
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one real training step at ``batch_size`` took."""
+    """What real training steps at ``batch_size`` took, one or two in a row."""
 
     batch_size: int
     fits: bool
     peak_bytes: int | None = None
-    """Peak memory in use during the step; None where it ran out of memory."""
+    """Peak memory during the step, as the limit counts it; None where it ran out of memory."""
     seconds: float = 0.0
+    """Time of the first step."""
+    overhead: float = 1.0
+    """Bytes that counted against the limit for each byte in use: above 1 with an allocator that keeps what it frees."""
+    retries: int = 0
+    """Times that the allocator emptied its cache to find room. A size at which it must does not fit: each time it
+    waits for the device, in every step."""
+    steps: int = 1
+    """Steps that ran, or began to."""
+
+    def followed_by(self, second: Measurement) -> Measurement:
+        """Both steps as one measurement."""
+        ran = self.peak_bytes is not None and second.peak_bytes is not None
+        return replace(
+            self,
+            fits=self.fits and second.fits,
+            peak_bytes=max(self.peak_bytes or 0, second.peak_bytes or 0) if ran else None,
+            overhead=max(self.overhead, second.overhead),
+            retries=self.retries + second.retries,
+            steps=self.steps + second.steps,
+        )
 
 
 Measure = Callable[[int], Measurement]
@@ -38,28 +62,80 @@ PredictPeak = Callable[[int], float]
 
 
 class SizesRun:
-    """Every measurement of one search, and the bracket that they prove."""
+    """Every measurement of one search, and the bracket that they prove.
 
-    def __init__(self, measure: Measure, candidates: Sequence[int]) -> None:
+    Args:
+        measure: Runs a step at a size, on memory that nothing has used before.
+        candidates: Sizes to consider, ascending.
+        budget: Gives the peak memory that a step may take, in bytes; it may change with a measurement.
+        measure_again: Runs another step at the size that ran last, on what that one left in the allocator's cache;
+            None for a search whose answer need not run twice.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        candidates: Sequence[int],
+        budget: Callable[[], int],
+        measure_again: Measure | None = None,
+    ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure = measure
+        self._measure_again = measure_again
         self.candidates = candidates
+        self._budget = budget
         self.measurements: list[Measurement] = []
         self.low = -1
         """Index of the largest candidate that fitted; -1: none yet."""
         self.high = len(candidates)
         """Index of the smallest candidate that did not fit; one past the end: none yet."""
 
-    def run(self, index: int) -> bool:
-        """Run candidate number ``index``, narrow the bracket, and say whether it fitted."""
+    @property
+    def budget_bytes(self) -> int:
+        """Peak memory that a step may take."""
+        return self._budget()
+
+    def run(self, index: int, *, twice: bool = False) -> bool:
+        """Run candidate number ``index``, narrow the bracket, and say whether it fitted.
+
+        Args:
+            index: Number of a candidate within the bracket.
+            twice: Run two steps in a row, as the answer must; where it is not, :meth:`confirm` does so later.
+        """
         assert self.low < index < self.high, (self.low, index, self.high)
-        measurement = self._measure(self.candidates[index])
+        size = self.candidates[index]
+        measurement = self._measure(size)
+        if twice and measurement.fits and self._measure_again is not None:
+            measurement = measurement.followed_by(self._measure_again(size))
         self.measurements.append(measurement)
         if measurement.fits:
             self.low = index
         else:
             self.high = index
         return measurement.fits
+
+    def confirm(self) -> bool:
+        """Run the size that was found twice in a row, unless it has; if it fails now, narrow the bracket.
+
+        Returns:
+            True if the size that was found stands; else the search has to go on.
+        """
+        if self._measure_again is None:
+            return True
+        at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
+        if self.measurements[at].steps > 1:
+            return True
+        size = self.candidates[self.low]
+        if at + 1 < len(self.measurements):  # another size has run since
+            self.measurements[at] = self.measurements[at].followed_by(self._measure(size))
+        if self.measurements[at].fits:
+            self.measurements[at] = self.measurements[at].followed_by(self._measure_again(size))
+        if self.measurements[at].fits:
+            return True
+        fitted = {m.batch_size for m in self.measurements if m.fits}
+        self.high = self.low
+        self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
+        return False
 
     @property
     def open(self) -> bool:
@@ -76,21 +152,21 @@ class SizesRun:
         return found
 
 
-def power_of_two(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None = None) -> None:
+def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
     """Double until it fails; keep the last size that fitted. A sparse list of candidates is walked as it is."""
     every = isinstance(sizes.candidates, list)
     for index in range(len(sizes.candidates)) if every else _powers(sizes.candidates):
-        if not sizes.run(index):
+        if sizes.low < index < sizes.high and not sizes.run(index):
             return
 
 
-def binary_search(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None = None) -> None:
+def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
     """Double until it fails, then bisect between the last size that fitted and the first that did not."""
-    power_of_two(sizes, budget_bytes)
+    power_of_two(sizes)
     _bisect(sizes)
 
 
-def predict(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None = None) -> None:
+def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
     """Jump to the size that the predicted memory curve allows, and correct the curve by what was measured.
 
     The curve comes from two traces of the training step (:mod:`adaptive_batching.trace`); its shape is exact and its
@@ -100,12 +176,12 @@ def predict(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None
     that fitted.
 
     Args:
-        sizes: Candidates and measurements; narrowed in place.
-        budget_bytes: Peak memory that a step may take, in bytes.
+        sizes: Candidates, measurements and budget; narrowed in place.
         predict_peak: Peak memory in bytes at a batch size, not decreasing in it; None where no trace was possible.
     """
-    curve = _Curve(sizes, budget_bytes, predict_peak)
-    sizes.run(curve.first())
+    curve = _Curve(sizes, predict_peak)
+    if not sizes.measurements:
+        sizes.run(curve.first())
     misses = 0  # runs that contradicted the curve; each widens the next correction
     while sizes.open:
         guess = curve.largest_that_fits()
@@ -113,11 +189,16 @@ def predict(sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None
             # The curve says that the answer is found. Prove it on the next candidate, unless that is beyond doubt.
             if curve.surely_exceeds(sizes.low + 1):
                 return
-            misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
+            misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1), twice=True)
         elif guess >= sizes.high:
-            misses += not sizes.run(max(sizes.high - 2 ** max(misses - 1, 0), sizes.low + 1))
+            back = sizes.high - 2 ** max(misses - 1, 0)
+            if curve.num_points == 0:  # not even the size that was to set the curve's level fitted
+                back = (sizes.low + sizes.high) // 2
+            elif curve.num_points == 1:
+                back = min(back, curve.largest_that_fits(CAUTIOUS_SHARE ** (misses * misses)))
+            misses += not sizes.run(max(back, sizes.low + 1), twice=True)
         else:
-            misses += not sizes.run(guess)
+            misses += not sizes.run(guess, twice=True)
         if misses > MAX_MISSES and sizes.high < len(sizes.candidates):
             _bisect(sizes)
 
@@ -133,7 +214,7 @@ def _bisect(sizes: SizesRun) -> None:
         sizes.run((sizes.low + sizes.high) // 2)
 
 
-SEARCHES: dict[str, Callable[[SizesRun, int, PredictPeak | None], None]] = {
+SEARCHES: dict[str, Callable[[SizesRun, PredictPeak | None], None]] = {
     "predict": predict,
     "binary_search": binary_search,
     "power_of_two": power_of_two,
@@ -167,10 +248,13 @@ def candidate_sizes(
 class _Curve:
     """The memory curve as far as it is known: predicted, corrected by measurements, or measured alone."""
 
-    def __init__(self, sizes: SizesRun, budget_bytes: int, predict_peak: PredictPeak | None) -> None:
+    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None) -> None:
         self._sizes = sizes
-        self._budget = budget_bytes
         self._predict = predict_peak
+
+    @property
+    def _budget(self) -> int:
+        return self._sizes.budget_bytes
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
@@ -179,12 +263,24 @@ class _Curve:
         return sorted(known.items())[-2:]
 
     @property
+    def _overhead(self) -> float:
+        """What counts against the limit for each byte in use, as last measured."""
+        return next((m.overhead for m in reversed(self._sizes.measurements) if m.fits), 1.0)
+
+    @property
+    def num_points(self) -> int:
+        """Measurements that the curve goes through, at most two: one sets its level, a second shows how it rises."""
+        return len(self._closest)
+
+    @property
     def _closest(self) -> list[tuple[int, int]]:
         """(batch size, peak bytes) of two sizes to draw the curve through, ascending: on both sides of the budget, if
         one beyond it could be measured, as where nothing enforces the limit."""
         beyond = self._sizes.candidates[self._sizes.high] if self._sizes.high < len(self._sizes.candidates) else None
         over = [
-            (m.batch_size, m.peak_bytes) for m in self._sizes.measurements if m.batch_size == beyond and m.peak_bytes
+            (m.batch_size, m.peak_bytes)
+            for m in self._sizes.measurements
+            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes > self._budget
         ]
         return [*self._measured[-1:], *over] if over else self._measured
 
@@ -229,14 +325,15 @@ class _Curve:
             return expected
         b1, peak1 = measured[-1]
         if len(measured) == 1:
-            return expected + peak1 - self._predict(b1)
+            return peak1 + self._overhead * (expected - self._predict(b1))
         b0, peak0 = measured[0]
         predicted_rise = self._predict(b1) - self._predict(b0)
         rise = (peak1 - peak0) / predicted_rise if predicted_rise > 0 and peak1 > peak0 else 1.0
         return peak1 + rise * (expected - self._predict(b1))
 
-    def largest_that_fits(self) -> int:
-        """Index of the largest candidate expected to fit; may lie at or beyond either end of the bracket."""
+    def largest_that_fits(self, share: float = 1.0) -> int:
+        """Index of the largest candidate expected to fit in ``share`` of the budget; may lie at or beyond either end of
+        the bracket."""
         candidates = self._sizes.candidates
         if self._predict is None:
             return self._secant()
@@ -245,7 +342,7 @@ class _Curve:
         def peak(index: int) -> float:  # rises with the index, so that bisection on it is exact
             return self._peak(index, points)
 
-        return bisect_right(range(len(candidates)), float(self._budget), key=peak) - 1
+        return bisect_right(range(len(candidates)), share * self._budget, key=peak) - 1
 
     def _secant(self) -> int:
         sizes, measured = self._sizes, self._measured

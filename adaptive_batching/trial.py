@@ -1,15 +1,22 @@
-"""Run real training steps to see what they take, and leave no trace of them."""
+"""Run real training steps to see what they take, and leave no trace of them.
+
+One exception: the states of a paged optimizer (bitsandbytes) live in memory that can never be given back. Where a trial
+has to make them, they are made as the optimizer would make them, and stay, at their first values.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
+import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
@@ -19,7 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.config import ConfigError
+from adaptive_batching.memory import MemoryMeter, free_host_bytes, is_out_of_memory
 from adaptive_batching.search import Measurement
 
 log = logging.getLogger(__name__)
@@ -42,6 +50,9 @@ class TrainingStep:
     """(model, optimizers) -> a function that takes a batch through forward, backward, gradient clipping and the
     optimizer step, and leaves no gradients behind. The trace binds copies, the trial the originals."""
 
+    discard: Callable[[], None] = lambda: None
+    """Drop what a step that broke off has left behind, other than gradients."""
+
 
 class Trial:
     """A context in which training steps run for real, and after which nothing has changed.
@@ -54,25 +65,32 @@ class Trial:
         step: The training step to run.
         meter: Reads and bounds the memory of the device that the step runs on.
         budget_bytes: Peak memory that a step may take.
+        scratch: A folder with room for what is put aside, should neither the host's memory nor the folder for
+            temporary files have it.
 
     Raises:
+        ConfigError: On entry, where there is no room for what is put aside.
         torch.OutOfMemoryError, RuntimeError: On entry, where not even the optimizer states fit; see
             :func:`~adaptive_batching.memory.is_out_of_memory`.
     """
 
-    def __init__(self, step: TrainingStep, meter: MemoryMeter, budget_bytes: int) -> None:
+    def __init__(
+        self, step: TrainingStep, meter: MemoryMeter, budget_bytes: int, scratch: Path | None = None
+    ) -> None:
         self._step = step
         self._meter = meter
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
+        self._scratch = scratch
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
             stack.callback(self._meter.release)
             stack.enter_context(unchanged_random_state(self._meter.device))
-            stack.enter_context(_unchanged(self._step.model, self._step.optimizers))
+            _make_states_that_stay(self._step.optimizers)
+            stack.enter_context(_unchanged(self._step.model, self._step.optimizers, self._scratch))
             self._meter.release()
-            with self._meter.limit(self._budget_bytes):
+            with self._meter.limit(self.budget_bytes):
                 self._make_optimizer_states()
             self._stack = stack.pop_all()
         return self
@@ -83,18 +101,30 @@ class Trial:
         self._stack.close()
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run one full training step at ``batch_size`` and say what it took.
+        """Run one full training step at ``batch_size``, with the allocator's cache empty, and say what it took.
 
         Raises:
             Exception: Whatever the step raises, other than running out of memory.
         """
+        self.clear()
+        return self._measure(batch_size)
+
+    def measure_again(self, batch_size: int) -> Measurement:
+        """Run a step at the size that ran last, on the cache that it has left, as steps of training follow each other.
+
+        Raises:
+            Exception: Whatever the step raises, other than running out of memory.
+        """
+        return self._measure(batch_size)
+
+    def _measure(self, batch_size: int) -> Measurement:
         run = self._step.bind(self._step.model, self._step.optimizers)
-        self._clear()
         self._meter.reset_peak()
+        retries_before = self._meter.num_retries()
         start = time.perf_counter()
         ran_out = False
         try:
-            with self._meter.limit(self._budget_bytes):
+            with self._meter.limit(self.budget_bytes):
                 run(self._step.make_batch(batch_size))
                 self._meter.synchronize()
         except Exception as error:
@@ -103,17 +133,27 @@ class Trial:
             ran_out = True
         # Clean up here, outside of the except block: the traceback holds the step's tensors.
         seconds = time.perf_counter() - start
+        retries = self._meter.num_retries() - retries_before
         peak_bytes = None if ran_out else self._meter.peak_bytes()
-        self._clear()
-        fits = peak_bytes is not None and peak_bytes <= self._budget_bytes
+        overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
+        if ran_out:
+            self.clear()
+        self._drop_gradients()
+        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
         took = "out of memory" if peak_bytes is None else f"peak {peak_bytes / 2**20:,.0f} MiB"
-        log.info("trial step at batch size %d: %s, %.1f s", batch_size, took, seconds)
-        return Measurement(batch_size, fits, peak_bytes, seconds)
+        strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
+        log.info("trial step at batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
+        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Give back all that steps have left behind."""
+        self._step.discard()
+        self._drop_gradients()
+        self._meter.release()
+
+    def _drop_gradients(self) -> None:
         for parameter in self._step.model.parameters():
             parameter.grad = None
-        self._meter.release()
 
     def _make_optimizer_states(self) -> None:
         """Step each optimizer once on zero gradients: the states get their memory without a forward pass."""
@@ -128,8 +168,23 @@ class Trial:
                 parameter.grad = None
 
 
+def _make_states_that_stay(optimizers: Sequence[Optimizer]) -> None:
+    """Make the states of paged optimizers, at their first values.
+
+    They are managed memory, which bitsandbytes never frees: dropped after the probe, they would be lost, and training
+    would make them a second time.
+    """
+    for optimizer in optimizers:
+        if not getattr(optimizer, "is_paged", False) or not hasattr(optimizer, "init_state"):
+            continue
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and not optimizer.state[parameter]:
+                    optimizer.init_state(group, parameter, group_index, index)
+
+
 def has_states(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` has made the states of all its parameters, as it does in its first step."""
+    """True if ``optimizer`` has made the states of all its parameters, as it does in its first step."""
     return all(parameter in optimizer.state for parameter in _trainable(optimizer))
 
 
@@ -151,7 +206,7 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
     """Restore trainable parameters, buffers, gradients, training mode and all of the optimizers, bit for bit."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters]
@@ -163,7 +218,7 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
     ]
     in_states = [v for state in states for entry in state.values() for v in entry.values()]
     tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
-    with _Aside() as aside:
+    with _Aside(tensors, scratch) as aside:
         aside.put(tensors)
         try:
             yield
@@ -183,10 +238,29 @@ def _unchanged(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[No
 
 
 class _Aside:
-    """Copies of tensors, kept where they take no memory of the device: on the host, or for host tensors in a file."""
+    """Copies of tensors, kept where they take no memory of the device: on the host, or for host tensors in a file.
 
-    def __init__(self) -> None:
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
+    Copies of a device's tensors go to a file, too, where the host's memory is short.
+
+    Args:
+        tensors: What is going to be put aside.
+        scratch: A folder for the file, should that for temporary files have no room.
+
+    Raises:
+        ConfigError: If there is no room in either.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], scratch: Path | None) -> None:
+        local = [_local(tensor) for tensor in tensors]
+        on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
+        on_device = sum(tensor.nbytes for tensor in local) - on_host
+        # Training needs memory of the host as well: for its data, and for pinned copies.
+        self._device_to_file = on_device > free_host_bytes() // 2
+        in_file = on_host + (on_device if self._device_to_file else 0)
+        folder = _folder_with_room(in_file, scratch)
+        where = f"{_gib(in_file)} in a file in {folder}, {_gib(on_device + on_host - in_file)} in the host's memory"
+        log.info("weights and optimizer states are put aside while probing: %s", where)
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed on exit)
         self._copies: list[torch.Tensor | int] = []
 
     def __enter__(self) -> _Aside:
@@ -199,11 +273,11 @@ class _Aside:
     @torch.no_grad()
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in map(_local, tensors):
-            if tensor.device.type != "cpu":
+            if tensor.device.type != "cpu" and not self._device_to_file:
                 self._copies.append(tensor.detach().to("cpu", copy=True))
             else:
                 self._copies.append(self._file.tell())
-                _as_bytes(tensor).tofile(self._file)
+                _as_bytes(tensor.cpu()).tofile(self._file)
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -212,9 +286,31 @@ class _Aside:
                 tensor.detach().copy_(saved)
                 continue
             self._file.seek(saved)
-            count = tensor.numel() * tensor.element_size()
-            raw = torch.from_numpy(np.fromfile(self._file, np.uint8, count))
+            raw = torch.from_numpy(np.fromfile(self._file, np.uint8, tensor.nbytes))
             tensor.detach().copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
+    """The folder for temporary files, or ``scratch`` where that has no room for ``num_bytes`` of each rank here."""
+    num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    folders = [Path(tempfile.gettempdir()), *([] if scratch is None else [_existing(scratch)])]
+    for folder in folders:
+        if shutil.disk_usage(folder).free > num_bytes:
+            return folder
+    tried = ", ".join(f"{folder} has {_gib(shutil.disk_usage(folder).free)} free" for folder in folders)
+    raise ConfigError(
+        f"the probe puts {_gib(num_bytes)} of weights and optimizer states aside, and {tried}; set the environment "
+        f"variable TMPDIR to a folder on a larger disk"
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """``folder``, or the nearest of those above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,26 +11,67 @@ from adaptive_batching.memory import AcceleratorMeter, CpuMeter, forget_frames, 
 MIB = 2**20
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("XPU out of memory"),
-    ],
+# What libraries really say, each as torch passes it on.
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is "
+        "free. Process 1 has 77.60 GiB memory in use."
+    ),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+    RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
+    RuntimeError("HIP error: out of memory"),
+    RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 240 MB, max allowed: 18.1 GB)"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+]
+NCCL_OUT_OF_MEMORY = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 2 'out of memory'"
 )
+OTHER = [
+    RuntimeError("shape mismatch"),
+    ValueError("out of memory"),
+    KeyboardInterrupt(),
+    IndexError(),
+    torch.distributed.DistBackendError(NCCL_OUT_OF_MEMORY),
+    RuntimeError(NCCL_OUT_OF_MEMORY),  # as some wrappers raise it again
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448."),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:40])
 def test_out_of_memory_errors_of_every_backend_are_known(error: BaseException) -> None:
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("shape mismatch"), ValueError("out of memory"), KeyboardInterrupt(), IndexError()]
-)
+@pytest.mark.parametrize("error", OTHER, ids=lambda error: f"{type(error).__name__}-{str(error)[:40]}")
 def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(20 * MIB, True), (2**33, False)])
+def test_a_library_that_cannot_start_lacks_memory_where_little_is_free(
+    free: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
+    assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_a_library_that_cannot_start_is_an_error_where_there_is_no_device() -> None:
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED"))
 
 
 def test_a_kept_error_holds_no_tensors_once_its_frames_are_forgotten() -> None:
@@ -103,7 +144,8 @@ def test_cuda_runs_out_of_memory_at_the_limit_and_recovers() -> None:
     meter.reset_peak()
     before = meter.used_bytes()
     kept = torch.ones(100 * MIB, dtype=torch.uint8, device="cuda")
-    assert meter.peak_bytes() - before == kept.nbytes
+    assert meter.peak_allocated_bytes() - before == kept.nbytes
+    assert meter.peak_bytes() >= meter.peak_allocated_bytes()
     with meter.limit(meter.used_bytes() + 200 * MIB), pytest.raises(torch.OutOfMemoryError):
         torch.ones(300 * MIB, dtype=torch.uint8, device="cuda")
     torch.ones(300 * MIB, dtype=torch.uint8, device="cuda")
@@ -138,7 +180,7 @@ def test_an_accelerator_counts_what_others_hold_and_bounds_itself_where_it_can(
     meter = AcceleratorMeter(torch.device("cuda"))
     assert meter.device == torch.device("cuda", 0)
     assert (meter.total_bytes, meter.used_bytes(), meter.free_bytes()) == (1000, 100, 300 + 80)
-    assert meter.peak_bytes() == (150 if enforces else 190)
+    assert (meter.peak_bytes(), meter.peak_allocated_bytes()) == (190, 150), "a limit counts what is reserved"
     if enforces:
         allocator.fraction = 0.25
         assert (meter.total_bytes, meter.free_bytes()) == (250, 250 - 180 + 80), "a share that the user has set"

@@ -33,8 +33,8 @@ class Device:
         return Measurement(batch_size, fits, peak if fits or not self.enforced else None)
 
     def search(self, name: str, candidates: list[int] | range, predict: Callable[[int], float] | None) -> SizesRun:
-        sizes = SizesRun(self.measure, candidates)
-        SEARCHES[name](sizes, self.budget, predict)
+        sizes = SizesRun(self.measure, candidates, lambda: self.budget)
+        SEARCHES[name](sizes, predict)
         return sizes
 
 

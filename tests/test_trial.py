@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching import trial
+from adaptive_batching.config import ConfigError
 from adaptive_batching.memory import CpuMeter
 from adaptive_batching.trial import TrainingStep, Trial
 
@@ -161,3 +167,113 @@ def test_optimizer_states_are_there_during_the_trial_and_gone_after_it() -> None
     with Trial(training_step(model, optimizer), CpuMeter(), BUDGET):
         assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
     assert not optimizer.state
+
+
+class PagedAdam(torch.optim.Optimizer):
+    """As bitsandbytes' paged optimizers: states are made by ``init_state``, in memory that nothing gives back."""
+
+    is_paged = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.allocated: list[torch.Tensor] = []
+
+    def init_state(self, group: Any, parameter: torch.Tensor, group_index: int, index: int) -> None:
+        assert self.param_groups[group_index]["params"][index] is parameter
+        moments = torch.zeros_like(parameter)
+        self.allocated.append(moments)
+        self.state[parameter] |= {"step": 0, "state1": moments}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group_index, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.init_state(group, parameter, group_index, index)
+                self.state[parameter]["step"] += 1
+                self.state[parameter]["state1"].lerp_(parameter.grad, 0.1)
+                parameter.sub_(self.state[parameter]["state1"], alpha=group["lr"])
+
+
+def test_states_that_cannot_be_freed_are_made_once_and_start_training_at_their_first_values() -> None:
+    def train(probes: bool) -> tuple[PagedAdam, list[torch.Tensor]]:
+        torch.manual_seed(1)
+        model = Model()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = PagedAdam(trained)
+        step = training_step(model, optimizer)
+        if probes:
+            with Trial(step, CpuMeter(), BUDGET) as trial:
+                assert trial.measure(3).fits
+        for _ in range(3):
+            step.bind(model, [optimizer])(torch.ones(4, 8))
+        return optimizer, trained
+
+    (probed, weights), (plain, expected) = train(True), train(False)
+    assert len(probed.allocated) == len(weights), "each was made once"
+    for ours, theirs in zip(weights, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert_equal(probed.state[ours], plain.state[theirs])
+
+
+def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(model, optimizer)
+    step.bind(model, [optimizer])(torch.randn(4, 8))
+    before = everything(model, optimizer)
+    full = Path(tempfile.gettempdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if path == full else 2**40))
+    with caplog.at_level("INFO"), Trial(step, CpuMeter(), BUDGET, tmp_path / "not" / "there" / "yet") as trial:
+        assert trial.measure(3).fits
+    assert f"in a file in {tmp_path}" in caplog.text
+    assert_equal(everything(model, optimizer), before)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2))
+    with pytest.raises(ConfigError, match=r"puts 0\.00 GiB .* aside, and .* has 0\.00 GiB free; set .* TMPDIR"):
+        Trial(step, CpuMeter(), BUDGET, tmp_path).__enter__()
+    assert_equal(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize(("free", "in_file"), [(2**40, False), (3, True)])
+def test_copies_of_a_device_stay_on_the_host_where_it_has_room(
+    free: int, in_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnDevice(torch.Tensor):
+        """Says that it is on a device."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 0)
+
+    weights = torch.randn(5).as_subclass(OnDevice)
+    values = torch.tensor(weights.tolist())
+    monkeypatch.setattr(trial, "free_host_bytes", lambda: free)
+    with trial._Aside([weights], None) as aside:
+        aside.put([weights])
+        assert isinstance(aside._copies[0], int) == in_file, "a place in the file, or a tensor"
+        weights.zero_()
+        aside.restore([weights])
+    assert torch.equal(weights.as_subclass(torch.Tensor), values)
+
+
+def test_another_step_at_a_size_runs_on_what_the_first_has_left() -> None:
+    released: list[int] = []
+
+    class Meter(CpuMeter):
+        def release(self) -> None:
+            released.append(1)
+            super().release()
+
+    model = Model()
+    with Trial(training_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), Meter(), BUDGET) as trial:
+        trial.measure(3)
+        before = len(released)
+        assert trial.measure_again(3).fits
+        assert len(released) == before
+        trial.measure(3)
+        assert len(released) == before + 1

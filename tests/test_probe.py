@@ -1,0 +1,115 @@
+"""The probe on a model of a GPU: what is reserved is more than what is allocated, and the limit counts what is reserved."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from adaptive_batching import probe
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.result import ProbeResult
+from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
+
+EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
+
+
+class Curve:
+    """What a trace says of a device's steps."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.resting_bytes = device.allocator.allocated
+
+    def peak_bytes(self, batch_size: int) -> int:
+        return self._device.peak_allocated(batch_size * self._device.length)
+
+
+def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_trace", lambda step: Curve(device) if traced else None)
+        return find_maximum_batch_size(device.training_step(), config, device, upper=upper)
+
+
+def runs_twice(device: Device, batch_size: int) -> bool:
+    """Whether training at ``batch_size`` can go on without the allocator starting over."""
+    again = Device(device.total_bytes, device.layers, device.length, device.libraries_bytes, device.overhead)
+    try:
+        for _ in range(2):
+            again.step(batch_size * device.length)
+    except RuntimeError:
+        return False
+    return again.allocator.retries == 0
+
+
+layers = st.lists(
+    st.builds(
+        Layer,
+        weights=st.integers(2 * MIB, 64 * MIB),
+        kept_per_token=st.integers(1, 64).map(lambda n: n * KIB),
+        passing_per_token=st.integers(0, 128).map(lambda n: n * KIB // 2),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@given(
+    layers=layers,
+    room=st.integers(64 * MIB, 12 * GIB),
+    libraries=st.sampled_from([0, 24 * MIB, 400 * MIB]),
+    upper=st.integers(1, 400),
+    traced=st.booleans(),
+    powers=st.booleans(),
+)
+def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
+    layers: list[Layer], room: int, libraries: int, upper: int, traced: bool, powers: bool
+) -> None:
+    total = 4 * sum(layer.weights for layer in layers) + libraries + room
+    device = Device(total, layers, libraries_bytes=libraries)
+    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": powers, "headroom": 0})
+    sizes = [2**k for k in range(10) if 2**k <= upper] if powers else range(1, upper + 1)
+    try:
+        found = find(device, upper, config, traced=traced)
+    except DoesNotFitError:
+        assert not runs_twice(device, 1)
+        return
+    assert runs_twice(device, found.batch_size), "it fits, step after step"
+    above = min((size for size in sizes if size > found.batch_size), default=None)
+    assert above is None or not runs_twice(device, above), "and the next does not"
+    if traced:
+        assert device.errors <= 4 and found.num_steps <= 10, [m.batch_size for m in found.measurements]
+    assert found.num_steps == len(device.steps) <= 26
+
+
+@pytest.mark.parametrize("room_gib", [3, 7, 13, 29, 60])
+@pytest.mark.parametrize("overhead", [1.02, 1.06, 1.18, 1.4])
+def test_what_is_reserved_beyond_what_is_allocated_costs_no_error(room_gib: int, overhead: float) -> None:
+    layers = [Layer(40 * MIB, 40 * KIB, 20 * KIB)] * 16
+    device = Device(3 * GIB + room_gib * GIB, layers, libraries_bytes=300 * MIB, overhead=overhead)
+    found = find(device, upper=4096)
+    assert runs_twice(device, found.batch_size) and not runs_twice(device, found.batch_size + 1)
+    assert device.errors <= 1, "at most the one that proves that no more fits"
+    assert found.num_steps <= 4
+
+
+def test_the_budget_is_what_is_left_once_libraries_are_loaded() -> None:
+    device = Device(8 * GIB, [Layer(MIB, 64 * KIB, 0)], libraries_bytes=2 * GIB)
+    found = find(device, upper=4096)
+    assert found.budget_bytes <= 6 * GIB
+    assert found.peak_bytes <= 6 * GIB
+    assert device.errors <= 1
+
+
+def test_a_size_at_which_the_allocator_starts_over_is_not_taken() -> None:
+    """One step of it runs, from an empty cache; the next one has to empty the cache first."""
+    layers = [Layer(30 * MIB, 30 * KIB, 0), Layer(9 * MIB, 7 * KIB, 90 * KIB)]
+    taken = []
+    for total in range(600, 2600, 40):
+        device = Device(total * MIB, layers)
+        found = find(device, upper=256)
+        assert runs_twice(device, found.batch_size)
+        taken.append(any(m.retries and m.peak_bytes is not None for m in found.measurements))
+    assert any(taken), "some sizes could run only so"
