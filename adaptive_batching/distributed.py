@@ -7,6 +7,7 @@ All ranks call them in the same order; without a process group they return what 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,20 +17,68 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+class GroupError(RuntimeError):
+    """Ranks that have to agree cannot: gloo does not start. The message names the remedy."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the ranks cannot talk to each other on the host, as gloo does not start ({reason}); set the environment "
+            f"variable GLOO_SOCKET_IFNAME to the name of a network interface that all hosts share, such as eth0"
+        )
+
+
 class Ranks:
     """The ranks of the default process group, which talk to each other on the host.
 
     They have a group of their own, so that an agreement neither waits for the device nor gets between its collectives.
+    It is made when ranks first have something to agree on: gloo cannot start on every host that NCCL can.
 
     Args:
+        device: Where the default process group communicates.
         alone: Leave the process group out of it.
     """
 
-    def __init__(self, *, alone: bool = False) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, alone: bool = False) -> None:
         in_group = dist.is_available() and dist.is_initialized() and not alone
         self.size: int = dist.get_world_size() if in_group else 1
         self.rank: int = dist.get_rank() if in_group else 0
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._device = device
+        self._own_group: dist.ProcessGroup | None = None
+        self._failure = ""
+
+    def connect(self) -> str:
+        """Make the ranks' own group, if there is none yet. All ranks call it together.
+
+        Returns:
+            Why it cannot be made on some rank, on every rank the same or ``"on another rank"``; else nothing.
+        """
+        if self.size == 1 or self._own_group is not None or self._failure:
+            return self._failure
+        # First what a rank can find out alone: where that fails, the others would wait for it in vain.
+        self._failure = self._together(_start_gloo)
+        if not self._failure:
+            self._failure = self._together(self._make_group)
+        return self._failure
+
+    def _make_group(self) -> None:
+        self._own_group = dist.new_group(backend="gloo")
+
+    def _together(self, function: Callable[[], object]) -> str:
+        failure = ""
+        try:
+            function()
+        except (RuntimeError, ValueError) as error:
+            failure = str(error).strip().splitlines()[0]
+        flag = torch.tensor([float(bool(failure))], device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return failure or ("on another rank" if flag.item() else "")
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        failure = self.connect()
+        if failure:
+            raise GroupError(failure)
+        return self._own_group
 
     @property
     def is_first(self) -> bool:
@@ -86,6 +135,21 @@ class Ranks:
 
     def leave(self) -> None:
         """Wait for all ranks; one that leaves its process group early can abort the others."""
-        if self._group is not None:
+        if self._own_group is not None:
             with contextlib.suppress(RuntimeError):  # one that has failed says so itself
-                dist.barrier(group=self._group)
+                dist.barrier(group=self._own_group)
+
+
+def _start_gloo() -> None:
+    """Look for a network interface, as gloo does when it starts.
+
+    Raises:
+        RuntimeError: If there is none that it can use.
+    """
+    if not dist.is_gloo_available():
+        raise RuntimeError("this torch was built without gloo")
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for interface in filter(None, named.split(",")):
+        dist.ProcessGroupGloo.create_device(interface=interface)
+    if not named:
+        dist.ProcessGroupGloo.create_default_device()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
-
-import torch
 
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.memory import forget_frames, is_out_of_memory
 
 T = TypeVar("T")
+
+
+class CannotRecoverError(RuntimeError):
+    """Memory ran out on a rank that does not know what its peers wait for. The message says what would help."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Outcome(Generic[T]):
 
 def run_micro_batches(
     micro_batches: Sequence[Callable[[], T]],
-    device: torch.device,
     ranks: Ranks,
     collectives: MicroBatchCollectives | None,
+    discard: Callable[[], None],
     count_retries: Callable[[], int] = lambda: 0,
 ) -> Outcome[T]:
     """Run forward and backward of each, and stop where memory runs out.
@@ -50,13 +51,15 @@ def run_micro_batches(
 
     Args:
         micro_batches: Each a function that runs forward and backward.
-        device: Where they run; what a failed one leaves in its cache is given back.
         ranks: The ranks of the run.
         collectives: Those of a sharded model; None: there is none, or none can be issued for the other ranks, so that
             they do not come to the end and the one that failed has to end the run.
+        discard: Drops gradients and whatever else a step that broke off leaves behind, and really releases its memory.
+            Where a rank has failed it is called on all of them, on that rank before it issues anything more.
         count_retries: How often the allocator of this rank has had to free its cache.
 
     Raises:
+        CannotRecoverError: If memory runs out in a micro-batch whose collectives are not those that were recorded.
         Exception: Whatever a micro-batch raises, but for out-of-memory errors, which are returned.
     """
     results: list[T] = []
@@ -76,14 +79,21 @@ def run_micro_batches(
             break
         if collectives is not None:
             collectives.finish()
-    if failure is not None and collectives is not None:
-        gc.collect()
-        if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
-        collectives.drain(len(micro_batches) - len(results) - 1)
+    if failure is not None:
+        discard()
+        if collectives is not None:
+            if not collectives.can_drain:
+                raise CannotRecoverError(
+                    "memory ran out, and the other ranks cannot be told: the collectives of a forward and backward are "
+                    "not always the same, so what they wait for is not known. Set a smaller batch_size or "
+                    "micro_batch_size, or sequences of one length (dataset.packed=True)"
+                ) from failure
+            collectives.drain(len(micro_batches) - len(results) - 1)
     worst = 2 if failure is not None else 1 if count_retries() > retries_before else 0
     if collectives is not None:
         worst = int(ranks.largest(worst))
         if worst == 2:
             collectives.reset()
+            if failure is None:
+                discard()
     return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)

@@ -1,8 +1,12 @@
 """FSDP2: what lets a rank that ran out of memory finish the collectives that its peers are waiting for.
 
-Under FSDP every forward and backward is a fixed sequence of all-gathers and reduce-scatters. A rank that breaks off
-leaves its peers waiting for the rest. So the sequence is recorded once, and a rank that broke off issues what is left
-of it with empty buffers; its peers come to the end of their micro-batch, and all can discard it and start again.
+Under FSDP every forward and backward is a sequence of all-gathers and reduce-scatters. A rank that breaks off leaves
+its peers waiting for the rest. So the sequence is recorded once, and a rank that broke off issues what is left of it
+with empty buffers; its peers come to the end of their micro-batch, and all can discard it and start again.
+
+That takes a sequence that is always the same: each forward has to call each sharded unit equally often. A model whose
+output layer is sharded on its own and called once for each chunk of tokens does not, where samples are so short that
+they fill fewer chunks; the recipes pad such batches.
 """
 
 from __future__ import annotations
@@ -75,6 +79,7 @@ class MicroBatchCollectives:
         assert isinstance(model, FSDPModule)
         self._model = model
         self._sequence: list[_Collective] | None = None
+        self._varies = False
         self._issued: list[_Collective] = []
         self._norms = _Norms()
         for module in model.modules():
@@ -88,10 +93,24 @@ class MicroBatchCollectives:
 
     def finish(self) -> None:
         """Its backward has ended."""
-        if self._sequence != self._issued:
-            if self._sequence is not None:
-                log.warning("the collectives of a forward and backward have changed; the new sequence is taken")
+        if self._sequence is None:
             self._sequence = list(self._issued)
+        elif self._sequence != self._issued and not self._varies:
+            self._varies = True
+            log.warning(
+                "the collectives of a forward and backward are not always the same; from now on, a rank that runs out "
+                "of memory ends the run"
+            )
+
+    @property
+    def can_drain(self) -> bool:
+        """True if what is left of the micro-batch that broke off is known.
+
+        Ranks that have come to the end of the same micro-batches have issued the same collectives, so all of them know
+        when these vary.
+        """
+        known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
+        return known and not self._varies
 
     @contextlib.contextmanager
     def squared_norms(self) -> Iterator[list[torch.Tensor]]:
@@ -108,7 +127,7 @@ class MicroBatchCollectives:
 
         Not to be called in an ``except`` block: the traceback holds the micro-batch's tensors.
         """
-        assert self._sequence is not None, "no micro-batch has been recorded"
+        assert self._sequence is not None and self.can_drain, "what is left of it is not known"
         for collective in [*self._sequence[len(self._issued) :], *self._sequence * num_micro_batches]:
             collective.issue()
 
@@ -130,8 +149,9 @@ class _AllGather(_AllGatherBase):
         self._issued = issued
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        self._issued.append(_Collective.of(output_tensor, input_tensor, group))
-        return super().__call__(output_tensor, input_tensor, group, async_op)
+        work = super().__call__(output_tensor, input_tensor, group, async_op)
+        self._issued.append(_Collective.of(output_tensor, input_tensor, group))  # not if the call itself failed
+        return work
 
 
 class _Norms:
@@ -146,7 +166,8 @@ class _ReduceScatter(_ReduceScatterBase):
         self._norms = norms
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._issued.append(_Collective.of(output_tensor, input_tensor, group, op))
         if self._norms.squares is not None:
             self._norms.squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self._issued.append(_Collective.of(output_tensor, input_tensor, group, op))
+        return work

@@ -18,6 +18,19 @@ def padded_tokens(lengths: Sequence[int]) -> int:
     return len(lengths) * max(lengths)
 
 
+def length_in_chunks(length: int, num_chunks: int) -> int:
+    """The least length from ``length`` on that :func:`torch.chunk` cuts into ``num_chunks`` pieces, not fewer.
+
+    Chunks are ``ceil(length / num_chunks)`` long, the last one shorter, so 9 tokens come in 5 chunks where 8 are asked
+    for. From ``num_chunks * (num_chunks - 1)`` on, every length will do; ``num_chunks`` of 0 or 1 changes nothing.
+    """
+    if num_chunks < 2:
+        return length
+    while -(-length // -(-length // num_chunks)) != num_chunks:
+        length += 1
+    return length
+
+
 @dataclass(frozen=True)
 class Capacity:
     """How many samples of a length fit in one micro-batch.
@@ -135,10 +148,11 @@ class TokenLimit:
     """The most padded tokens of a micro-batch, as running out of memory has taught it.
 
     There is none until a micro-batch runs out of memory. Each time one does, it falls to half of that one. After a
-    number of steps without, it doubles, but never to what has failed twice; once beyond what failed, it is lifted.
+    number of steps without, it doubles, but never to what has failed twice; once beyond what failed, it is lifted. With
+    each failure after the first it stays down for twice as many steps, so that a run of any length has few of them.
 
     Args:
-        steps_to_recover: Clean steps after which it is raised.
+        steps_to_recover: Clean steps after which it is raised for the first time.
     """
 
     def __init__(self, steps_to_recover: int = 50) -> None:
@@ -154,6 +168,7 @@ class TokenLimit:
             "max_tokens": self.max_tokens,
             "num_recoveries": self.num_recoveries,
             "clean_steps": self._clean_steps,
+            "steps_to_recover": self._steps_to_recover,
             "failed": self._failed,
         }
 
@@ -161,17 +176,23 @@ class TokenLimit:
         """The inverse of :meth:`state_dict`."""
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
+        self._steps_to_recover = state["steps_to_recover"]
 
     def shrink(self, tokens: int) -> None:
         """A micro-batch of ``tokens`` padded tokens ran out of memory."""
         self.num_recoveries += 1
-        self.lower(tokens)
+        self._fall_to(tokens // 2, tokens)
 
     def lower(self, tokens: int) -> None:
-        """A micro-batch of ``tokens`` padded tokens is not to run again, though it may have fitted just so."""
-        self._failed.append(tokens)
+        """Micro-batches of ``tokens`` padded tokens have fitted just so, at the price of time; take an eighth less."""
+        self._fall_to(tokens - max(tokens // 8, 1), tokens)
+
+    def _fall_to(self, max_tokens: int, failed: int) -> None:
+        if self._failed:
+            self._steps_to_recover *= 2
+        self._failed.append(failed)
         self._clean_steps = 0
-        self.max_tokens = max(tokens // 2, 1)
+        self.max_tokens = max(max_tokens, 1)
 
     def step_done(self) -> None:
         """An optimizer step ended without running out of memory."""

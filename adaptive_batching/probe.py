@@ -162,7 +162,10 @@ def find_maximum_batch_size(
         with Trial(step, meter, budget, scratch) as trial:
             if ranks.all(True):  # each rank says so, here or below
                 steps = _Measuring(trial, config, meter, ranks)
-                if config.search == "predict" and (curve := _trace(step)) is not None:
+                curve = _trace(step) if config.search == "predict" else None
+                if not ranks.all(curve is not None):
+                    curve = None  # or ranks would run different sizes
+                if curve is not None:
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
                 sizes = SizesRun(steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again)
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None

@@ -53,7 +53,7 @@ class Report:
         budget = f"{result.budget_bytes / _MIB:,.0f} MiB"
         too_large = [(b, peak) for b, peak in result.predicted if b > result.batch_size and peak > result.budget_bytes]
         beyond = f"; {too_large[0][0]} would take about {too_large[0][1] / _MIB:,.0f} MiB" if too_large else ""
-        runs = f"{len(result.measurements)} training steps, {result.num_out_of_memory} out of memory"
+        runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
         self._maximum = [
             ("maximum batch size", f"{result.batch_size}, bound by {result.reason}"),
             (

@@ -74,9 +74,7 @@ class Trial:
             :func:`~adaptive_batching.memory.is_out_of_memory`.
     """
 
-    def __init__(
-        self, step: TrainingStep, meter: MemoryMeter, budget_bytes: int, scratch: Path | None = None
-    ) -> None:
+    def __init__(self, step: TrainingStep, meter: MemoryMeter, budget_bytes: int, scratch: Path | None = None) -> None:
         self._step = step
         self._meter = meter
         self.budget_bytes = budget_bytes

@@ -20,7 +20,9 @@ OUT_OF_MEMORY = [
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("std::bad_alloc"),
-    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+    RuntimeError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+    ),
     RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("HIP error: out of memory"),
     RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),

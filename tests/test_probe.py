@@ -1,4 +1,4 @@
-"""The probe on a model of a GPU: what is reserved is more than what is allocated, and the limit counts what is reserved."""
+"""The probe on a model of a GPU, whose limit counts what its allocator reserves, and not what is allocated of that."""
 
 from __future__ import annotations
 

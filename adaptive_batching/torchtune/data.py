@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler
@@ -109,9 +110,29 @@ def is_multimodal(sample: Sample) -> bool:
     return not set(sample) <= TEXT_KEYS | _PACKED_KEYS
 
 
-def sizes(samples: Sequence[Sample]) -> list[int]:
-    """What each sample takes of a micro-batch: its tokens, or 1 for multimodal samples, where tokens say little."""
-    return [1 if is_multimodal(sample) else len(sample["tokens"]) for sample in samples]
+def sizes(samples: Sequence[Sample], length_in_forward: Callable[[int], int] = lambda length: length) -> list[int]:
+    """What each sample takes of a micro-batch: its tokens, or 1 for multimodal samples, where tokens say little.
+
+    Args:
+        samples: Text or multimodal ones.
+        length_in_forward: Gives the tokens that a sample of some length takes in a forward, with what it is padded by.
+    """
+    return [1 if is_multimodal(sample) else length_in_forward(len(sample["tokens"])) for sample in samples]
+
+
+def pad_to(batch: dict[str, Any], length: int, ignore_index: int) -> dict[str, Any]:
+    """Text that has been collated, padded on the right to ``length`` with labels to be ignored.
+
+    That is exact: under a causal mask no token before sees the padding, and it has no part in the loss. What has more
+    than tokens and labels stays as it is.
+    """
+    missing = length - batch["tokens"].shape[1]  # tokens: [b, s]
+    if missing <= 0 or set(batch) != {"tokens", "labels"}:
+        return batch
+    return {
+        "tokens": functional.pad(batch["tokens"], (0, missing)),
+        "labels": functional.pad(batch["labels"], (0, missing), value=ignore_index),
+    }
 
 
 def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:

@@ -17,7 +17,7 @@ from adaptive_batching.microbatch import ForwardCost, TokenLimit
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.throughput import Exploration, NothingRanError, explore
 from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
-from adaptive_batching.torchtune.gradients import gather_gradients, reset_offloading
+from adaptive_batching.torchtune.gradients import gather_gradients
 from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
 from adaptive_batching.torchtune.recovery import remedy
 from adaptive_batching.trial import unchanged_random_state
@@ -130,8 +130,6 @@ def _seconds(recipe: Any, cutter: Cutter, micro_batches: list[MicroBatch], meter
         parameter.grad = None
     if failed:
         cutter.forget_timings()
-        reset_offloading(recipe)
-        meter.release()
         return None
     cutter.read_timings()
     return recipe.ranks.largest(seconds)  # type: ignore[no-any-return]

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchtune import training, utils
 from torchtune.training import OffloadActivations
 
 from adaptive_batching.execution import Outcome, run_micro_batches
-from adaptive_batching.memory import num_allocation_retries
+from adaptive_batching.fsdp import is_sharded
+from adaptive_batching.memory import num_allocation_retries, release_cached_memory
 from adaptive_batching.torchtune.micro_batches import MicroBatch
 
 Sums = tuple[torch.Tensor, torch.Tensor]
@@ -37,10 +39,37 @@ def optimizers_of(recipe: Any) -> list[Optimizer]:
     return list(recipe._optim_ckpt_wrapper.optim_map.values()) if in_backward(recipe) else [recipe._optimizer]
 
 
+def gathered_chunks(model: nn.Module) -> int:
+    """Chunks of tokens for each of which a forward of ``model`` gathers its output layer; 0 if that does not happen.
+
+    It does where that layer is sharded on its own (``custom_sharded_layers``) and the loss takes its logits in chunks.
+    """
+    decoder: Any = getattr(model, "decoder", model)  # of a multimodal model
+    output = getattr(decoder, "output", None)
+    on_its_own = isinstance(output, nn.Module) and is_sharded(output)
+    return int(getattr(decoder, "num_output_chunks", 0)) if on_its_own else 0
+
+
+def discard(recipe: Any) -> None:
+    """Drop what forwards and backwards have left behind, gradients included, and really release its memory.
+
+    Not to be called in an ``except`` block: the traceback holds tensors.
+    """
+    for parameter in recipe._model.parameters():
+        parameter.grad = None
+    reset_offloading(recipe)
+    release_cached_memory(recipe._device)
+
+
 def reset_offloading(recipe: Any) -> None:
     """Forget the activations of a forward that did not end; torchtune's context keeps track of them by itself."""
-    if isinstance(recipe.activations_handling_ctx, OffloadActivations):
-        recipe.activations_handling_ctx = OffloadActivations()
+    context = recipe.activations_handling_ctx
+    if not isinstance(context, OffloadActivations):
+        return
+    # Its hooks refer to it, so that it lives on until the garbage is collected; what it holds need not.
+    for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
+        getattr(context, name, {}).clear()
+    recipe.activations_handling_ctx = OffloadActivations()
 
 
 def forward_backward(recipe: Any, batch: dict[str, Any], weight: float | None = None) -> Sums:
@@ -83,7 +112,7 @@ def gather_gradients(
 
     def run(micro_batch: MicroBatch) -> Sums:
         with around(micro_batch):
-            batch = recipe._dataloader.collate(micro_batch.samples)
+            batch = recipe.collate(micro_batch.samples)
             loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
         return loss, num_tokens if micro_batch.num_labels is None else torch.full_like(
             num_tokens, micro_batch.num_labels
@@ -91,9 +120,9 @@ def gather_gradients(
 
     return run_micro_batches(
         [partial(run, each) for each in micro_batches],
-        recipe._device,
         recipe.ranks,
         recipe.collectives,
+        partial(discard, recipe),
         # Counting takes time; a run that is as stock is left alone, however slow.
         (lambda: num_allocation_retries(recipe._device)) if recipe.settings.enabled else (lambda: 0),
     )

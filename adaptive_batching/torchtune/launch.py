@@ -10,6 +10,8 @@ from omegaconf import DictConfig
 from torchtune import config
 
 from adaptive_batching.config import ConfigError
+from adaptive_batching.distributed import GroupError
+from adaptive_batching.execution import CannotRecoverError
 from adaptive_batching.increase import IncreaseFunctionError
 from adaptive_batching.probe import DoesNotFitError
 
@@ -32,7 +34,7 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
         recipe.train()
         recipe.ranks.leave()
         recipe.cleanup()
-    except (ConfigError, IncreaseFunctionError, DoesNotFitError) as error:
+    except (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError) as error:
         if error.__cause__ is not None:
             log.error("the cause, in full:", exc_info=error.__cause__)
         raise SystemExit(f"error: {error}") from None

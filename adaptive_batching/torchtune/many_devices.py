@@ -12,11 +12,16 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from adaptive_batching.config import ConfigError
+from adaptive_batching.distributed import GroupError
 from adaptive_batching.fsdp import MicroBatchCollectives, can_drain, is_sharded
-from adaptive_batching.torchtune.gradients import forward_backward, in_backward
+from adaptive_batching.microbatch import length_in_chunks
+from adaptive_batching.torchtune.data import is_packed
+from adaptive_batching.torchtune.gradients import forward_backward, gathered_chunks, in_backward
 from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
+
+_SHORT = 8
 
 _NO_STATS: dict[str, Callable[..., Any]] = {
     "get_memory_stats": lambda *args, **kwargs: {},
@@ -98,8 +103,14 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
         return None
     if not settings.recover_from_oom and not settings.probes and recipe.noise_scale_every is None:
         return None
+    if not settings.enabled and (failure := recipe.ranks.connect()):
+        # What asks for more than stock does cannot go on without; this can.
+        recipe.why_no_recovery = str(GroupError(failure))
+        if recipe.ranks.is_first:
+            log.warning("recovery from running out of memory is off: %s", recipe.why_no_recovery)
+        return None
     collectives = MicroBatchCollectives(recipe._model)
-    tokens = torch.arange(1, 9, device=recipe._device)[None]  # [1, s]; any text will do
+    tokens = torch.arange(1, _length_to_record(recipe) + 1, device=recipe._device)[None]  # [1, s]; any text will do
     with unchanged_random_state(recipe._device), torch.compiler.set_stance("force_eager"):
         collectives.start()
         forward_backward(recipe, {"tokens": tokens, "labels": tokens})
@@ -107,6 +118,18 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
     for parameter in recipe._model.parameters():
         parameter.grad = None
     return collectives
+
+
+def _length_to_record(recipe: Any) -> int:
+    """Tokens of a short sample whose forward issues the collectives that those of training do."""
+    chunks = gathered_chunks(recipe._model)
+    dataset = recipe._dataloader.dataset
+    if chunks > 1 and is_packed(dataset):  # packs cannot be padded, and need not be: they have one length
+        length = len(dataset[0]["tokens"])
+        fewer = -(-length // -(-length // chunks))
+        if fewer < chunks:
+            return fewer  # tokens, each a chunk
+    return length_in_chunks(_SHORT, chunks)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,16 @@ from adaptive_batching.trial import TrainingStep
 
 log = logging.getLogger(__name__)
 
-# What the memory of a training step depends on, beside the length of the samples and the device.
-_KEYS_OF_MEMORY = (
-    "model", "optimizer", "loss", "dtype", "compile", "collate_fn", "optimizer_in_bwd", "clip_grad_norm",
-    "gradient_accumulation_steps", "enable_activation_checkpointing", "enable_activation_offloading",
+# Keys of a config that the memory of a training step cannot depend on. Any other that changes calls for another probe,
+# known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
+_NOT_OF_MEMORY = frozenset(
+    {
+        "output_dir", "checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
+        "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
+        # What of these matters has entries of its own.
+        "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
+    }
 )  # fmt: skip
 # From how many times the tokens on a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
@@ -108,7 +114,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
     ranks: Ranks = recipe.ranks
     path = recipe.report.directory / "probe.json"
-    key = {name: _plain(cfg.get(name)) for name in _KEYS_OF_MEMORY}
+    key: dict[str, Any] = {str(name): value for name, value in _plain(cfg).items() if name not in _NOT_OF_MEMORY}
     key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
     key |= {"search": settings.search, "round_to_power_of_two": settings.round_to_power_of_two}
     key |= {"memory_limit": repr(settings.memory_limit), "headroom": repr(settings.headroom)}
@@ -116,7 +122,8 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     key |= {"recipe": type(recipe).__name__, "sequence_length": length}
     key |= {"measures_noise": recipe.noise_scale_every is not None}
     key |= {"packed": is_packed(recipe._dataloader.dataset), "cuts_by_length": cuts_by_length}
-    key |= {"device": meter.device_name, "total_bytes": meter.total_bytes}
+    key |= {"device_name": meter.device_name, "total_bytes": meter.total_bytes}
+    key |= {"allocator_settings": meter.allocator_settings()}
     key |= {"ranks": ranks.size, "sharded": recipe.collectives is not None}
     key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
     stored = ranks.on_first(lambda: load_result(path, key))
@@ -136,6 +143,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         upper_reason=reason,
         coarse=settings.fills_memory,  # how much of what fits is best used is another question
         ranks=ranks,
+        scratch=recipe.report.directory,
     )
     result = find(training_step(recipe, sample), include=include, remedies=lambda: remedies(recipe, cfg, sample))
     lengths_vary = not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample)

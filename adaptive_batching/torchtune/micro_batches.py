@@ -89,7 +89,7 @@ class Cutter:
         return [self._as_many_on_every_rank(micro_batches, batch) for micro_batches in groups]
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
-        lengths = sizes(batch)
+        lengths = sizes(batch, self._recipe.length_in_forward)
         most = self._micro_batch_size or self._recipe.samples_per_forward or len(batch)
         if isinstance(most, str):
             capacity = self._recipe.capacity

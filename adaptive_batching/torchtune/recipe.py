@@ -15,17 +15,19 @@ from adaptive_batching.controller import Decision
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.increase import reads_noise_scale, resolve
-from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
+    Sample,
     SampleLoader,
     check_data_fills_a_step,
+    pad_to,
     random_state,
     set_random_state,
 )
 from adaptive_batching.torchtune.explore import settle_micro_batch_size
-from adaptive_batching.torchtune.gradients import optimizers_of
+from adaptive_batching.torchtune.gradients import gathered_chunks, optimizers_of
 from adaptive_batching.torchtune.growth import Growth, make_controller, make_growth
 from adaptive_batching.torchtune.learning_rate import scheduled_rates, set_rate
 from adaptive_batching.torchtune.loop import TrainingLoop
@@ -51,6 +53,7 @@ class AdaptiveBatching:
     _gradient_accumulation_steps: int
     _steps_per_epoch: int
     _tokenizer: Any
+    _loss_fn: Any
     _model: torch.nn.Module
     ignore_labels_cache: torch.Tensor
     epochs_run: int
@@ -91,7 +94,7 @@ class AdaptiveBatching:
         if self.noise_scale_every is not None:
             check_that_noise_can_be_measured(cfg, self.increase_name or "noise_scale_every")
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
-        self.ranks = Ranks()
+        self.ranks = Ranks(self._device)
         self.collectives: MicroBatchCollectives | None = None
         self.why_no_recovery = ""
 
@@ -161,6 +164,20 @@ class AdaptiveBatching:
         if self._batch_dependent is _UNKNOWN:
             self._batch_dependent = batch_dependent_module(self)
         return self._batch_dependent
+
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
+        """The batch that a forward takes."""
+        batch: dict[str, Any] = self._dataloader.collate(samples)
+        return pad_to(batch, self.length_in_forward(batch["tokens"].shape[1]), self._loss_fn.ignore_index)
+
+    def length_in_forward(self, length: int) -> int:
+        """Tokens that the longest sample of a forward takes there, of its own ``length``.
+
+        They are padded where forwards would gather layers more or less often, which ranks have to do alike. Stock does
+        not see to that; nor does this recipe with all fields unset, until a step has run out of memory.
+        """
+        as_stock = not self.settings.enabled and self.token_limit.num_recoveries == 0
+        return length if as_stock else length_in_chunks(length, gathered_chunks(self._model))
 
     @property
     def samples_per_forward(self) -> int | None:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from adaptive_batching.execution import Outcome
-from adaptive_batching.memory import is_out_of_memory
+from adaptive_batching.memory import allocator_advice, is_out_of_memory
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.torchtune.data import index_of, is_multimodal, random_state, set_random_state
-from adaptive_batching.torchtune.gradients import in_backward, reset_offloading
+from adaptive_batching.torchtune.gradients import in_backward
 from adaptive_batching.torchtune.micro_batches import MicroBatch
 
 log = logging.getLogger(__name__)
 
 CONSECUTIVE_RECOVERIES_TO_WARN = 3
-# The allocator may have to start over once when sizes change; doing so step after step makes training crawl.
-CONSECUTIVE_RETRIES_TO_SHRINK = 2
+# The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
+# training crawl.
+CONSECUTIVE_RETRIES_TO_SHRINK = 3
 
 
 class Recovery:
@@ -46,6 +44,7 @@ class Recovery:
         self._retried_in_row = 0
         self._retried_in_step = False
         self._tokens_to_lower = 0
+        self._unit = ""
 
     def remember(self) -> None:
         """A window begins: keep the random state that it begins with."""
@@ -56,13 +55,12 @@ class Recovery:
         """These have run."""
         self._retried_in_step |= outcome.retried
         if outcome.retried:
+            self._unit = _unit(micro_batches[0])
             largest = max(micro_batches, key=lambda each: each.tokens)
             self._tokens_to_lower = max(self._tokens_to_lower, largest.tokens if len(largest.samples) > 1 else 0)
 
     def recover(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
-        """Discard the window's gradients, really release their memory, and halve the limit, on every rank.
-
-        Not to be called in an ``except`` block: the traceback holds the step's tensors.
+        """Halve the limit on every rank, now that the window's gradients have been discarded.
 
         Args:
             micro_batches: Those of this rank.
@@ -79,12 +77,6 @@ class Recovery:
             if failed is not None and hopeless:
                 raise DoesNotFitError(self._why_not(failed)) from outcome.error
             raise DoesNotFitError("out of memory on another rank, which says what would help")
-        for parameter in self._recipe._model.parameters():
-            parameter.grad = None
-        gc.collect()
-        if self._recipe._device.type != "cpu":
-            torch.get_device_module(self._recipe._device).empty_cache()
-        reset_offloading(self._recipe)
         self._check_that_cutting_is_exact()
         # The same limit everywhere: half of the largest that has failed.
         self._limit.shrink(int(self._recipe.ranks.largest(0 if failed is None else failed.tokens)))
@@ -164,9 +156,11 @@ class Recovery:
         if tokens == 0 or self._recipe.batch_dependent_module() is not None:
             return False  # there is nothing to cut
         self._limit.lower(tokens)
+        advice = allocator_advice(self._recipe._device)
         log.warning(
             "the allocator of %s frees its cache in every step to find room (num_alloc_retries); from now on a forward "
-            "takes at most half, %d", self._recipe._device, self._limit.max_tokens,
+            "takes at most %d %s, an eighth less than the largest%s", self._recipe._device, self._limit.max_tokens,
+            self._unit, "" if advice is None else f". It may need less with the environment variable {advice}",
         )  # fmt: skip
         return True
 

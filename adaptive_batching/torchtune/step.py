@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from adaptive_batching.probe import Remedy
 from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
 from adaptive_batching.torchtune.gradients import (
     apply_gradients,
+    discard,
     forward_backward,
     in_backward,
     optimizers_of,
@@ -36,7 +38,7 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
     """One optimizer step of ``recipe`` on copies of ``sample``: its loss, collate function and clipping."""
 
     def make_batch(batch_size: int) -> dict[str, Any]:
-        batch: dict[str, Any] = recipe._dataloader.collate(repeat(sample, batch_size))
+        batch: dict[str, Any] = recipe.collate(repeat(sample, batch_size))
         return batch
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
@@ -44,12 +46,11 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
 
         def run(batch: dict[str, Any]) -> None:
             # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
-            reset_offloading(target)
             cuts = recipe.settings.fills_memory or recipe.settings.micro_batch_size is not None
             measures = recipe.noise_scale_every is not None and recipe.num_replicas == 1  # in two parts at least
             accumulates = recipe._gradient_accumulation_steps > 1 or cuts or measures
             forwards = [lambda: forward_backward(target, dict(batch))[1]] * (2 if accumulates else 1)
-            outcome = run_micro_batches(forwards, target._device, target.ranks, target.collectives)
+            outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(discard, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
             num_tokens = sum(outcome.results[1:], outcome.results[0])
@@ -57,7 +58,7 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
 
         return run
 
-    return TrainingStep(recipe._model, optimizers_of(recipe), make_batch, bind)
+    return TrainingStep(recipe._model, optimizers_of(recipe), make_batch, bind, partial(reset_offloading, recipe))
 
 
 def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:

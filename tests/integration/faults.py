@@ -55,6 +55,13 @@ def lora_model(**arguments: Any) -> nn.Module:
     return model
 
 
+class WholeCrossEntropy(nn.CrossEntropyLoss):
+    """The loss without chunks."""
+
+    def __init__(self, **ignored: Any) -> None:
+        super().__init__(ignore_index=-100)
+
+
 def disarm() -> None:
     """Let the next models run."""
     plan.clear()

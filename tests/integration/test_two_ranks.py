@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,12 @@ from tests.integration.two_ranks import SGD, same_everywhere
 LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
 
 
-@pytest.fixture(scope="module")
-def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def launch(which: str, inputs: Path, directory: Path) -> tuple[Path, str]:
     """The directory with all runs, and what they printed. A launch that hangs fails."""
-    directory = tmp_path_factory.mktemp("two_ranks")
     command = [*LAUNCH, "--standalone", "--nproc_per_node", "2", "tests/integration/two_ranks.py"]
     environment = {**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(inputs), str(directory)],
+        [*command, str(inputs), str(directory), which],
         cwd=ROOT, env=environment, text=True, timeout=900, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -38,16 +37,27 @@ def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return directory, done.stdout
 
 
+@pytest.fixture(scope="module")
+def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return launch("recipes", inputs, tmp_path_factory.mktemp("two_ranks"))
+
+
+@pytest.fixture(scope="module")
+def of_short_samples(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return launch("short_samples", inputs, tmp_path_factory.mktemp("short_samples"))
+
+
+def finished_in(launched: tuple[Path, str], name: str) -> Run:
+    """A run that ended well."""
+    errors = [path.read_text() for path in sorted((launched[0] / name).glob("error_*.txt"))]
+    assert not errors, errors
+    return Run(launched[0] / name)
+
+
 @pytest.fixture
 def finished(launched: tuple[Path, str]):
     """``finished(name)``: a run that ended well."""
-
-    def run(name: str) -> Run:
-        errors = [path.read_text() for path in sorted((launched[0] / name).glob("error_*.txt"))]
-        assert not errors, errors
-        return Run(launched[0] / name)
-
-    return run
+    return partial(finished_in, launched)
 
 
 def output_of(launched: tuple[Path, str], name: str) -> str:
@@ -250,6 +260,37 @@ def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
     assert limited.metrics[0]["loss"] == pytest.approx(free.metrics[0]["loss"], rel=1e-4)
     for name, weights in free.weights(0).items():
         torch.testing.assert_close(limited.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["8", "2", "auto"])
+def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recover(
+    way: str, of_short_samples: tuple[Path, str]
+) -> None:
+    whole = finished_in(of_short_samples, "whole")
+    assert len(whole.metrics) == 2
+    assert_close(finished_in(of_short_samples, f"cut_{way}"), whole, epoch=0)
+    for where in ("forward", "backward"):
+        recovered = finished_in(of_short_samples, f"cut_{way}_{where}")
+        assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
+        assert_close(recovered, whole, epoch=0)
+    assert "not always the same" not in of_short_samples[1]
+
+
+@pytest.mark.parametrize("name", ["off", "no_gloo", "no_group"])
+def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
+    name: str, of_short_samples: tuple[Path, str]
+) -> None:
+    ours, stock = finished_in(of_short_samples, name), finished_in(of_short_samples, "stock")
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(0), stock.weights(0))
+    warned = output_of(of_short_samples, name).count("GLOO_SOCKET_IFNAME")
+    assert warned == (1 if name == "no_gloo" else 0)
+
+
+def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(of_short_samples: tuple[Path, str]) -> None:
+    for rank in range(2):
+        error = (of_short_samples[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
+        assert re.match(r"error: the ranks cannot talk .*no host of that name.* GLOO_SOCKET_IFNAME", error)
 
 
 def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Runs of recipes on the ranks of one launch, one after the other; what they leave behind is tested afterwards.
 
-    torchrun --nproc_per_node 2 tests/integration/two_ranks.py <inputs> <directory>
+    torchrun --nproc_per_node 2 tests/integration/two_ranks.py <inputs> <directory> <which>
 
-Starting two processes takes longer than any of these runs, so all share them. Each run gets a directory of its own,
-with ``error_<rank>.txt`` where it ended with an error.
+Starting two processes takes longer than any of these runs, so many share them: ``which`` is a key of :data:`LAUNCHES`.
+Each run gets a directory of its own, with ``error_<rank>.txt`` where it ended with an error.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
+from adaptive_batching import distributed
 from adaptive_batching.increase import GrowthState, IncreaseFunction
 from adaptive_batching.memory import CpuMeter, _status
 from adaptive_batching.torchtune import load_stock, micro_batches
+from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.faults import disarm, plan
 from tests.integration.one_target import NOISE
@@ -115,12 +117,24 @@ class Runner:
         self.directory = directory
 
     def __call__(self, kind: str, name: str, *overrides: str, stock: bool = False, **where: Any) -> None:
-        """Run a recipe; ``where`` says what runs out of memory, on the ranks ``on``."""
-        on = where.pop("on", [RANK])
+        """Run a recipe; ``where`` says what runs out of memory, on the ranks ``on``.
+
+        ``in_training`` is the number of the forward, from 1, that training begins with.
+        """
+        on, in_training = where.pop("on", [RANK]), where.pop("in_training", None)
         disarm()
         if where:
             # the first forward is the one that records the collectives
             plan.update({"call": 2, "times": 1, **where} if RANK in on else {"layer": where.get("layer", 0)})
+        if in_training is not None:
+            plan["call"] = 10**6
+
+        def begin(loop: TrainingLoop) -> None:
+            if in_training is not None:
+                plan["call"] = plan["calls"] + in_training
+            train(loop)
+
+        train = TrainingLoop.run
         cfg = ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml"
         defaults = [
             f"data_dir={self.inputs}", f"output_dir={self.directory / name}", "dataset.split=train[:48]",
@@ -137,7 +151,11 @@ class Runner:
         if RANK == 0:
             print(f"RUN {name}", flush=True)
         try:
-            with in_the_group_of_this_launch(*modules), stock_on_cpu() if stock else contextlib.nullcontext():
+            with (
+                in_the_group_of_this_launch(*modules),
+                stock_on_cpu() if stock else contextlib.nullcontext(),
+                mock.patch.object(TrainingLoop, "run", begin),
+            ):
                 recipe.recipe_main()
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code:
@@ -239,11 +257,39 @@ def runs(run: Runner) -> None:
     run("full", "real_no_limit", *SGD, *few, "max_steps_per_epoch=2", "batch_size=128")
 
 
+def runs_of_short_samples(run: Runner) -> None:
+    """Runs of a model that gathers its output layer for each chunk of tokens, and what reads so few of them."""
+    in_chunks = ["custom_sharded_layers=[tok_embeddings,output]"]
+    run("full", "stock", *in_chunks, "clip_grad_norm=1.0", stock=True)
+    run("full", "off", *in_chunks, "clip_grad_norm=1.0")
+
+    short = [*SGD, model("full"), "gradient_accumulation_steps=2", "batch_size=8"]
+    short += ["dataset._component_=tests.integration.short_samples.ShortSamples"]
+    run("full", "whole", *short, "loss._component_=tests.integration.faults.WholeCrossEntropy")
+    auto = ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB"]
+    with mock.patch.object(micro_batches, "FIRST_FORWARD_COST", 4):  # so that these few tokens are cut
+        for name, ways in {"8": ["micro_batch_size=8"], "2": ["micro_batch_size=2"], "auto": auto}.items():
+            common = [*short, *in_chunks, *ways]
+            run("full", f"cut_{name}", *common)
+            for where, rank in [("forward", 0), ("backward", 1)]:
+                run("full", f"cut_{name}_{where}", *common, where=where, on=[rank], layer=1, in_training=2, fits=1)
+
+    with mock.patch.object(distributed, "_start_gloo", side_effect=RuntimeError("no host of that name")):
+        run("full", "no_gloo", *in_chunks, "clip_grad_norm=1.0")
+        run("full", "no_gloo_but_asked_for", "use_maximum_batch_size=True")
+    with mock.patch.object(distributed.dist, "new_group", side_effect=AssertionError("a group was made")):
+        run("full", "no_group", *in_chunks, "clip_grad_norm=1.0", "adaptive_batching.recover_from_oom=False")
+
+
+LAUNCHES = {"recipes": runs, "short_samples": runs_of_short_samples}
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]
     LoRALinear.initialize_parameters = same_everywhere  # type: ignore[method-assign]
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
-    runs(Runner(Path(sys.argv[1]), Path(sys.argv[2])))
+    inputs, directory, which = sys.argv[1:4]
+    LAUNCHES[which](Runner(Path(inputs), Path(directory)))
     dist.barrier()
     dist.destroy_process_group()

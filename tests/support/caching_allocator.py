@@ -1,10 +1,10 @@
 """A model of CUDA's caching allocator, and a training step that takes memory from it, for tests without a GPU.
 
-The rules are those of PyTorch's default settings on one stream (c10/cuda/CUDACachingAllocator.cpp): sizes are rounded up
-to 512 bytes; up to 1 MiB comes from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and more from segments of its
-own in steps of 2 MiB; the smallest free block that is large enough is taken, and split where enough would be left over;
-free neighbours merge; where the limit is reached, segments that are wholly free are given back, and the allocation is tried
-once more, which is a retry. What counts against a limit is what is reserved.
+The rules are those of PyTorch's default settings on one stream (c10/cuda/CUDACachingAllocator.cpp): sizes are rounded
+up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and more from segments
+of its own in steps of 2 MiB; the smallest free block that is large enough is taken, and split where enough would be
+left over; free neighbours merge; where the limit is reached, segments that are wholly free are given back, and the
+allocation is tried once more, which is a retry. What counts against a limit is what is reserved.
 """
 
 from __future__ import annotations

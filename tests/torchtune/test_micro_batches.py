@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from adaptive_batching.distributed import Ranks
-from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.torchtune.data import index_of, sizes
 from adaptive_batching.torchtune.micro_batches import Cutter, _filler
 
@@ -16,7 +17,14 @@ from adaptive_batching.torchtune.micro_batches import Cutter, _filler
 def recipe(**attributes: Any) -> Any:
     loss = SimpleNamespace(ignore_index=-100)
     return SimpleNamespace(
-        _loss_fn=loss, _device=torch.device("cpu"), samples_per_forward=None, ranks=Ranks(alone=True), **attributes
+        **{
+            "_loss_fn": loss,
+            "_device": torch.device("cpu"),
+            "samples_per_forward": None,
+            "ranks": Ranks(alone=True),
+            "length_in_forward": lambda length: length,
+            **attributes,
+        }
     )
 
 
@@ -79,3 +87,13 @@ def test_text_samples_are_cut_by_tokens() -> None:
     assert sorted(len(sample["tokens"]) for part in parts for sample in part) == [3, 5, 7, 10, 40, 300, 900]
     assert all(len(part) * max(len(sample["tokens"]) for sample in part) <= 1000 for part in parts)
     assert index_of(samples[0]) is None
+
+
+def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
+    """As where short forwards would gather a sharded output layer less often than others."""
+    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (2, 3, 4, 5, 9)]
+    in_chunks = partial(length_in_chunks, num_chunks=8)
+    parts = cut(samples, TokenLimit(), capacity=Capacity.of_tokens(16), length_in_forward=in_chunks)
+    assert len(parts) == 3
+    for part in parts:
+        assert len(part) * max(in_chunks(len(sample["tokens"])) for sample in part) <= 16
