@@ -55,7 +55,8 @@ def run_micro_batches(
         collectives: Those of a sharded model; None: there is none, or none can be issued for the other ranks, so that
             they do not come to the end and the one that failed has to end the run.
         discard: Drops gradients and whatever else a step that broke off leaves behind, and really releases its memory.
-            Where a rank has failed it is called on all of them, on that rank before it issues anything more.
+            Where a rank has failed it is called on all of them in the end, and on that rank before it issues anything
+            more.
         count_retries: How often the allocator of this rank has had to free its cache.
 
     Raises:
@@ -94,6 +95,7 @@ def run_micro_batches(
         worst = int(ranks.largest(worst))
         if worst == 2:
             collectives.reset()
-            if failure is None:
-                discard()
+            # On the rank that failed, too: layers that it had gathered have only now their own parameters again, with
+            # the gradients of earlier micro-batches.
+            discard()
     return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)

@@ -84,7 +84,7 @@ def test_a_rank_that_fails_issues_what_is_left_of_the_step(issued: list[int]) ->
     )  # fmt: skip
     assert (outcome.failed, outcome.failed_here) == (True, 1)
     assert issued == [1, 2, 3, 1, 2, 3, 1, 2, 3]
-    assert discarded == [[1, 2, 3, 1]], "what the step holds is gone before anything more is issued"
+    assert discarded == [[1, 2, 3, 1], issued], "before anything more is issued, and at the end"
 
 
 def test_a_collective_that_fails_itself_is_still_to_be_issued(issued: list[int]) -> None:
