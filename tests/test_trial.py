@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import shutil
 import tempfile
@@ -277,3 +278,23 @@ def test_another_step_at_a_size_runs_on_what_the_first_has_left() -> None:
         assert len(released) == before
         trial.measure(3)
         assert len(released) == before + 1
+
+
+def test_what_a_step_that_ran_out_leaves_behind_is_gone_before_memory_is_released() -> None:
+    """As activations that a context has moved to the host: it knows of them until it is told to forget."""
+    stash: list[torch.Tensor] = []
+    held_at_release: list[int] = []
+
+    class Meter(CpuMeter):
+        def release(self) -> None:
+            held_at_release.append(len(stash))
+            super().release()
+
+    model = Model()
+    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = dataclasses.replace(step, discard=stash.clear)
+    with Trial(step, Meter(), BUDGET) as trial:
+        model.fail_in = "backward"
+        model.layers[0].register_forward_hook(lambda module, args, output: stash.append(output.detach()))
+        assert not trial.measure(3).fits
+        assert held_at_release[-1] == 0 and stash == []

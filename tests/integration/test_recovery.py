@@ -292,7 +292,8 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
     CountingModel.shapes.clear()
     shrunk = tune_run("full", *common, *DOUBLE, "adaptive_batching.max_batch_size=4", name="shrunk")
-    assert [rows for rows, _ in CountingModel.shapes[:8]] == [4, 4, 2, 2, 2, 2, 1, 1]
+    # An eighth less than 4 packs is 3, of which a batch of 4 needs two forwards, and these are even.
+    assert [rows for rows, _ in CountingModel.shapes[:12]] == [4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1]
     assert "num_alloc_retries" in caplog.text
     assert_close(shrunk, undisturbed, epoch=0)
     assert {step["out_of_memory_recoveries"] for step in shrunk.metrics} == {0.0}

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
-from adaptive_batching.execution import Outcome
-from adaptive_batching.microbatch import TokenLimit
-from adaptive_batching.torchtune.micro_batches import MicroBatch
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.distributed import Ranks
+from adaptive_batching.execution import Outcome, run_micro_batches
+from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
+from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
 from adaptive_batching.torchtune.recovery import Recovery, remedy
+from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 
+ALONE = Ranks(alone=True)
 PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2)]
+
+
+def recipe(**attributes: Any) -> Any:
+    """What recovery and cutting read of one."""
+    return SimpleNamespace(
+        **{
+            "ranks": ALONE,
+            "collectives": None,
+            "settings": SimpleNamespace(recover_from_oom=True),
+            "batch_dependent_module": lambda: None,
+            "samples_per_forward": None,
+            "length_in_forward": lambda length: length,
+            "_device": torch.device("cuda"),
+            "_loss_fn": SimpleNamespace(ignore_index=-100),
+            **attributes,
+        }
+    )
 
 
 class OtherRanks:
@@ -33,18 +59,95 @@ class OtherRanks:
 def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any) -> None:
     """A rank whose allocator starts over would wait for the others, which do not know."""
     ranks, limit = OtherRanks(), TokenLimit()
-    recipe = SimpleNamespace(
-        ranks=ranks,
-        collectives=collectives,
-        settings=SimpleNamespace(recover_from_oom=True),
-        batch_dependent_module=lambda: None,
-        _device=torch.device("cuda"),
-    )
-    recovery = Recovery(recipe, limit)
+    recovery = Recovery(recipe(ranks=ranks, collectives=collectives), limit)
     for _ in range(4):
         recovery.note(PARTS, Outcome([], failed=False, retried=True))
         recovery.step_done()
     assert (ranks.waited > 0, limit.max_tokens is not None) == ((collectives is not None,) * 2)
+
+
+def test_only_what_goes_on_shrinks_micro_batches_and_by_as_little_as_helps() -> None:
+    limit = TokenLimit()
+    recovery = Recovery(recipe(), limit)
+    for retried in (True, True, False, True, True):
+        recovery.note(PARTS, Outcome([], failed=False, retried=retried))
+        recovery.step_done()
+    assert limit.max_tokens is None
+    recovery.note(PARTS, Outcome([], failed=False, retried=True))
+    recovery.step_done()
+    assert limit.max_tokens == 14, "an eighth less than 16"
+
+
+class Run:
+    """Training on a model of a GPU's allocator: batches are cut, run, and run again in smaller parts."""
+
+    def __init__(self, device: Device, capacity: Capacity) -> None:
+        self.device = device
+        self.limit = TokenLimit()
+        self.recipe = recipe(capacity=capacity, _device=device.device)
+        self._cutter = Cutter(self.recipe, "auto", ForwardCost(), self.limit)
+        self._recovery = Recovery(self.recipe, self.limit)
+        self.forwards: list[int] = []
+
+    def step(self, batch: list[dict[str, Any]]) -> None:
+        self._recovery.remember()
+        while True:
+            micro_batches = self._cutter.cut(batch)
+            outcome = run_micro_batches(
+                [partial(self.device.forward_backward, each.tokens) for each in micro_batches],
+                ALONE, None, self.device.release, self.device.num_retries,
+            )  # fmt: skip
+            if not outcome.failed:
+                break
+            self._recovery.recover(micro_batches, outcome)
+        assert sorted(len(s["tokens"]) for m in micro_batches for s in m.samples) == sorted(
+            len(s["tokens"]) for s in batch
+        ), "each sample once"
+        self.forwards.append(len(micro_batches))
+        self._recovery.note(micro_batches, outcome)
+        self._recovery.step_done()
+
+
+@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    weights=st.integers(8 * MIB, 64 * MIB),
+    kept=st.integers(2, 64),
+    passing=st.integers(0, 64),
+    room=st.integers(1 * GIB, 12 * GIB),
+    lost=st.floats(0, 0.4),
+    seed=st.integers(0, 1000),
+)
+def test_training_on_what_was_probed_needs_no_recovery_and_on_less_memory_few(
+    weights: int, kept: int, passing: int, room: int, lost: float, seed: int
+) -> None:
+    layers = [Layer(weights, kept * KIB, passing * KIB)] * 6
+    device = Device(4 * 6 * weights + room, layers, libraries_bytes=24 * MIB)
+    step = device.training_step()
+    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "search": "binary_search"})
+    try:
+        found = find_maximum_batch_size(step, config, device, upper=64)
+    except DoesNotFitError:
+        return
+    chance = random.Random(seed)
+    run = Run(device, Capacity(((device.length, found.batch_size),)))
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            lengths = [chance.randint(8, device.length) for _ in range(48)]
+            run.step([{"tokens": [1] * n, "labels": [1] * n} for n in lengths])
+
+    with device.limit(found.budget_bytes):
+        train(60)
+        assert run.limit.num_recoveries == 0
+        assert run.limit.max_tokens is None or run.limit.max_tokens > 0.7 * found.batch_size * device.length
+
+        device.release()
+        needed = device.allocator.allocated + sum(layer.kept_per_token for layer in layers) * device.length * 4 + GIB
+        device.allocator.limit = max(int(device.allocator.limit * (1 - lost)), needed)  # a neighbour moves in
+        train(200)
+        assert run.limit.num_recoveries <= 6, "once or twice for each time that it is raised"
+        train(200)
+        assert run.limit.num_recoveries <= 8, "and less and less"
 
 
 def test_the_remedy_is_one_that_is_not_used_yet() -> None:

@@ -1,0 +1,47 @@
+"""What forwards and backwards leave behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torchtune.training import OffloadActivations
+
+from adaptive_batching.torchtune import gradients
+
+
+@pytest.fixture
+def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchtune's offloading be made without CUDA, of whose streams it asks."""
+    for name in ("default_stream", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+
+
+def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_is_released(
+    no_streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    context = OffloadActivations(use_pin_memory=False, use_streams=False)
+    recipe = SimpleNamespace(_model=model, activations_handling_ctx=context, _device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="breaks off"), context:
+        model(torch.ones(32, 64, requires_grad=True))
+        raise RuntimeError("breaks off")
+    held = [weakref.ref(tensor) for tensor, _ in context.tracker.values()]
+    assert len(held) >= 3
+    del context
+    alive_at_release: list[bool] = []
+    monkeypatch.setattr(
+        gradients, "release_cached_memory", lambda device: alive_at_release.extend(ref() is not None for ref in held)
+    )
+    gc.disable()
+    try:
+        gradients.discard(recipe)
+    finally:
+        gc.enable()
+    assert not any(alive_at_release) and len(alive_at_release) == len(held)
+    with recipe.activations_handling_ctx:  # what runs next finds no trace of them
+        assert recipe.activations_handling_ctx.tracker == {}
