@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 log = logging.getLogger(__name__)
+
+# Of those older than that, less than 2 % would be left.
+_MEASUREMENTS_KEPT = 200
+# A forward that took this many times as long as it need have has waited for something else.
+_OUTLIER = 4.0
 
 Cut = list[list[int]]
 """Micro-batches of indices into the samples; together they hold every index once."""
@@ -66,6 +74,21 @@ def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
     return [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
 
 
+def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[int]:
+    """Sizes of parts that hold ``num_samples`` together: one, while there have been fewer than ``max_sizes`` of them.
+
+    From then on parts are of sizes that have been, the largest first, and single samples. So each number of samples
+    can be cut, and there are at most ``max_sizes`` sizes, and 1.
+    """
+    if num_samples in known or len(known) < max_sizes:
+        return [num_samples]
+    parts: list[int] = []
+    for size in sorted({*known, 1}, reverse=True):
+        count, num_samples = divmod(num_samples, size)
+        parts += [size] * count
+    return parts
+
+
 def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Cut:
     """Cut samples, sorted by length, into micro-batches that fit, at the least cost.
 
@@ -101,7 +124,9 @@ def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: floa
 class ForwardCost:
     """What a forward and backward takes: a fixed time, and a time for each padded token, fitted to what was measured.
 
-    A least-squares line through (padded tokens, seconds), older measurements counting less.
+    A least-squares line through (padded tokens, seconds), older measurements counting less. Measurements that paid for
+    something else, such as compiling, are left out: those that took several times as long as another one shows to be
+    possible, at no fewer tokens or at the same time for each of them.
 
     Args:
         decay: Weight that a measurement keeps with each new one.
@@ -111,24 +136,32 @@ class ForwardCost:
     def __init__(self, decay: float = 0.98, warm_up: int = 3) -> None:
         self._decay = decay
         self._to_skip = warm_up
-        self._sums = [0.0] * 5  # of 1, tokens, tokens^2, seconds, tokens * seconds
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_MEASUREMENTS_KEPT)  # (padded tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A micro-batch of ``tokens`` padded tokens took ``seconds``."""
         if self._to_skip > 0:
             self._to_skip -= 1
             return
-        new = (1.0, tokens, tokens**2, seconds, tokens * seconds)
-        self._sums = [self._decay * old + term for old, term in zip(self._sums, new, strict=True)]
+        self._recent.append((tokens, seconds))
 
     def line(self) -> tuple[float, float] | None:
         """Seconds of a forward whatever its size, and seconds of a padded token; None while unknown."""
-        n, t, tt, s, ts = self._sums
-        spread = n * tt - t * t
-        if n < 2 or spread <= 1e-6 * n * tt:  # all of one size: no slope to be seen
+        if len(self._recent) < 2:
             return None
-        per_token = (n * ts - t * s) / spread
-        return (max((s - per_token * t) / n, 0.0), per_token) if per_token > 0 else None
+        tokens, seconds = np.array(self._recent, dtype=np.float64).T
+        weights = self._decay ** np.arange(len(tokens) - 1, -1, -1)
+        # The time of each measurement as every other one bounds it: [measurement, other]
+        bounds = seconds[None, :] * np.maximum(tokens[:, None] / np.maximum(tokens[None, :], 1), 1)
+        usual = seconds <= _OUTLIER * bounds.min(axis=1)
+        weights, tokens, seconds = weights[usual], tokens[usual], seconds[usual]
+        mean_tokens, mean_seconds = np.average(tokens, weights=weights), np.average(seconds, weights=weights)
+        spread = np.average((tokens - mean_tokens) ** 2, weights=weights)
+        if len(tokens) < 2 or spread <= 1e-6 * mean_tokens**2:  # all of one size: no slope to be seen
+            return None
+        covariance = np.average((tokens - mean_tokens) * (seconds - mean_seconds), weights=weights)
+        per_token = float(covariance / spread)
+        return (max(float(mean_seconds - per_token * mean_tokens), 0.0), per_token) if per_token > 0 else None
 
     def in_tokens(self, default: float) -> float:
         """The fixed time of a forward, in the number of tokens that take as long; ``default`` while unknown."""
@@ -137,11 +170,12 @@ class ForwardCost:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint is to hold."""
-        return {"to_skip": self._to_skip, "sums": self._sums}
+        return {"to_skip": self._to_skip, "recent": [list(measurement) for measurement in self._recent]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._to_skip, self._sums = state["to_skip"], list(state["sums"])
+        self._to_skip = state["to_skip"]
+        self._recent.extend((tokens, seconds) for tokens, seconds in state["recent"])
 
 
 class TokenLimit:

@@ -84,6 +84,7 @@ class Trial:
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
             stack.callback(self._meter.release)
+            stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))
             _make_states_that_stay(self._step.optimizers)
             stack.enter_context(_unchanged(self._step.model, self._step.optimizers, self._scratch))

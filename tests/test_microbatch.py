@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 from itertools import combinations
 
@@ -14,6 +15,8 @@ from adaptive_batching.microbatch import (
     TokenLimit,
     cut_by_length,
     cut_in_order,
+    in_known_sizes,
+    length_in_chunks,
     padded_tokens,
 )
 
@@ -121,6 +124,53 @@ def test_the_cost_of_a_forward_is_found_in_noisy_times() -> None:
         seconds = (0.02 + 1e-5 * tokens) * generator.uniform(0.9, 1.1)
         cost.observe(tokens, seconds + (step < 3) * 5)  # the first ones pay for warming up
     assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.2)
+
+
+@given(st.integers(1, 400), st.integers(0, 20))
+def test_a_padded_length_comes_in_all_chunks(length: int, num_chunks: int) -> None:
+    padded = length_in_chunks(length, num_chunks)
+
+    def chunks(tokens: int) -> int:  # as torch.chunk, which this module does not import
+        return len(range(0, tokens, -(-tokens // num_chunks)))
+
+    if num_chunks < 2:
+        assert padded == length
+        return
+    assert chunks(padded) == num_chunks
+    assert all(chunks(shorter) != num_chunks for shorter in range(length, padded)), "no longer than need be"
+    assert length < num_chunks * (num_chunks - 1) or padded == length
+
+
+@pytest.mark.parametrize("compiled_at", [3, 4, 5, 30])
+@pytest.mark.parametrize("tokens", [100, 1000, 4000])
+def test_what_was_compiled_is_no_measurement(compiled_at: int, tokens: int) -> None:
+    """A minute of compiling, wherever it falls, must not be taken for the cost of a forward, nor for none."""
+    cost = ForwardCost()
+    generator = random.Random(1)
+    for step in range(40):
+        sampled = tokens if step == compiled_at else generator.randint(100, 4000)
+        cost.observe(sampled, 0.02 + 1e-5 * sampled + (60 if step == compiled_at else 0))
+    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.01)
+
+
+def test_a_cost_is_stored_and_goes_on() -> None:
+    first, second = ForwardCost(), ForwardCost()
+    for step in range(20):
+        first.observe(100 * step, 0.1 + 0.01 * step)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    first.observe(5000, 0.7), second.observe(5000, 0.7)
+    assert first.line() == second.line() is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(1, 8))
+def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_sizes: int) -> None:
+    known: set[int] = set()
+    for size in asked:
+        parts = in_known_sizes(size, known, max_sizes)
+        assert sum(parts) == size
+        known.update(parts)
+    assert len(known - {1}) <= max_sizes
 
 
 def test_without_a_slope_the_cost_stays_unknown() -> None:

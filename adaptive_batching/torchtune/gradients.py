@@ -20,6 +20,8 @@ from adaptive_batching.fsdp import is_sharded
 from adaptive_batching.memory import num_allocation_retries, release_cached_memory
 from adaptive_batching.torchtune.micro_batches import MicroBatch
 
+_PINS_MEMORY = ("cuda", "xpu")
+
 Sums = tuple[torch.Tensor, torch.Tensor]
 """The loss summed over tokens, and their number; both scalars."""
 
@@ -37,6 +39,31 @@ def lr_holder(recipe: Any) -> Any:
 def optimizers_of(recipe: Any) -> list[Optimizer]:
     """The recipe's optimizer, or those of its parameters."""
     return list(recipe._optim_ckpt_wrapper.optim_map.values()) if in_backward(recipe) else [recipe._optimizer]
+
+
+def to_device(batch: dict[str, Any], device: torch.device) -> None:
+    """Move a batch in place, without waiting for the device.
+
+    A copy from ordinary memory would wait until all that the device has been given is done, so that the next
+    micro-batch could not be collated meanwhile.
+    """
+    if device.type in _PINS_MEMORY:
+        _pin(batch)
+    for key, value in batch.items():
+        if isinstance(value, dict):
+            to_device(value, device)
+        elif isinstance(value, torch.Tensor):
+            batch[key] = value.to(device, non_blocking=True)
+        else:  # a mask of blocks; whatever else is an error
+            moved = {key: value}
+            utils.batch_to_device(moved, device)
+            batch[key] = moved[key]
+
+
+def _pin(batch: dict[str, Any]) -> None:
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            batch[key] = value.pin_memory()
 
 
 def gathered_chunks(model: nn.Module) -> int:
@@ -83,7 +110,7 @@ def forward_backward(recipe: Any, batch: dict[str, Any], weight: float | None = 
     Returns:
         The weighted loss, and the number of labels. With optimizers in the backward pass, those of all ranks.
     """
-    utils.batch_to_device(batch, recipe._device)
+    to_device(batch, recipe._device)
     num_tokens = (batch["labels"] != recipe._loss_fn.ignore_index).sum()
     # The loss is a mean over tokens. Times their number it can be summed over micro-batches, and the gradient divided
     # by all tokens of the step.

@@ -172,6 +172,8 @@ class TrainingLoop:
             recipe._lr_scheduler.step()
         recipe.global_step += 1
         loss = self._loss.item() / self._num_tokens
+        if growth is not None:
+            loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{recipe.global_step}|Loss: {loss}")
@@ -179,13 +181,13 @@ class TrainingLoop:
             self._log_metrics(loss, grad_norm)
         recipe.record_step(epoch, loss, get_lr(lr_holder(recipe)), self._recovery.num_recoveries)
         if growth is not None:
-            decision = growth.step_done(float(loss), seconds, self._ran)
+            decision = growth.step_done(loss, seconds, self._ran)
             if decision is not None:
                 recipe.record_change(decision)
                 progress.total = recipe._steps_per_epoch
         self._start_window()
 
-    def _log_metrics(self, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
+    def _log_metrics(self, loss: torch.Tensor | float, grad_norm: torch.Tensor | None) -> None:
         recipe = self._recipe
         metrics = {
             "loss": loss,

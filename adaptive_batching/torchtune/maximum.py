@@ -114,8 +114,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
     ranks: Ranks = recipe.ranks
     path = recipe.report.directory / "probe.json"
-    key: dict[str, Any] = {str(name): value for name, value in _plain(cfg).items() if name not in _NOT_OF_MEMORY}
-    key["optimizer"] = {k: v for k, v in key["optimizer"].items() if k != "lr"}  # what is tuned most often
+    key = what_memory_may_depend_on(cfg)
     key |= {"search": settings.search, "round_to_power_of_two": settings.round_to_power_of_two}
     key |= {"memory_limit": repr(settings.memory_limit), "headroom": repr(settings.headroom)}
     key |= {"fills_memory": settings.fills_memory, "include": include, "upper": upper}
@@ -151,6 +150,15 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         result = replace(result, shorter=_at_shorter_lengths(recipe, sample, result, upper, find))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
+
+
+def what_memory_may_depend_on(cfg: DictConfig) -> dict[str, Any]:
+    """The settings of a config that call for another probe when they change: all but those that cannot matter."""
+    cfg = OmegaConf.merge(cfg, {"output_dir": ""})  # type: ignore[assignment]  # others are interpolated from it
+    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    settings = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
+    settings["optimizer"] = {k: v for k, v in settings["optimizer"].items() if k != "lr"}  # what is tuned most often
+    return settings
 
 
 def _at_shorter_lengths(
@@ -192,10 +200,6 @@ def _token_gain(recipe: Any, result: ProbeResult, half: Sample) -> float:
     rise = curve[beyond] - curve[result.batch_size]
     half_rise = half_curve.peak_bytes(2 * beyond) - half_curve.peak_bytes(2 * result.batch_size)
     return rise / half_rise if half_rise > 0 else 1.0
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _version(distribution: str) -> str | None:

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, cut_by_length, cut_in_order, padded_tokens
+from adaptive_batching.microbatch import (
+    Capacity,
+    ForwardCost,
+    TokenLimit,
+    cut_by_length,
+    cut_in_order,
+    in_known_sizes,
+    padded_tokens,
+)
+from adaptive_batching.torchtune.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching.torchtune.data import Sample, sizes, stretch
 
 # What a forward is taken to cost beside its tokens until that has been measured, in tokens: launching the kernels of a
@@ -65,6 +74,7 @@ class Cutter:
         self._cost = cost
         self._limit = limit
         self._learns = learns or micro_batch_size == "auto"
+        self._compiled_sizes: set[int] | None = set() if compiles_each_size(recipe._dataloader.dataset) else None
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
     def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
@@ -103,7 +113,18 @@ class Cutter:
         if self._limit.max_tokens is not None:
             most_tokens = self._limit.max_tokens
             parts = [part for whole in parts for part in _cut_to(whole, most_tokens, in_order=in_order)]
-        return parts
+        return parts if self._compiled_sizes is None else self._of_few_sizes(parts, self._compiled_sizes)
+
+    def _of_few_sizes(self, parts: list[list[Sample]], known: set[int]) -> list[list[Sample]]:
+        """``parts``, or pieces of them, so that no more sizes have to be compiled than are worth it."""
+        pieces = []
+        for part in parts:
+            start = 0
+            for size in in_known_sizes(len(part), known, MAX_COMPILED_SIZES):
+                known.add(size)
+                pieces.append(part[start : start + size])
+                start += size
+        return pieces
 
     def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
         # A recipe's loss is a mean over targets, all but a sample's first label, and stock multiplies it by the number

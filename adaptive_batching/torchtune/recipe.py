@@ -17,6 +17,7 @@ from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.increase import reads_noise_scale, resolve
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.report import Report
+from adaptive_batching.torchtune import compiling
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
     Sample,
@@ -108,11 +109,13 @@ class AdaptiveBatching:
         directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
         self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         self._check_that_cutting_is_exact()
+        compiling.prepare(self)
         controller = make_controller(self, cfg)
         if self.stored:
             self._restore(self.stored)
         if self.settings.explores:
             settle_micro_batch_size(self, controller)
+            compiling.prepare(self)
         self.growth = make_growth(self, cfg, controller)
         plan = self.growth.course.plan(self.epochs_run)
         self.report.plan(plan, decided=controller.decides_early)
@@ -155,7 +158,7 @@ class AdaptiveBatching:
         noise_scale = self.growth.noise.scale.samples if self.growth.noise is not None else None
         return metrics if noise_scale is None else {**metrics, "gradient_noise_scale": noise_scale}
 
-    def record_step(self, epoch: int, loss: torch.Tensor, lr: float, recoveries: int) -> None:
+    def record_step(self, epoch: int, loss: torch.Tensor | float, lr: float, recoveries: int) -> None:
         if self.report is not None:
             self.report.step(epoch, self.global_step, self.global_batch_size, float(loss), float(lr), recoveries)
 

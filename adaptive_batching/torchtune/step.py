@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
 from torchtune import config, modules, training
 
@@ -18,16 +19,17 @@ from adaptive_batching.batch_dependence import find_batch_dependent_module
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.execution import run_micro_batches
 from adaptive_batching.probe import Remedy
+from adaptive_batching.torchtune import compiling
 from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
 from adaptive_batching.torchtune.gradients import (
     apply_gradients,
-    discard,
     forward_backward,
     in_backward,
     optimizers_of,
     reset_offloading,
     sum_over_ranks,
 )
+from adaptive_batching.torchtune.gradients import discard as drop_step
 from adaptive_batching.trace import TRACED_SIZES
 from adaptive_batching.trial import Run, TrainingStep
 
@@ -49,8 +51,10 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
             cuts = recipe.settings.fills_memory or recipe.settings.micro_batch_size is not None
             measures = recipe.noise_scale_every is not None and recipe.num_replicas == 1  # in two parts at least
             accumulates = recipe._gradient_accumulation_steps > 1 or cuts or measures
+            if target is not recipe:
+                batch = without_block_mask(batch)
             forwards = [lambda: forward_backward(target, dict(batch))[1]] * (2 if accumulates else 1)
-            outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(discard, target))
+            outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
             num_tokens = sum(outcome.results[1:], outcome.results[0])
@@ -58,7 +62,11 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
 
         return run
 
-    return TrainingStep(recipe._model, optimizers_of(recipe), make_batch, bind, partial(reset_offloading, recipe))
+    def discard() -> None:
+        reset_offloading(recipe)
+        compiling.forget(recipe)  # each size is compiled as it would be in training
+
+    return TrainingStep(recipe._model, optimizers_of(recipe), make_batch, bind, discard)
 
 
 def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
@@ -120,6 +128,15 @@ def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     return target
 
 
+def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """``batch`` as a trace can take it: flex attention has no fake kernel, and takes a mask of blocks in its place.
+
+    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass:
+    queries, keys, values, the output and a number for each row of scores.
+    """
+    return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
+
+
 def _checkpoint_activations(model: nn.Module) -> None:
     training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
 
@@ -159,6 +176,6 @@ def _run_on(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> R
     target = _stand_in(recipe, model, optimizers)
 
     def run(batch: dict[str, Any]) -> None:
-        apply_gradients(target, forward_backward(target, dict(batch))[1])
+        apply_gradients(target, forward_backward(target, without_block_mask(batch))[1])
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -45,3 +46,33 @@ def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_i
     assert not any(alive_at_release) and len(alive_at_release) == len(held)
     with recipe.activations_handling_ctx:  # what runs next finds no trace of them
         assert recipe.activations_handling_ctx.tracker == {}
+
+
+class Copied(torch.Tensor):
+    """Notes how it is moved."""
+
+    log: ClassVar[list[str]] = []
+
+    def pin_memory(self) -> Copied:  # type: ignore[override]
+        self.log.append("pinned")
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Copied:  # type: ignore[override]
+        self.log.append("without waiting" if non_blocking else "waiting")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda", ["pinned", "without waiting"]), ("mps", ["without waiting"])]
+)
+def test_batches_are_copied_without_waiting_for_the_device(device: str, expected: list[str]) -> None:
+    Copied.log.clear()
+    batch = {"tokens": torch.ones(2, 3).as_subclass(Copied), "images": {"pixels": torch.ones(2).as_subclass(Copied)}}
+    gradients.to_device(batch, torch.device(device))
+    assert Copied.log == expected * 2
+    assert set(batch) == {"tokens", "images"}
+
+
+def test_what_is_no_tensor_is_refused_as_in_stock() -> None:
+    with pytest.raises(ValueError, match="must be a dict or Tensor"):
+        gradients.to_device({"tokens": [1, 2, 3]}, torch.device("cpu"))

@@ -23,6 +23,7 @@ def recipe(**attributes: Any) -> Any:
             "samples_per_forward": None,
             "ranks": Ranks(alone=True),
             "length_in_forward": lambda length: length,
+            "_dataloader": SimpleNamespace(dataset=[]),
             **attributes,
         }
     )

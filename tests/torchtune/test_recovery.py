@@ -35,6 +35,7 @@ def recipe(**attributes: Any) -> Any:
             "batch_dependent_module": lambda: None,
             "samples_per_forward": None,
             "length_in_forward": lambda length: length,
+            "_dataloader": SimpleNamespace(dataset=[]),
             "_device": torch.device("cuda"),
             "_loss_fn": SimpleNamespace(ignore_index=-100),
             **attributes,

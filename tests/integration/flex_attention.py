@@ -1,0 +1,96 @@
+"""A recipe under torchtune's flex attention, on the cpu.
+
+    python tests/integration/flex_attention.py {flex,dense} run <recipe> --config <config> ...
+
+torchtune takes flex attention where a CUDA device is there, so its modules are imported in the belief that one is.
+Masks are made on the cpu. The cpu has no flex attention that trains: a dense one, compiled for each size as well,
+stands in its place. The last line printed is a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+compiled = 0
+began = 0
+
+
+def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    global compiled
+    compiled += 1
+    return graph.forward
+
+
+def prepare() -> None:
+    """Import torchtune as where there is a CUDA device."""
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+    ):
+        from torchtune.utils import _import_guard
+
+        assert _import_guard._SUPPORTS_FLEX_ATTENTION
+    import torchtune.data._collate as collate
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+    from torch.nn.functional import scaled_dot_product_attention
+    from torchtune.modules import attention_utils
+
+    def mask_on_cpu(seq_lens: list[torch.Tensor]) -> BlockMask:
+        documents = attention_utils._get_document_ids_from_seq_lens(seq_lens)  # [b, s]
+
+        def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            return (q >= kv) & (documents[b, q] == documents[b, kv])
+
+        return create_block_mask(sees, *documents.shape[:1], None, *[documents.shape[1]] * 2, device="cpu")
+
+    collate.packed_block_causal_mask = mask_on_cpu
+
+    @partial(torch.compile, dynamic=False, backend=count)
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def instead_of_flex_attention(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: BlockMask
+    ) -> torch.Tensor:
+        batch_size, _, length, _ = q.shape  # [b, heads, s, d]
+        mask = create_mask(block_mask.mask_mod, batch_size, None, length, length, device="cpu")
+        return attention(q, k, v, mask)
+
+    attention_utils.compile_friendly_flex_attention = instead_of_flex_attention
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of building the whole matrix of scores
+
+
+def main() -> None:
+    global began
+    if sys.argv[1] == "flex":
+        prepare()
+    from torchtune._cli.tune import main as tune
+
+    from adaptive_batching.torchtune.loop import TrainingLoop
+
+    run = TrainingLoop.run
+
+    def begin(loop: TrainingLoop) -> None:
+        global began
+        began = compiled
+        run(loop)
+
+    TrainingLoop.run = begin  # type: ignore[method-assign]
+    sys.argv = ["tune", *sys.argv[2:]]
+    try:
+        tune()
+    except SystemExit as end:
+        if end.code:
+            raise
+    print(json.dumps({"compiled_in_training": compiled - began}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""What is compiled, and for which sizes. Nothing is generated for them: graphs are captured and run as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptive_batching.torchtune.loop import TrainingLoop
+from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close
+from tests.integration.test_probe import events
+
+# Samples that each layer was compiled for, in order, as a number or "any".
+compiled: list[int | str] = []
+
+
+def capture(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    for each in values:
+        if isinstance(each, torch.Tensor) and each.dim() == 3 and each.dtype.is_floating_point:  # [b, s, d]
+            compiled.append(each.shape[0] if isinstance(each.shape[0], int) else "any")
+            break
+    return graph.forward
+
+
+torch._dynamo.register_backend(capture, name="capture")
+COMMON = ["compile=True", "epochs=1", "dataset.split=train[:64]", "dataset.packed=True", "tokenizer.max_seq_len=64"]
+
+
+@pytest.fixture
+def in_training(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many graphs had been compiled when each training began."""
+    began: list[int] = []
+    run = TrainingLoop.run
+
+    def begin(loop: TrainingLoop) -> None:
+        began.append(len(compiled))
+        run(loop)
+
+    monkeypatch.setattr(TrainingLoop, "run", begin)
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "capture")
+    compiled.clear()
+    return began
+
+
+def test_nothing_of_the_probe_remains_in_the_compiled_code(tune_run: TuneRun, in_training: list[int]) -> None:
+    """Packs have one length: but for the probe nothing would make a size vary."""
+    exact = [
+        "use_maximum_batch_size=True",
+        "adaptive_batching.max_batch_size=6",
+        "adaptive_batching.search=binary_search",
+    ]
+    probed = tune_run("full", *COMMON, *exact, "adaptive_batching.round_to_power_of_two=False", name="probed")
+    [probe] = events(probed, "probe")
+    assert (probe["batch_size"], len(probe["measurements"])) == (6, 5)
+    ours, before = compiled[in_training[0] :], compiled[: in_training[0]]
+    assert "any" not in before and set(before) == {1, 2, 4, 5, 6}, "each size is measured as it would train"
+    compiled.clear()
+    tune_run("full", *COMMON, "batch_size=6", name="stock", stock=True)
+    assert ours == compiled == [6] * len(ours) and ours
+
+
+def test_where_sizes_vary_one_compilation_serves_them(tune_run: TuneRun, in_training: list[int]) -> None:
+    grows = [*GROW, "adaptive_batching.max_batch_size=8"]
+    common = [each for each in COMMON if "packed" not in each and "epochs" not in each]
+    run = tune_run("full", *common, *grows, "batch_size=2", "epochs=4", name="grows")
+    assert sorted({int(step["batch_size"]) for step in run.metrics}) == [2, 3, 4, 5]
+    assert compiled[in_training[0] :] == ["any"]
+
+
+def adds_one() -> Callable[[int, int], int]:
+    return lambda epoch, current_batch_size: 1 if epoch else 0
+
+
+GROW = ["batch_increase_function._component_=tests.integration.test_compile.adds_one", "~batch_increase_function.every"]
+
+
+def test_a_compiled_run_trains_as_one_that_is_not(tune_run: TuneRun, in_training: list[int]) -> None:
+    cut = ["micro_batch_size=auto", "batch_size=16", "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]
+    common = [each for each in COMMON if "packed" not in each and "compile" not in each]
+    eager = tune_run("full", *common, *cut, "adaptive_batching.memory_limit=8GiB", name="eager")
+    run = tune_run("full", *common, *cut, "adaptive_batching.memory_limit=8GiB", "compile=True", name="compiled")
+    assert_close(run, eager, epoch=0)
+
+
+@pytest.mark.parametrize("way", ["grows", "cut"])
+def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
+    way: str, inputs: Path, tmp_path: Path
+) -> None:
+    """torchtune takes it for packed data on CUDA alone; without one the process has to be told that it is there."""
+    overrides = {
+        "grows": ["epochs=12", "batch_size=1"],
+        "cut": ["micro_batch_size=auto", "batch_size=7"],
+    }[way]
+    arguments = [
+        "flex", "run", "recipes/full_finetune_single_device.py",
+        "--config", "recipes/configs/quickstart/full_single_device.yaml", f"data_dir={inputs}",
+        f"output_dir={tmp_path / 'out'}", "dataset.split=train[:48]", "dataset.packed=True", "epochs=1", "batch_size=4",
+        "tokenizer.max_seq_len=64", "use_maximum_batch_size=False",
+        *(GROW if way == "grows" else ["batch_increase_function=null"]),
+        "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1",
+        *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()), *overrides,
+    ]  # fmt: skip
+    runs = []
+    for attention in ("flex", "dense"):
+        arguments[0], arguments[6] = attention, f"output_dir={tmp_path / attention}"
+        done = subprocess.run(
+            [sys.executable, "tests/integration/flex_attention.py", *arguments], cwd=ROOT, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, check=False, timeout=300,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:]
+        runs.append(Run(tmp_path / attention))
+        if attention == "flex":
+            found = json.loads(done.stdout.strip().splitlines()[-1])
+            assert 1 <= found["compiled_in_training"] <= 7, "a size or two less than those at which torch gives up"
+            assert "maximum batch size" in done.stdout and "cannot be traced" not in done.stdout
+    assert_close(*runs, epoch=11 if way == "grows" else 0)

@@ -1,0 +1,59 @@
+"""How often a step waits for the device: once for each value that is read back from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from tests.conftest import ARCHITECTURE, ROOT
+
+stock = load_stock("full_finetune_single_device")
+
+
+class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):
+    """The recipe of the same name."""
+
+
+class Reads(TorchDispatchMode):
+    """Counts what reads values from tensors, or has a shape that depends on them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_training(recipe_class: type[Any], inputs: Path, output_dir: Path, **fields: Any) -> int:
+    """Values read in eight steps of training, and in what comes before the first of them."""
+    cfg: Any = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml")
+    cfg.update(
+        data_dir=str(inputs), output_dir=str(output_dir), batch_size=8, epochs=1, use_maximum_batch_size=False,
+        batch_increase_function=None, adaptive_batching={"memory_limit": "8GiB"}, clip_grad_norm=1.0,
+        model={**cfg.model, **ARCHITECTURE},
+    )  # fmt: skip
+    cfg.dataset.split, cfg.tokenizer.max_seq_len = "train[:64]", 64
+    cfg.update(fields)
+    recipe = recipe_class(cfg)
+    recipe.setup(cfg)
+    recipe.save_checkpoint = lambda epoch: None
+    with Reads() as reads:
+        recipe.train()
+    assert recipe.global_step == 8
+    return reads.count
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2, "auto"])
+def test_a_clean_step_waits_for_the_device_no_more_often_than_stock(
+    micro_batch_size: int | str | None, inputs: Path, tmp_path: Path
+) -> None:
+    theirs = reads_of_training(stock.FullFinetuneRecipeSingleDevice, inputs, tmp_path / "stock")
+    assert theirs >= 8, "the loss of each step is shown"
+    ours = reads_of_training(Ours, inputs, tmp_path / "ours", micro_batch_size=micro_batch_size)
+    assert ours <= theirs
