@@ -1,43 +1,63 @@
 # Everything runs in a virtual environment of its own. `make quickstart` and `make test` need nothing prepared.
-PYTHON ?= python3
+# With PYTHON=<interpreter> on the command line a target runs in that environment, as it is, and installs nothing.
+SHELL := /bin/bash -o pipefail
+BASE_PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
 QUICKSTART := recipes/configs/quickstart
+DEVICE ?= cpu
+MINUTES ?= 8.5
 
-.PHONY: help quickstart test test-all lint bench clean
+ifeq ($(origin PYTHON),command line)
+RUN := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+else
+RUN := PYTHONPATH=. $(VENV)/bin/python
+installed = $(VENV)/.$(1)
+endif
+
+.PHONY: help quickstart test test-all test-cuda lint bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-quickstart: $(VENV)/.plots  ## Make a small model and real data, then probe, grow and train through `tune run`
-	$(BIN)/python -m adaptive_batching.torchtune.quickstart --output_dir data/quickstart
-	PYTHONPATH=. $(BIN)/tune run recipes/full_finetune_single_device.py --config $(QUICKSTART)/full_single_device.yaml
+quickstart: $(call installed,plots)  ## Make a small model and real data, then probe, grow and train through `tune run`
+	$(RUN) -m adaptive_batching.torchtune.quickstart --output_dir data/quickstart
+	$(RUN) -m torchtune._cli.tune run recipes/full_finetune_single_device.py --config $(QUICKSTART)/full_single_device.yaml
 
 test: lint  ## Lint, types, and all tests but the slow ones
-	$(BIN)/python -m pytest
+	$(RUN) -m pytest
 
 test-all: lint  ## Lint, types, and all tests
-	$(BIN)/python -m pytest -m ''
+	$(RUN) -m pytest -m ''
 
-lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+# Each result is written as it comes, and all end within nine minutes.
+test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt
+	@mkdir -p outputs
+	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest -m cuda -v -rs | tee outputs/test-cuda.txt
 
-bench: $(VENV)/.bench  ## Run every benchmark; results go to benchmarks/results
-	$(BIN)/python benchmarks/probe_vs_peers.py
-	$(BIN)/python benchmarks/epoch_time.py
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/distributed_overhead.py
-	$(BIN)/python benchmarks/growth_quality.py
+lint: $(call installed,dev)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+ifeq ($(DEVICE),cuda)
+bench: $(call installed,bench)  ## Run every benchmark, or with DEVICE=cuda the one for a GPU; results go to benchmarks/results
+	$(RUN) benchmarks/gpu.py --minutes $(MINUTES)
+else
+bench: $(call installed,bench)
+	$(RUN) benchmarks/probe_vs_peers.py
+	$(RUN) benchmarks/epoch_time.py
+	$(RUN) benchmarks/overhead.py
+	$(RUN) benchmarks/distributed_overhead.py
+	$(RUN) benchmarks/growth_quality.py
+endif
 
 clean:  ## Remove the environment and what the quickstart made
 	rm -rf $(VENV) data/quickstart outputs/quickstart
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/bin/python:
+	$(BASE_PYTHON) -m venv $(VENV)
 
 # One stamp for each extra that has been installed
-$(VENV)/.%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+$(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	touch $@

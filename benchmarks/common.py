@@ -48,6 +48,7 @@ def write_report(
     figures: Mapping[str, float],
     output: Path | None,
     packages: Sequence[str] = PACKAGES,
+    quiet: bool = False,
 ) -> None:
     """Write a result with its command, hardware and versions; print its table and, in the last line, its figures.
 
@@ -59,6 +60,7 @@ def write_report(
         figures: The result in numbers.
         output: The file; None: ``benchmarks/results/<script>_<device>.md``.
         packages: Distributions whose versions matter.
+        quiet: Print nothing.
     """
     from adaptive_batching.memory import memory_meter
 
@@ -77,8 +79,9 @@ def write_report(
     output = output or Path(__file__).parent / "results" / f"{Path(sys.argv[0]).stem}_{device}.md"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text("\n".join(report) + "\n")
-    print("\n".join(rows))
-    print(json.dumps(figures))
+    if not quiet:
+        print("\n".join(rows))
+        print(json.dumps(figures))
 
 
 def _version(distribution: str) -> str:

@@ -139,6 +139,7 @@ def test_a_device_without_statistics_is_refused_with_a_remedy(monkeypatch: pytes
         memory_meter("mps")
 
 
+@pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_runs_out_of_memory_at_the_limit_and_recovers() -> None:
     meter = memory_meter("cuda")

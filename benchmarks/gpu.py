@@ -1,0 +1,305 @@
+"""What only a GPU can show, within nine minutes: is the probe right, how fast is training, what does recovery cost.
+
+    make bench DEVICE=cuda
+    make bench DEVICE=cuda PYTHON=python3        # in an environment that is there already; installs nothing
+    python benchmarks/gpu.py --device cpu --samples 128 --minutes 30    # the same on a small model, to try it out
+
+- *Probe*: the models of ``probe_vs_peers.py`` in a memory limit that the allocator enforces. The truth is found by real
+  steps in the same process, in the same limit, after the answer.
+- *Throughput*: one epoch over text of Python's documentation, at most 512 tokens each, 64 samples in each optimizer
+  step; real tokens in a second, the first steps left out. ``auto`` cuts by length; packed data have no padding to save.
+- *Recovery*: the same steps in seven tenths of the memory that they take, against all of it.
+
+Each measurement is a process of its own, and the result file is written after each: what has been measured when time is
+up is there. What was left out or failed is there as well, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import probe_vs_peers
+import torch
+from common import write_report
+from omegaconf import OmegaConf
+
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.memory import memory_meter, release_cached_memory
+from adaptive_batching.probe import find_maximum_batch_size
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from adaptive_batching.torchtune.quickstart import Architecture, build
+from adaptive_batching.trial import TrainingStep
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+ARCHITECTURES = {
+    "cpu": Architecture(),
+    "cuda": Architecture(num_layers=12, num_heads=16, num_kv_heads=8, embed_dim=1024, intermediate_dim=2816),
+}
+WARM_UP_STEPS = 5
+OURS, STOCK = "ours, micro_batch_size=auto", "stock, batch_size=64"
+WAYS: dict[str, dict[str, Any]] = {
+    STOCK: {"batch_size": 64},
+    OURS: {"batch_size": 64, "micro_batch_size": "auto"},
+    "stock, packed, 16 packs": {"batch_size": 16, "packed": True},
+    "stock, 8 x 8 accumulated": {"batch_size": 8, "gradient_accumulation_steps": 8},
+    "ours, everything off, batch_size=64": {"batch_size": 64},
+    "stock, packed, 16 packs, compile": {"batch_size": 16, "packed": True, "compile": True},
+    "ours, micro_batch_size=auto, compile": {"batch_size": 64, "micro_batch_size": "auto", "compile": True},
+}
+RECOVERY = "recovery"
+stock = load_stock("full_finetune_single_device")
+
+
+class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
+    """The recipe of the same name."""
+
+
+def measure_probe(model: str, device: str) -> dict[str, Any]:
+    """The answer of ``predict``, what it took, and the truth."""
+    task = probe_vs_peers.Task(probe_vs_peers.WORKLOADS[model], device)
+    for _ in range(2):
+        task.step(task.model, task.optimizer, task.batch(1))
+    task.num_steps = 0
+    task.set_limit()
+
+    def bind(trained: torch.nn.Module, optimizers: Any) -> Callable[[Any], None]:
+        return lambda batch: task.step(trained, optimizers[0], batch)
+
+    limit = {"memory_limit": task.limit_bytes} if device == "cuda" else {}
+    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0, **limit})
+    step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
+    result = find_maximum_batch_size(step, config, memory_meter(device), upper=probe_vs_peers.MAX_SIZE)
+    steps, errors = task.num_steps, task.num_out_of_memory
+    answer = next(m for m in result.measurements if m.batch_size == result.batch_size and m.fits)
+    beyond = min((size for size, _ in result.predicted if size > result.batch_size), default=None)
+    return {
+        "answer": result.batch_size, "truth": probe_vs_peers.truth(task)(), "steps": steps, "errors": errors,
+        "seconds": round(result.seconds, 1), "budget_mib": result.budget_bytes // MIB,
+        "reserved_mib": result.peak_bytes // MIB, "allocated_mib": int(result.peak_bytes / answer.overhead) // MIB,
+        "next_predicted_mib": dict(result.predicted)[beyond] // MIB if beyond is not None else None,
+    }  # fmt: skip
+
+
+def config_of(inputs: str, output_dir: str, device: str, samples: int, **fields: Any) -> Any:
+    """The quickstart's config, for one epoch in which no sample is cut short."""
+    cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+    packed = fields.pop("packed", False)
+    cfg.update(
+        data_dir=inputs, output_dir=output_dir, device=device, epochs=1, dtype="bf16" if device == "cuda" else "fp32",
+        use_maximum_batch_size=False, batch_increase_function=None, adaptive_batching={}, clip_grad_norm=None,
+        optimizer={"_component_": "torch.optim.SGD", "lr": 0.1},
+        model={**cfg.model, **asdict(ARCHITECTURES[device])}, **fields,
+    )  # fmt: skip
+    cfg.tokenizer.max_seq_len = 512
+    cfg.dataset.packed, cfg.dataset.split = packed, f"train[:{samples}]"
+    if device == "cpu":
+        cfg.adaptive_batching = {"memory_limit": "2GiB"}
+    return cfg
+
+
+def train(recipe: Any) -> tuple[list[float], float, float]:
+    """Train an epoch.
+
+    Returns:
+        The loss of every step, real tokens in a second, and padded over real tokens; both without the first steps.
+    """
+    device, pad_id = recipe._device, recipe._tokenizer.pad_id
+    real, padded = torch.zeros((), device=device), 0
+    losses: list[float] = []
+    marks: list[tuple[float, float, int]] = []  # time, real and padded tokens so far
+
+    def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal padded
+        tokens = kwargs["tokens"]
+        real.add_((tokens != pad_id).sum())
+        padded += tokens.numel()
+
+    def log(payload: dict[str, Any], step: int) -> None:
+        losses.append(float(payload["loss"]))  # waits for the device
+        marks.append((time.perf_counter(), float(real), padded))
+
+    recipe._model.register_forward_pre_hook(count, with_kwargs=True)
+    recipe._metric_logger.log_dict = log
+    recipe.save_checkpoint = lambda epoch: None
+    recipe.train()
+    if len(marks) < 2:
+        sys.exit(f"{len(marks)} steps are too few to be timed; raise --samples")
+    first, last = marks[min(WARM_UP_STEPS, len(marks) - 2)], marks[-1]
+    seconds, tokens, with_padding = (b - a for a, b in zip(first, last, strict=True))
+    return losses, tokens / seconds, with_padding / tokens
+
+
+def measure_way(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
+    """Train an epoch in one way."""
+    with tempfile.TemporaryDirectory() as output_dir:
+        cfg = config_of(inputs, output_dir, device, samples, **WAYS[way])
+        recipe = (Ours if way.startswith("ours") else stock.FullFinetuneRecipeSingleDevice)(cfg)
+        start = time.perf_counter()
+        recipe.setup(cfg)
+        set_up = time.perf_counter() - start
+        meter = memory_meter(device)
+        meter.release()
+        meter.reset_peak()
+        losses, speed, padding = train(recipe)
+        return {
+            "tokens_per_second": round(speed), "padded_over_real": round(padding, 3),
+            "set_up_seconds": round(set_up, 1), "peak_mib": meter.peak_bytes() // MIB, "steps": len(losses),
+            "last_loss": losses[-1],
+        }  # fmt: skip
+
+
+def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
+    """Train with all of the memory and with seven tenths of what that took."""
+    found: list[tuple[list[float], float]] = []
+    meter = memory_meter(device)
+    recoveries = 0
+    room = 2**62
+    for _ in range(2):
+        with tempfile.TemporaryDirectory() as output_dir:
+            cfg = config_of(inputs, output_dir, device, samples, batch_size=64)
+            recipe = Ours(cfg)
+            recipe.setup(cfg)
+            release_cached_memory(meter.device)
+            resting = meter.used_bytes()
+            meter.reset_peak()
+            with meter.limit(min(resting + room, 2**60)):
+                losses, speed, _ = train(recipe)
+            found.append((losses, speed))
+            recoveries = recipe.token_limit.num_recoveries
+            room = int(0.7 * (meter.peak_bytes() - resting))
+    (free, speed), (limited, slower) = found
+    return {
+        "recoveries": recoveries,
+        "tokens_per_second_ratio": round(slower / speed, 3),
+        "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(limited, free, strict=True)),
+    }
+
+
+class Results:
+    """What has been measured, written after each measurement.
+
+    Args:
+        args: Of the command line.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._found: dict[str, dict[str, Any]] = {}
+        self._deadline = time.monotonic() + 60 * args.minutes
+
+    def measure(self, what: str, inputs: str) -> None:
+        """Run one measurement in a fresh process, as long as there is time."""
+        left = self._deadline - time.monotonic()
+        if left < 15:
+            self._found[what] = {"failed": f"left out: {self._args.minutes:g} minutes were over"}
+        else:
+            options = ["--device", self._args.device, "--samples", str(self._args.samples)]
+            path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+            command = [sys.executable, __file__, *options, "--measure", what, inputs]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=left, check=False,
+                    env={**os.environ, **probe_vs_peers.TAME_MALLOC, "PYTHONPATH": os.pathsep.join(path)},
+                )  # fmt: skip
+                lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+                last = lines[-1] if lines else f"status {done.returncode}"
+                self._found[what] = json.loads(last) if done.returncode == 0 else {"failed": last[:300]}
+            except subprocess.TimeoutExpired:
+                self._found[what] = {"failed": f"stopped after {left:.0f} s, when time was up"}
+        print(f"{what}: {self._found[what]}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the result file anew."""
+        rows = ["## Probe", ""]
+        rows += self._table([*probe_vs_peers.WORKLOADS])
+        rows += ["", "## Throughput", "", *self._table([*WAYS]), "", "## Recovery", "", *self._table([RECOVERY])]
+        reasons = [f"- {what}: {found['failed']}" for what, found in self._found.items() if "failed" in found]
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "default"
+        write_report(
+            "On a GPU: the probe's accuracy, throughput, and recovery",
+            device=self._args.device,
+            facts=[f"{self._args.samples} samples; allocator settings: {settings}"],
+            rows=[*rows, *(["", "Not measured:", "", *reasons] if reasons else [])],
+            figures=self._figures(),
+            output=self._args.output,
+            quiet=True,
+        )
+
+    def _table(self, names: list[str]) -> list[str]:
+        measured = {name: self._found[name] for name in names if "failed" not in self._found.get(name, {"failed": ""})}
+        if not measured:
+            return ["nothing yet"]
+        columns = [*next(iter(measured.values()))]
+        rows = ["| | " + " | ".join(column.replace("_", " ") for column in columns) + " |"]
+        rows.append("|---" * (len(columns) + 1) + "|")
+        return rows + [
+            f"| {name} | " + " | ".join(_shown(values[column]) for column in columns) + " |"
+            for name, values in measured.items()
+        ]
+
+    def _figures(self) -> dict[str, float]:
+        probes = [self._found[name] for name in probe_vs_peers.WORKLOADS if "truth" in self._found.get(name, {})]
+        speeds = {way: self._found[way]["tokens_per_second"] for way in WAYS if "steps" in self._found.get(way, {})}
+        figures: dict[str, float] = {}
+        if probes:
+            figures["max_gap_to_truth"] = max(abs(each["answer"] - each["truth"]) for each in probes)
+            figures["median_reserved_over_allocated"] = round(
+                statistics.median(each["reserved_mib"] / each["allocated_mib"] for each in probes), 3
+            )
+        for name, other in [("auto_vs_stock", STOCK), ("auto_vs_packed", "stock, packed, 16 packs")]:
+            if OURS in speeds and other in speeds:
+                figures[name] = round(speeds[OURS] / speeds[other], 3)
+        return figures
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) and not value.is_integer() else str(value)
+
+
+def main() -> None:
+    """Measure one after the other, the most telling first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=sorted(ARCHITECTURES), default="cuda")
+    parser.add_argument("--samples", type=int, default=2560)
+    parser.add_argument("--minutes", type=float, default=8.5, help="nothing is begun or goes on after this long")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/gpu_<device>.md")
+    parser.add_argument("--measure", nargs=2, metavar=("WHAT", "INPUTS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("error: --device cuda needs a CUDA device, and torch sees none; --device cpu tries the benchmark out")
+    if args.measure:
+        what, inputs = args.measure
+        if what in WAYS:
+            found = measure_way(what, inputs, args.device, args.samples)
+        elif what == RECOVERY:
+            found = measure_recovery(inputs, args.device, args.samples)
+        else:
+            found = measure_probe(what, args.device)
+        print(json.dumps(found))
+        return
+
+    results = Results(args)
+    with tempfile.TemporaryDirectory() as directory:
+        inputs = f"{directory}/inputs"
+        build(Path(inputs), architecture=ARCHITECTURES[args.device])
+        first, *others = probe_vs_peers.WORKLOADS
+        for what in [first, *[*WAYS][:3], RECOVERY, *others, *[*WAYS][3:]]:
+            results.measure(what, inputs)
+    print(json.dumps(results._figures()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""A sharded model on one rank, recovery armed as on many, with errors injected.
+
+    torchrun --nproc_per_node 1 tests/integration/one_rank.py <device>
+
+FSDP2 issues no collective where it is alone, and torchtune does not even shard there. What runs here is the rest: its
+reset after a broken-off iteration, on the device's streams, and the calls that draining consists of. The last line
+printed is a JSON object: the largest difference of any weight to undisturbed training, for each injected error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torchtune.models.llama2 import llama2
+
+from adaptive_batching.distributed import Ranks
+from adaptive_batching.execution import run_micro_batches
+from adaptive_batching.fsdp import MicroBatchCollectives, _Collective
+from adaptive_batching.memory import release_cached_memory
+
+SIZES = dict(vocab_size=512, num_layers=4, num_heads=8, num_kv_heads=8, embed_dim=256, max_seq_len=128)
+
+
+def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]] | None) -> list[torch.Tensor]:
+    """Weights after four steps of two micro-batches each; ``breaks`` arms a model and gives what disarms it."""
+    torch.manual_seed(0)
+    model = llama2(**SIZES).to(device)
+    for layer in [*model.layers, model.tok_embeddings, model.output]:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    collectives = MicroBatchCollectives(model)
+    tokens = torch.randint(1, 512, (4, 2, 4, 128), device=device)  # [steps, micro-batches, b, s]
+
+    def forward_backward(batch: torch.Tensor) -> None:
+        nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
+
+    def discard() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        release_cached_memory(device)
+
+    def run(batches: torch.Tensor) -> bool:
+        parts = [partial(forward_backward, batch) for batch in batches]
+        return not run_micro_batches(parts, Ranks(device), collectives, discard).failed
+
+    assert run(tokens[0][:1])  # to be recorded
+    discard()
+    for number, batches in enumerate(tokens):
+        disarm = breaks(model) if breaks is not None and number == 1 else None
+        if disarm is not None:
+            assert not run(batches)
+            disarm()
+        assert run(batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+
+
+def in_forward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
+    calls = 0
+
+    def run_out(module: nn.Module, args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise torch.OutOfMemoryError("injected")
+
+    return model.layers[layer].register_forward_pre_hook(run_out).remove
+
+
+def in_backward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
+    calls = 0
+
+    def run_out(gradient: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise torch.OutOfMemoryError("injected")
+
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(run_out)
+
+    return model.layers[layer].register_forward_hook(watch).remove
+
+
+def main() -> None:
+    device = torch.device(sys.argv[1])
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    undisturbed = train(device, None)
+    differences = {}
+    for where in (in_forward, in_backward):
+        for layer, call in [(0, 1), (1, 2), (3, 2)]:
+            weights = train(device, partial(where, layer, call))
+            worst = max(float((a - b).abs().max()) for a, b in zip(weights, undisturbed, strict=True))
+            differences[f"{where.__name__}, layer {layer}, micro-batch {call}"] = worst
+    whole, part = torch.ones(8, device=device), torch.ones(8, device=device)
+    _Collective.of(whole, part, dist.group.WORLD).issue()
+    _Collective.of(part, whole, dist.group.WORLD, dist.ReduceOp.SUM).issue()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+    print(json.dumps(differences))
+
+
+if __name__ == "__main__":
+    main()
