@@ -32,7 +32,8 @@ test-all: lint  ## Lint, types, and all tests
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt
 	@mkdir -p outputs
-	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest -m cuda -v -rs | tee outputs/test-cuda.txt
+	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest tests/integration/test_cuda.py \
+		tests/test_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
 
 lint: $(call installed,dev)
 	$(RUN) -m ruff check .

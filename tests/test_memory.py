@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import resource
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from adaptive_batching.memory import AcceleratorMeter, CpuMeter, forget_frames, is_out_of_memory, memory_meter
+from adaptive_batching.memory import (
+    AcceleratorMeter,
+    CpuMeter,
+    allocator_advice,
+    forget_frames,
+    is_out_of_memory,
+    memory_meter,
+    release_cached_memory,
+)
 
 MIB = 2**20
 
@@ -192,3 +201,37 @@ def test_an_accelerator_counts_what_others_hold_and_bounds_itself_where_it_can(
         assert allocator.fraction == (0.4 if enforces else 1.0)
         raise KeyError
     assert allocator.fraction == 1.0
+
+
+def test_pinned_memory_that_a_step_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays with its allocator otherwise, however large the step was."""
+    given_back: list[str] = []
+    device = SimpleNamespace(empty_cache=lambda: given_back.append("device"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append("host"), raising=False)
+    release_cached_memory(torch.device("cuda"))
+    assert given_back == ["device", "host"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "advised"),
+    [
+        (None, "", True),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", False),
+    ],
+)
+def test_a_setting_of_the_allocator_is_advised_where_it_is_not_made_and_is_part_of_what_was_probed(
+    variable: str | None, value: str, advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, value)
+    assert (allocator_advice(torch.device("cuda")) is not None) == advised
+    assert allocator_advice(torch.device("cpu")) is None
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Allocator(enforces=True))
+    settings = AcceleratorMeter(torch.device("cuda")).allocator_settings()
+    assert settings == ({} if variable is None else {variable: value})

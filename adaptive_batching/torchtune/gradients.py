@@ -131,6 +131,8 @@ def gather_gradients(
 ) -> Outcome[Sums]:
     """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank.
 
+    Nothing in between waits for the device: it computes while the next micro-batch is collated.
+
     Args:
         recipe: The recipe.
         micro_batches: Those of this rank.
