@@ -63,7 +63,8 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
     CountingModel.shapes.clear()
     cut = tune_run("full", *common, *limit, "micro_batch_size=auto", name="cut")
     probe = events(cut, "probe")[0]
-    shapes = CountingModel.shapes[2 * len(probe["measurements"]) :]  # a trial accumulates: two forwards
+    trial_steps = sum(measurement["steps"] for measurement in probe["measurements"])
+    shapes = CountingModel.shapes[2 * trial_steps :]  # a trial accumulates: two forwards
     assert_close(cut, whole, epoch=0)
     budget = probe["batch_size"] * probe["sequence_length"]
     assert all(rows * length <= budget for rows, length in shapes)
