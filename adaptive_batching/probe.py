@@ -71,7 +71,6 @@ class _Measuring:
         if self._is_first:
             # The first step has loaded libraries and made handles and communicators, which nothing gives back.
             self._is_first = False
-            self._trial.clear()
             self._trial.budget_bytes = min(self._trial.budget_bytes, memory_budget(self._config, self._meter))
             self._share()
             if measured.peak_bytes is not None and measured.peak_bytes > self._trial.budget_bytes:

@@ -28,7 +28,7 @@ MAX_MISSES = 3
 
 @dataclass(frozen=True)
 class Measurement:
-    """What real training steps at ``batch_size`` took, one or two in a row."""
+    """Memory and time of real training steps at ``batch_size``, one or two in a row."""
 
     batch_size: int
     fits: bool
@@ -264,7 +264,7 @@ class _Curve:
 
     @property
     def _overhead(self) -> float:
-        """What counts against the limit for each byte in use, as last measured."""
+        """Bytes that count against the limit for each byte in use, as last measured."""
         return next((m.overhead for m in reversed(self._sizes.measurements) if m.fits), 1.0)
 
     @property

@@ -105,7 +105,7 @@ class Trial:
         Raises:
             Exception: Whatever the step raises, other than running out of memory.
         """
-        self.clear()
+        self._clear()
         return self._measure(batch_size)
 
     def measure_again(self, batch_size: int) -> Measurement:
@@ -136,7 +136,7 @@ class Trial:
         peak_bytes = None if ran_out else self._meter.peak_bytes()
         overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
         if ran_out:
-            self.clear()
+            self._clear()
         self._drop_gradients()
         fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
         took = "out of memory" if peak_bytes is None else f"peak {peak_bytes / 2**20:,.0f} MiB"
@@ -144,8 +144,7 @@ class Trial:
         log.info("trial step at batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
         return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
 
-    def clear(self) -> None:
-        """Give back all that steps have left behind."""
+    def _clear(self) -> None:
         self._step.discard()
         self._drop_gradients()
         self._meter.release()

@@ -1,4 +1,4 @@
-"""What only a GPU can show, within nine minutes: is the probe right, how fast is training, what does recovery cost.
+"""Measure on a GPU, within nine minutes, whether the probe is right, how fast training is, and what recovery costs.
 
     make bench DEVICE=cuda
     make bench DEVICE=cuda PYTHON=python3        # in an environment that is there already; installs nothing
@@ -188,7 +188,7 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
 
 
 class Results:
-    """What has been measured, written after each measurement.
+    """Measurements so far, written to the result file after each.
 
     Args:
         args: Of the command line.
@@ -222,7 +222,7 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Write the result file anew."""
+        """Write the result file, with what is still missing."""
         rows = ["## Probe", ""]
         rows += self._table([*probe_vs_peers.WORKLOADS])
         rows += ["", "## Throughput", "", *self._table([*WAYS]), "", "## Recovery", "", *self._table([RECOVERY])]

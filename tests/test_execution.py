@@ -1,4 +1,4 @@
-"""What ranks do about a micro-batch that runs out of memory, without a model."""
+"""Ranks and a micro-batch that runs out of memory, without a model."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_sequence_that_varies_is_never_used_for_draining(
 
 
 class TwoRanks:
-    """What this rank sees of a default process group with another one in it."""
+    """A default process group with another rank in it, as this rank sees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, other_fails: bool = False) -> None:
         self.groups = 0

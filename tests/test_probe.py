@@ -16,7 +16,7 @@ EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "he
 
 
 class Curve:
-    """What a trace says of a device's steps."""
+    """The memory curve that a trace of a device's steps would give."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -33,7 +33,7 @@ def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, 
 
 
 def runs_twice(device: Device, batch_size: int) -> bool:
-    """Whether training at ``batch_size`` can go on without the allocator starting over."""
+    """True if training at ``batch_size`` can go on without the allocator starting over."""
     again = Device(device.total_bytes, device.layers, device.length, device.libraries_bytes, device.overhead)
     try:
         for _ in range(2):

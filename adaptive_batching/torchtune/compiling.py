@@ -1,4 +1,4 @@
-"""What torch.compile is told of the sizes to come, so that it compiles for training and not for the probe.
+"""Tell torch.compile which sizes to expect, so that it compiles for training and not for the probe.
 
 A layer is compiled for the sizes of its first batch. At the first batch of another size it is compiled again, now for
 any size, which is a little slower. The probe and the exploration run sizes that training does not; nothing of that is
@@ -31,7 +31,7 @@ _RECOMPILE_LIMIT = 64
 
 
 def compiles_each_size(dataset: Any) -> bool:
-    """True if a forward of another number of samples from ``dataset`` is compiled anew, as flex attention is."""
+    """True if each number of samples in a forward is compiled by itself, as under flex attention."""
     return is_packed(dataset) and bool(_import_guard._SUPPORTS_FLEX_ATTENTION)
 
 

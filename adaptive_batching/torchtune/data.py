@@ -111,7 +111,7 @@ def is_multimodal(sample: Sample) -> bool:
 
 
 def sizes(samples: Sequence[Sample], length_in_forward: Callable[[int], int] = lambda length: length) -> list[int]:
-    """What each sample takes of a micro-batch: its tokens, or 1 for multimodal samples, where tokens say little.
+    """Return the share of a micro-batch that each sample takes: its tokens, or 1 if multimodal, where they say little.
 
     Args:
         samples: Text or multimodal ones.

@@ -1,4 +1,4 @@
-"""What is compiled, and for which sizes. Nothing is generated for them: graphs are captured and run as they are."""
+"""Graphs that are compiled, and their sizes. No code is generated: graphs are captured and run as they are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMMON = ["compile=True", "epochs=1", "dataset.split=train[:64]", "dataset.packe
 
 @pytest.fixture
 def in_training(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many graphs had been compiled when each training began."""
+    """The number of graphs that had been compiled when each training began."""
     began: list[int] = []
     run = TrainingLoop.run
 

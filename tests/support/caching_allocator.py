@@ -127,7 +127,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer takes of memory."""
+    """Memory that a layer takes."""
 
     weights: int
     kept_per_token: int
@@ -148,7 +148,7 @@ class Device:
     length: int = 512
     """Tokens of a worst-case sample."""
     libraries_bytes: int = 0
-    """Taken beside the allocator by the first step, and never given back."""
+    """Taken by the first step, unknown to the allocator, and never given back."""
     overhead: float = 1.0
     """Instead of the allocator's rules: bytes reserved for each byte allocated."""
 
@@ -191,7 +191,7 @@ class Device:
             del passing
 
     def peak_allocated(self, tokens: int) -> int:
-        """What a trace would say of a step: bytes in use at once, not rounded."""
+        """Bytes in use at once during a step, not rounded, as a trace would count them."""
         resting = sum(3 * layer.weights for layer in self.layers)
         current = peak = resting
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""What forwards and backwards leave behind."""
+"""Traces of forwards and backwards that broke off, and how batches reach the device."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2)]
 
 
 def recipe(**attributes: Any) -> Any:
-    """What recovery and cutting read of one."""
+    """A stand-in with the attributes that recovery and cutting read."""
     return SimpleNamespace(
         **{
             "ranks": ALONE,
