@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+_TIMEOUT_OF_TRIAL = timedelta(seconds=20)
 
 T = TypeVar("T")
 
@@ -61,13 +65,16 @@ class Ranks:
         return self._failure
 
     def _make_group(self) -> None:
+        if _spans_hosts():
+            # Ranks that cannot reach each other are to find out soon: those that wait do so for several timeouts.
+            dist.new_group(backend="gloo", timeout=_TIMEOUT_OF_TRIAL)
         self._own_group = dist.new_group(backend="gloo")
 
     def _together(self, function: Callable[[], object]) -> str:
         failure = ""
         try:
             function()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             failure = str(error).strip().splitlines()[0]
         flag = torch.tensor([float(bool(failure))], device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -140,16 +147,26 @@ class Ranks:
                 dist.barrier(group=self._own_group)
 
 
+def _spans_hosts() -> bool:
+    """True if a launcher says that there are ranks on other hosts, and no gloo group reaches them yet."""
+    several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+    return several and "gloo" not in dist.get_backend_config()
+
+
 def _start_gloo() -> None:
-    """Look for a network interface, as gloo does when it starts.
+    """Look for the network interface that gloo will use, as far as a rank can tell alone.
 
     Raises:
-        RuntimeError: If there is none that it can use.
+        RuntimeError, OSError: If there is none that other ranks can reach.
     """
     if not dist.is_gloo_available():
         raise RuntimeError("this torch was built without gloo")
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for interface in filter(None, named.split(",")):
         dist.ProcessGroupGloo.create_device(interface=interface)
-    if not named:
-        dist.ProcessGroupGloo.create_default_device()
+    if not named and _spans_hosts():
+        # gloo takes the address of the host's name, and the loopback device where that has none.
+        name = socket.gethostname()
+        address = socket.gethostbyname(name)
+        if address.startswith("127."):
+            raise RuntimeError(f"the host's name, {name}, has the address {address}, which other hosts cannot reach")

@@ -77,13 +77,14 @@ def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
 def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[int]:
     """Sizes of parts that hold ``num_samples`` together: one, while there have been fewer than ``max_sizes`` of them.
 
-    From then on parts are of sizes that have been, the largest first, and single samples. So each number of samples
-    can be cut, and there are at most ``max_sizes`` sizes, and 1.
+    From then on parts are of sizes that have been, or of 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, the largest first. So
+    there are at most two sizes more for each doubling, and the first part holds at least two thirds of the samples.
     """
     if num_samples in known or len(known) < max_sizes:
         return [num_samples]
+    powers = [2**k for k in range(num_samples.bit_length())]
     parts: list[int] = []
-    for size in sorted({*known, 1}, reverse=True):
+    for size in sorted({*known, *powers, *(3 * power for power in powers)}, reverse=True):
         count, num_samples = divmod(num_samples, size)
         parts += [size] * count
     return parts

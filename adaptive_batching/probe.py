@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -158,12 +159,12 @@ def find_maximum_batch_size(
     level = 0.0  # bytes that the device shows beyond what the trace sees
     sizes: SizesRun | None = None
     try:
-        with Trial(step, meter, budget, scratch) as trial:
+        with Trial(step, meter, budget, scratch, ranks.all) as trial:
             if ranks.all(True):  # each rank says so, here or below
                 steps = _Measuring(trial, config, meter, ranks)
                 curve = _trace(step) if config.search == "predict" else None
-                if not ranks.all(curve is not None):
-                    curve = None  # or ranks would run different sizes
+                # One curve for all: shards are uneven, and ranks would go on to run different sizes.
+                curve = ranks.on_first(partial(_same, curve)) if ranks.all(curve is not None) else None
                 if curve is not None:
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
                 sizes = SizesRun(steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again)
@@ -176,7 +177,8 @@ def find_maximum_batch_size(
             raise
         ranks.all(False)
     if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
-        raise DoesNotFitError(_explain(step, meter, budget, remedies))
+        limit = budget if sizes is None else sizes.budget_bytes
+        raise DoesNotFitError(_explain(step, meter, limit, remedies))
 
     batch_size = sizes.found
     predicted = _calibrated(curve, sizes) if curve is not None else []
@@ -196,6 +198,10 @@ def find_maximum_batch_size(
         result.num_steps, result.num_out_of_memory, result.seconds,
     )  # fmt: skip
     return result
+
+
+def _same(curve: PeakMemoryCurve | None) -> PeakMemoryCurve | None:
+    return curve
 
 
 def _trace(step: TrainingStep) -> PeakMemoryCurve | None:

@@ -67,6 +67,8 @@ class Trial:
         budget_bytes: Peak memory that a step may take.
         scratch: A folder with room for what is put aside, should neither the host's memory nor the folder for
             temporary files have it.
+        all_ready: Told whether this rank has the batch for a step; says whether all ranks do. A step that one of them
+            cannot begin is begun by none.
 
     Raises:
         ConfigError: On entry, where there is no room for what is put aside.
@@ -74,7 +76,15 @@ class Trial:
             :func:`~adaptive_batching.memory.is_out_of_memory`.
     """
 
-    def __init__(self, step: TrainingStep, meter: MemoryMeter, budget_bytes: int, scratch: Path | None = None) -> None:
+    def __init__(
+        self,
+        step: TrainingStep,
+        meter: MemoryMeter,
+        budget_bytes: int,
+        scratch: Path | None = None,
+        all_ready: Callable[[bool], bool] = lambda here: here,
+    ) -> None:
+        self._all_ready = all_ready
         self._step = step
         self._meter = meter
         self.budget_bytes = budget_bytes
@@ -121,15 +131,10 @@ class Trial:
         self._meter.reset_peak()
         retries_before = self._meter.num_retries()
         start = time.perf_counter()
-        ran_out = False
-        try:
-            with self._meter.limit(self.budget_bytes):
-                run(self._step.make_batch(batch_size))
-                self._meter.synchronize()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = True
+        batches: list[Any] = []
+        ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
+        # A rank that has no batch would leave the others waiting in the step's collectives.
+        ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
         # Clean up here, outside of the except block: the traceback holds the step's tensors.
         seconds = time.perf_counter() - start
         retries = self._meter.num_retries() - retries_before
@@ -143,6 +148,21 @@ class Trial:
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
         log.info("trial step at batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
         return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
+
+    def _run(self, run: Run, batch: Any) -> None:
+        run(batch)
+        self._meter.synchronize()
+
+    def _runs_out(self, function: Callable[[], None]) -> bool:
+        """Call ``function`` within the budget, and return whether it ran out of memory."""
+        try:
+            with self._meter.limit(self.budget_bytes):
+                function()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return True
+        return False
 
     def _clear(self) -> None:
         self._step.discard()
@@ -293,13 +313,24 @@ def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
     num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     folders = [Path(tempfile.gettempdir()), *([] if scratch is None else [_existing(scratch)])]
     for folder in folders:
-        if shutil.disk_usage(folder).free > num_bytes:
+        if _free_bytes(folder) > num_bytes:
             return folder
-    tried = ", ".join(f"{folder} has {_gib(shutil.disk_usage(folder).free)} free" for folder in folders)
+    tried = ", ".join(f"{folder} has {_gib(_free_bytes(folder))} free" for folder in folders)
     raise ConfigError(
         f"the probe puts {_gib(num_bytes)} of weights and optimizer states aside, and {tried}; set the environment "
         f"variable TMPDIR to a folder on a larger disk"
     )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes that a file in ``folder`` can take; in one that lives in the host's memory, half of what is free there."""
+    free = shutil.disk_usage(folder).free
+    mounts = Path("/proc/mounts")
+    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
+    # (mount point, type), the one that the folder is in
+    kinds = [(point, kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(point)]
+    _, kind = max(kinds, key=lambda mount: len(mount[0]), default=("", ""))
+    return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
 
 
 def _existing(folder: Path) -> Path:

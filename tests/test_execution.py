@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -125,12 +126,13 @@ class TwoRanks:
             "get_world_size": lambda: 2,
             "get_rank": lambda: 0,
             "new_group": self.new_group,
+            "get_backend_config": lambda: "cuda:nccl",
             "all_reduce": lambda tensor, **kwargs: tensor.fill_(1.0) if other_fails else None,
         }
         for name, function in replaced.items():
             monkeypatch.setattr(distributed.dist, name, function)
 
-    def new_group(self, backend: str) -> str:
+    def new_group(self, backend: str, timeout: object = None) -> str:
         self.groups += 1
         return "a group"
 
@@ -142,6 +144,31 @@ def test_ranks_make_a_group_when_they_first_agree_on_something(monkeypatch: pyte
     assert (ranks.size, ranks.is_first, launch.groups) == (2, True, 0)
     ranks.any(True), ranks.all(True)
     assert launch.groups == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"), [("127.0.1.1", "which other hosts cannot reach"), (None, "Name or service not known")]
+)
+def test_a_host_that_others_cannot_find_by_name_is_noticed_before_they_wait_for_it(
+    address: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo itself falls back on the loopback device, and finds out when a timeout of minutes is over."""
+
+    def resolve(name: str) -> str:
+        if address is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return address
+
+    launch = TwoRanks(monkeypatch)
+    monkeypatch.setattr(socket, "gethostbyname", resolve)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    for name, size in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, size)
+    assert Ranks().connect() == "", "on one host the loopback device will do"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    launch.groups = 0
+    assert reason in Ranks().connect()
+    assert launch.groups == 0
 
 
 @pytest.mark.parametrize("where", ["here", "on another rank"])

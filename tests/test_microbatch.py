@@ -169,8 +169,10 @@ def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_size
     for size in asked:
         parts = in_known_sizes(size, known, max_sizes)
         assert sum(parts) == size
+        assert parts[0] >= size * 2 / 3
         known.update(parts)
-    assert len(known - {1}) <= max_sizes
+    round_sizes = {factor << k for factor in (1, 3) for k in range(8)}
+    assert len(known - round_sizes) <= max_sizes
 
 
 def test_without_a_slope_the_cost_stays_unknown() -> None:

@@ -23,10 +23,10 @@ from adaptive_batching.torchtune.data import is_packed
 
 log = logging.getLogger(__name__)
 
-# Sizes of a forward that are compiled one by one; each takes some seconds.
+# Sizes of a forward that are compiled as they come; each takes some seconds. Then follow round ones alone.
 MAX_COMPILED_SIZES = 6
-# Compiled sizes to allow for before torch gives up. There are never as many; this is for what else has a layer compiled
-# again, such as a validation without gradients.
+# Compiled sizes to allow for before torch gives up: more than there are up to thousands of packs, and what else has a
+# layer compiled again, such as a validation without gradients.
 _RECOMPILE_LIMIT = 64
 
 

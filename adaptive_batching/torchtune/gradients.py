@@ -18,6 +18,7 @@ from torchtune.training import OffloadActivations
 from adaptive_batching.execution import Outcome, run_micro_batches
 from adaptive_batching.fsdp import is_sharded
 from adaptive_batching.memory import num_allocation_retries, release_cached_memory
+from adaptive_batching.torchtune.compiling import compiles_each_size
 from adaptive_batching.torchtune.micro_batches import MicroBatch
 
 _PINS_MEMORY = ("cuda", "xpu")
@@ -47,13 +48,14 @@ def to_device(batch: dict[str, Any], device: torch.device) -> None:
     A copy from ordinary memory would wait until all that the device has been given is done, so that the next
     micro-batch could not be collated meanwhile.
     """
-    if device.type in _PINS_MEMORY:
+    pins = device.type in _PINS_MEMORY  # elsewhere a copy that is not waited for could outlive its source
+    if pins:
         _pin(batch)
     for key, value in batch.items():
         if isinstance(value, dict):
             to_device(value, device)
         elif isinstance(value, torch.Tensor):
-            batch[key] = value.to(device, non_blocking=True)
+            batch[key] = value.to(device, non_blocking=pins)
         else:  # a mask of blocks; whatever else is an error
             moved = {key: value}
             utils.batch_to_device(moved, device)
@@ -131,7 +133,8 @@ def gather_gradients(
 ) -> Outcome[Sums]:
     """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank.
 
-    Nothing in between waits for the device: it computes while the next micro-batch is collated.
+    Nothing in between waits for the device: it computes while the next micro-batch is collated. Only the masks of flex
+    attention are made on the device itself, which has to be waited for; so packs are collated before any of them runs.
 
     Args:
         recipe: The recipe.
@@ -139,9 +142,14 @@ def gather_gradients(
         around: Gives the context that each of them runs in.
     """
 
+    collated: list[dict[str, Any]] = []
+
     def run(micro_batch: MicroBatch) -> Sums:
+        if not collated:
+            ahead = micro_batches if compiles_each_size(recipe._dataloader.dataset) else [micro_batch]
+            collated.extend(recipe.collate(each.samples) for each in ahead)
+        batch = collated.pop(0)
         with around(micro_batch):
-            batch = recipe.collate(micro_batch.samples)
             loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
         return loss, num_tokens if micro_batch.num_labels is None else torch.full_like(
             num_tokens, micro_batch.num_labels

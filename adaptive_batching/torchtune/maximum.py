@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching.config import ConfigError
+from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.memory import memory_meter
 from adaptive_batching.microbatch import Capacity
@@ -114,13 +114,11 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
     ranks: Ranks = recipe.ranks
     path = recipe.report.directory / "probe.json"
-    key = what_memory_may_depend_on(cfg)
-    key |= {"search": settings.search, "round_to_power_of_two": settings.round_to_power_of_two}
-    key |= {"memory_limit": repr(settings.memory_limit), "headroom": repr(settings.headroom)}
-    key |= {"fills_memory": settings.fills_memory, "include": include, "upper": upper}
+    key = what_memory_may_depend_on(cfg, settings)
+    key |= {"include": include, "upper": upper}
     key |= {"recipe": type(recipe).__name__, "sequence_length": length}
     key |= {"measures_noise": recipe.noise_scale_every is not None}
-    key |= {"packed": is_packed(recipe._dataloader.dataset), "cuts_by_length": cuts_by_length}
+    key |= {"packed": is_packed(recipe._dataloader.dataset)}
     key |= {"device_name": meter.device_name, "total_bytes": meter.total_bytes}
     key |= {"allocator_settings": meter.allocator_settings()}
     key |= {"ranks": ranks.size, "sharded": recipe.collectives is not None}
@@ -152,13 +150,21 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
     return result
 
 
-def what_memory_may_depend_on(cfg: DictConfig) -> dict[str, Any]:
-    """The settings of a config that call for another probe when they change: all but those that cannot matter."""
+def what_memory_may_depend_on(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> dict[str, Any]:
+    """Return the settings that call for another probe when they change: all but those that cannot matter."""
     cfg = OmegaConf.merge(cfg, {"output_dir": ""})  # type: ignore[assignment]  # others are interpolated from it
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    settings = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
-    settings["optimizer"] = {k: v for k, v in settings["optimizer"].items() if k != "lr"}  # what is tuned most often
-    return settings
+    found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
+    found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
+    return found | {
+        "search": settings.search,
+        "round_to_power_of_two": settings.round_to_power_of_two,
+        "memory_limit": repr(settings.memory_limit),
+        "headroom": repr(settings.headroom),
+        "fills_memory": settings.fills_memory,
+        "runs_in_parts": settings.fills_memory or settings.micro_batch_size is not None,  # beside gradients
+        "cuts_by_length": settings.cuts_by_length or settings.explores,
+    }
 
 
 def _at_shorter_lengths(

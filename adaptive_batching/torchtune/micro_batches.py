@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from adaptive_batching.microbatch import (
 )
 from adaptive_batching.torchtune.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching.torchtune.data import Sample, sizes, stretch
+
+log = logging.getLogger(__name__)
 
 # What a forward is taken to cost beside its tokens until that has been measured, in tokens: launching the kernels of a
 # model takes some tens of milliseconds, in which the device could do some hundreds of tokens more.
@@ -74,7 +77,10 @@ class Cutter:
         self._cost = cost
         self._limit = limit
         self._learns = learns or micro_batch_size == "auto"
-        self._compiled_sizes: set[int] | None = set() if compiles_each_size(recipe._dataloader.dataset) else None
+        # With optimizers in the backward pass a batch cannot be cut.
+        few_sizes = compiles_each_size(recipe._dataloader.dataset) and not getattr(recipe, "_optimizer_in_bwd", False)
+        self._compiled_sizes: set[int] | None = set() if few_sizes else None
+        self._said_that_sizes_are_few = False
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
     def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
@@ -89,6 +95,7 @@ class Cutter:
         parts = self._parts(batch, min_parts, in_order=in_order)
         micro_batches = [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
         in_parts = self._micro_batch_size or self._recipe.samples_per_forward or self._limit.max_tokens is not None
+        in_parts = in_parts or (self._compiled_sizes is not None and self._recipe.settings.enabled)
         # Without any of these, there is one on every rank.
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts or min_parts > 1 else micro_batches
 
@@ -119,8 +126,14 @@ class Cutter:
         """``parts``, or pieces of them, so that no more sizes have to be compiled than are worth it."""
         pieces = []
         for part in parts:
-            start = 0
-            for size in in_known_sizes(len(part), known, MAX_COMPILED_SIZES):
+            start, sizes_of_pieces = 0, in_known_sizes(len(part), known, MAX_COMPILED_SIZES)
+            if len(sizes_of_pieces) > 1 and not self._said_that_sizes_are_few:
+                self._said_that_sizes_are_few = True
+                log.info(
+                    "%d packs run as %s: attention has been compiled for %d numbers of packs, and is not for each more "
+                    "that comes", len(part), sizes_of_pieces, len(known),
+                )  # fmt: skip
+            for size in sizes_of_pieces:
                 known.add(size)
                 pieces.append(part[start : start + size])
                 start += size

@@ -10,6 +10,7 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batching.torchtune.maximum import what_memory_may_depend_on
+from adaptive_batching.torchtune.settings import read_settings
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
 
@@ -18,7 +19,8 @@ def changed(**settings: Any) -> bool:
     cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
     for key, value in settings.items():
         OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
-    return what_memory_may_depend_on(cfg) != what_memory_may_depend_on(other)
+    keys = [what_memory_may_depend_on(each, read_settings(each)) for each in (cfg, other)]
+    return keys[0] != keys[1]
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,11 @@ def changed(**settings: Any) -> bool:
         {"enable_async_checkpointing": True},
         {"dataset__packed": True},
         {"a_setting_of_next_year": 1},
+        {"micro_batch_size": 1},
+        {"micro_batch_size": "auto"},
+        {"adaptive_batching": {"memory_limit": "40GiB"}},
+        {"adaptive_batching": {"headroom": "1%"}},
+        {"adaptive_batching": {"search": "binary_search"}},
     ],
     ids=str,
 )
@@ -54,6 +61,7 @@ def test_whatever_may_change_what_training_takes_calls_for_another_probe(setting
         {"checkpointer__checkpoint_files": ["another"]},
         {"metric_logger__log_dir": "/elsewhere"},
         {"batch_size": 16},
+        {"adaptive_batching": {"report_dir": "/elsewhere"}},
     ],
     ids=str,
 )
