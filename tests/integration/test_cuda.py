@@ -11,12 +11,16 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from adaptive_batching.fsdp import can_drain
+from adaptive_batching.memory import memory_meter
+from adaptive_batching.trial import TrainingStep, Trial
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
 from tests.integration.test_growth import SGD
@@ -144,17 +148,35 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
 
 
 @on_cuda
-def test_states_of_a_paged_optimizer_are_made_once(tune_run: TuneRun) -> None:
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
-    from bitsandbytes.functional import GlobalPageManager
+def test_states_of_a_paged_optimizer_are_made_once() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    pages = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
 
-    paged = ["optimizer._component_=bitsandbytes.optim.PagedAdamW8bit", "max_steps_per_epoch=3"]
-    counts = []
-    for probes in ([], LIMIT):
-        before = len(GlobalPageManager.get_instance().paged_tensors)
-        tune_run("full", *CUDA, *paged, *probes, name=f"probes_{len(probes)}")
-        counts.append(len(GlobalPageManager.get_instance().paged_tensors) - before)
-    assert counts[0] == counts[1] > 0
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
+        def run(batch: torch.Tensor) -> None:
+            model(batch).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    def train(*, probes: bool) -> tuple[int, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(512, 512, device="cuda")  # smaller states are not paged
+        optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=1e-2)
+        before = len(pages)
+        step = TrainingStep(model, [optimizer], lambda size: torch.ones(size, 512, device="cuda"), bind)
+        if probes:
+            with Trial(step, memory_meter("cuda"), 2**33) as trial:
+                assert trial.measure(4).fits
+        for _ in range(3):
+            bind(model, [optimizer])(torch.ones(4, 512, device="cuda"))
+        return len(pages) - before, model.weight.detach().clone()
+
+    (plain, expected), (probed, weights) = train(probes=False), train(probes=True)
+    assert plain == probed > 0
+    assert torch.equal(weights, expected)
 
 
 def synchronizations(run: TuneRun, *arguments: str, **options: object) -> int:
