@@ -298,3 +298,25 @@ def test_what_a_step_that_ran_out_leaves_behind_is_gone_before_memory_is_release
         model.layers[0].register_forward_hook(lambda module, args, output: stash.append(output.detach()))
         assert not trial.measure(3).fits
         assert held_at_release[-1] == 0 and stash == []
+
+
+def test_a_step_that_another_rank_cannot_begin_is_not_begun() -> None:
+    """The others would wait in its collectives for the rank that had no memory for the batch."""
+    model = Model()
+    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    began: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: began.append(1))
+    with Trial(step, CpuMeter(), BUDGET, all_ready=lambda here: False) as trial:
+        measured = trial.measure(3)
+    assert (measured.fits, measured.peak_bytes, began) == (False, None, [])
+
+
+def test_a_folder_in_memory_has_no_more_room_than_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trial, "free_host_bytes", lambda: 2**20)
+    mounts = f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n"
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args: mounts if path == Path("/proc/mounts") else read_text(path, *args)
+    )
+    assert trial._free_bytes(tmp_path) == 2**19
+    assert trial._free_bytes(tmp_path.parent) > 2**20

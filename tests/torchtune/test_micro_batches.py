@@ -6,10 +6,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
+from adaptive_batching.torchtune import micro_batches
 from adaptive_batching.torchtune.data import index_of, sizes
 from adaptive_batching.torchtune.micro_batches import Cutter, _filler
 
@@ -98,3 +100,35 @@ def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     assert len(parts) == 3
     for part in parts:
         assert len(part) * max(in_chunks(len(sample["tokens"])) for sample in part) <= 16
+
+
+class CountingRanks:
+    """Two ranks; counts how often they agree on a number of forwards."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.agreements = 0
+
+    def largest(self, value: float) -> float:
+        self.agreements += 1
+        return value
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cut(
+    in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batches, "compiles_each_size", lambda dataset: True)
+    ranks = CountingRanks()
+    of_packs = recipe(ranks=ranks, _optimizer_in_bwd=in_backward, settings=SimpleNamespace(enabled=True))
+    cutter = Cutter(of_packs, None, ForwardCost(), TokenLimit())
+    pack = {"tokens": [1] * 10, "labels": [1] * 10}
+    sizes = [[len(each.samples) for each in cutter.cut([pack] * number)] for number in range(1, 40)]
+    assert [sum(parts) for parts in sizes] == [*range(1, 40)]
+    if in_backward:
+        assert all(len(parts) == 1 for parts in sizes), "each part would be an optimizer step of its own"
+        assert ranks.agreements == 0
+    else:
+        assert {size for parts in sizes for size in parts} == {1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32}
+        assert ranks.agreements == len(sizes), "a rank whose packs have no targets may run fewer"
