@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -164,7 +163,7 @@ def find_maximum_batch_size(
                 steps = _Measuring(trial, config, meter, ranks)
                 curve = _trace(step) if config.search == "predict" else None
                 # One curve for all: shards are uneven, and ranks would go on to run different sizes.
-                curve = ranks.on_first(partial(_same, curve)) if ranks.all(curve is not None) else None
+                curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
                 if curve is not None:
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
                 sizes = SizesRun(steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again)
@@ -198,10 +197,6 @@ def find_maximum_batch_size(
         result.num_steps, result.num_out_of_memory, result.seconds,
     )  # fmt: skip
     return result
-
-
-def _same(curve: PeakMemoryCurve | None) -> PeakMemoryCurve | None:
-    return curve
 
 
 def _trace(step: TrainingStep) -> PeakMemoryCurve | None:

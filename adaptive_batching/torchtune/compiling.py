@@ -76,7 +76,6 @@ def _compiled_again(model: nn.Module, loss: Any, *, sizes_vary: bool) -> Any:
             module.compile(**options)
     if hasattr(loss, "_orig_mod"):
         return torch.compile(loss._orig_mod, **options)
-    for name in ("compute_cross_entropy",):  # of a loss in chunks, which is compiled in part
-        if hasattr(type(loss), name):
-            setattr(loss, name, torch.compile(getattr(type(loss), name).__get__(loss), **options))
+    if hasattr(loss, "compute_cross_entropy"):  # a loss in chunks is compiled in part
+        loss.compute_cross_entropy = torch.compile(type(loss).compute_cross_entropy.__get__(loss), **options)
     return loss

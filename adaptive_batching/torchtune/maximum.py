@@ -162,7 +162,8 @@ def what_memory_may_depend_on(cfg: DictConfig, settings: AdaptiveBatchingConfig)
         "memory_limit": repr(settings.memory_limit),
         "headroom": repr(settings.headroom),
         "fills_memory": settings.fills_memory,
-        "runs_in_parts": settings.fills_memory or settings.micro_batch_size is not None,  # beside gradients
+        # A forward then runs while the gradients of the one before are held.
+        "runs_in_parts": settings.fills_memory or settings.micro_batch_size is not None,
         "cuts_by_length": settings.cuts_by_length or settings.explores,
     }
 
