@@ -1,7 +1,13 @@
-"""Pictures of a run, drawn from its record. Needs matplotlib (the ``plots`` extra)."""
+"""Pictures of a run, drawn from its record. Needs matplotlib (the ``plots`` extra), and nothing else.
+
+As a script it reads the events of a record from its standard input, draws them into the directory that it is given, and
+prints the paths of the pictures.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -80,3 +86,8 @@ def _draw_probe(probe: dict[str, Any], path: Path) -> Path:
     axes.legend()
     figure.savefig(path, dpi=120)
     return path
+
+
+if __name__ == "__main__":
+    for picture in draw(json.load(sys.stdin), Path(sys.argv[1])):
+        print(picture)

@@ -1,16 +1,24 @@
-"""The record of a run: every decision as a line of JSON, a table for the last screen, and pictures where possible."""
+"""The record of a run: every decision as a line of JSON, a table for the last screen, and pictures where possible.
+
+A record watches. Once training has begun, nothing that it meets, such as a full disk or a library that is missing, is
+more than a warning.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-import math
-from collections.abc import Sequence
-from itertools import pairwise
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching.config import ConfigError
 from adaptive_batching.noise_scale import NoiseEstimate
 from adaptive_batching.plan import PlannedEpoch
 from adaptive_batching.result import ProbeResult
@@ -19,6 +27,39 @@ from adaptive_batching.throughput import Exploration
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
+_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
+# What a disk has to have left for a run to begin: a record of some tens of thousands of steps, and pictures.
+_BYTES_NEEDED = 4 * _MIB
+_SECONDS_TO_DRAW = 120
+
+
+@dataclass
+class _Row:
+    """A line of the table: what ran from one decision to the next."""
+
+    epoch: float
+    batch_size: int
+    reason: str
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    """Sum over samples."""
+
+    last_lr: float = 0.0
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        """An optimizer step has run."""
+        self.steps += 1
+        self.samples += step["samples"]
+        self.loss += step["loss"] * step["samples"]
+        self.last_lr = step["lr"]
+
+    def __str__(self) -> str:
+        mean_loss = self.loss / max(self.samples, 1)
+        return (
+            f"  {self.epoch:>5g} {self.batch_size:>10} {self.steps:>6} {self.samples:>8} {mean_loss:>7.3f} "
+            f"{self.last_lr:>9.2e}  {self.reason}"
+        )
 
 
 class Report:
@@ -26,21 +67,45 @@ class Report:
 
     Args:
         directory: Where the record and the pictures go; made if need be.
-        resume: Append to the record that is there, instead of starting a new one.
-        writes: Whether this process is the one that writes it.
+        resume: Append to the record that is there. Else the first event replaces it.
+        writes: False on all ranks but the one that writes the record.
+
+    Raises:
+        ConfigError: If ``directory`` cannot be written.
     """
 
     def __init__(self, directory: Path, *, resume: bool = False, writes: bool = True) -> None:
         self.directory = directory
         self.path = directory / "report.jsonl"
         self._writes = writes
-        if writes:
-            directory.mkdir(parents=True, exist_ok=True)
-            if not resume:
-                self.path.unlink(missing_ok=True)
+        self._warned = False
+        self._mode = "a" if resume else "w"
+        self._cut_off = False
+        self._rows: list[_Row] = []
         self._maximum: list[tuple[str, str]] = []
         self._explored: list[tuple[str, str]] = []
         self._recoveries = 0
+        if writes:
+            self._check_room()
+        if writes and resume and self.path.exists():
+            for kind, values in _lines(self.path):
+                self._note(kind, values)
+            self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the run before was killed within a line
+
+    def _check_room(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self.path.open("a").close()
+            room = self.directory / ".room"
+            with room.open("wb") as file:
+                file.write(bytes(_BYTES_NEEDED))
+            room.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"adaptive_batching.report_dir={str(self.directory)!r} cannot be written ({error.strerror}); set it to "
+                f"a folder that can"
+            ) from error
 
     def maximum(self, batch_size: int, reason: str) -> None:
         """Record a maximum that needed no probe."""
@@ -117,54 +182,91 @@ class Report:
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Draw the pictures, and log the table of what was decided and why."""
-        if self._writes:
-            log.info("what was decided, and why\n%s", "\n".join([*self.table(), *self._draw()]))
+        """Log the table of what was decided and why, then draw the pictures."""
+        if not self._writes:
+            return
+        with self._only_warned():
+            log.info("what was decided, and why\n%s", "\n".join(self.table()))
+            if self._mode == "a":  # else nothing could be written, and a record that is there is not of this run
+                self._draw()
 
     def table(self) -> list[str]:
         """The lines of the summary: the maximum, then every epoch."""
-        events = read_events(self.path)
         recovered = [("out of memory", f"{self._recoveries} times, recovered")] if self._recoveries else []
         lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
-        starts = sorted([*events["epoch"], *events["change"]], key=lambda event: float(event["epoch"]))
-        for start, end in pairwise([*starts, {"step": math.inf}]):
-            steps = [step for step in events["step"] if start["step"] < step["step"] <= end["step"]]
-            samples = sum(step["samples"] for step in steps)
-            loss = sum(s["loss"] * s["samples"] for s in steps) / max(samples, 1)
-            last_lr = steps[-1]["lr"] if steps else 0.0
-            lines.append(
-                f"  {start['epoch']:>5g} {start['batch_size']:>10} {len(steps):>6} {samples:>8} {loss:>7.3f} "
-                f"{last_lr:>9.2e}  {start['reason']}"
-            )
-        return [*lines, "", f"  {'record':<20} {self.path}"]
+        return [*lines, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
 
-    def _draw(self) -> list[str]:
+    def _draw(self) -> None:
+        """Draw in a process of its own: where memory is short, a library of matplotlib's ends the process it is in."""
+        if find_spec("matplotlib") is None:
+            log.info("no pictures: matplotlib is missing (pip install 'adaptive-batching[plots]')")
+            return
+        script = Path(__file__).with_name("plots.py")
+        code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(script), str(self.directory)],
+            input=json.dumps(read_events(self.path)), capture_output=True, text=True, timeout=_SECONDS_TO_DRAW,
+        )  # fmt: skip
+        if done.returncode == 0:
+            log.info("pictures: %s", ", ".join(done.stdout.splitlines()))
+        else:
+            last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            log.warning("no pictures: matplotlib failed (%s)", last_line)
+
+    @contextlib.contextmanager
+    def _only_warned(self) -> Iterator[None]:
+        """Inside, whatever goes wrong is a warning, once."""
         try:
-            from adaptive_batching.plots import draw
-        except ImportError:
-            return [f"  {'pictures':<20} none: matplotlib is missing (pip install 'adaptive-batching[plots]')"]
-        return [f"  {'picture':<20} {path}" for path in draw(read_events(self.path), self.directory)]
+            yield
+        except Exception as error:  # also what no one has thought of: the run is worth more than its record
+            if not self._warned:
+                log.warning("the record of this run, %s, is not complete (%s); training goes on", self.path, error)
+            self._warned = True
 
     def _write(self, event: str, **values: Any) -> None:
         if not self._writes:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"event": event, **values}) + "\n")
+        with self._only_warned():
+            self._note(event, values)
+            start = "\n" if self._cut_off else ""
+            self._cut_off = True  # until the line is written, as where the disk is full
+            with self.path.open(self._mode) as file:
+                file.write(start + json.dumps({"event": event, **values}) + "\n")
+            self._cut_off, self._mode = False, "a"
+
+    def _note(self, event: str, values: Mapping[str, Any]) -> None:
+        """Keep what the table says of an event."""
+        if event == "epoch":  # one that runs again, as after a resume, counts once
+            self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
+        if event in ("epoch", "change"):
+            self._rows.append(_Row(values["epoch"], values["batch_size"], values["reason"]))
+        elif event == "step" and self._rows:
+            self._rows[-1].add(values)
 
 
 def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The events of a record by kind. Of an epoch that was run twice, as after a resume, the last run counts."""
-    kinds = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
-    events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    for line in path.read_text().splitlines():
-        event = json.loads(line)
-        if event["event"] == "epoch":
-            for kind in ("epoch", "change", "step"):
-                events[kind] = [e for e in events[kind] if e["epoch"] < event["epoch"]]
-            events["noise"] = [e for e in events["noise"] if e["step"] <= event["step"]]
-        events[event.pop("event")].append(event)
+    """The events of a record by kind. Of an epoch that was run twice, as after a resume, the last run counts.
+
+    Lines that cannot be read are passed over: those that a full disk or a killed process has cut off.
+    """
+    events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
+    for kind, values in _lines(path):
+        if kind == "epoch":
+            for repeated in ("epoch", "change", "step"):
+                events[repeated] = [e for e in events[repeated] if e["epoch"] < values["epoch"]]
+            events["noise"] = [e for e in events["noise"] if e["step"] <= values["step"]]
+        events[kind].append(values)
     return events
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(Kind, values) of each event that can be read."""
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and event.get("event") in _KINDS:
+                yield event.pop("event"), event
 
 
 def _span(sizes: Sequence[int]) -> str:

@@ -85,8 +85,11 @@ def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
 
 
 def store_result(path: Path, key: dict[str, Any], result: ProbeResult) -> None:
-    """Write ``result`` to ``path``, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write ``result`` to ``path``, whole or not at all; where that is not possible, with a warning."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"key": key, "result": result.to_dict()}, indent=2) + "\n")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"key": key, "result": result.to_dict()}, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        log.warning("the probe's result cannot be kept in %s (%s); the next run will probe again", path, error)

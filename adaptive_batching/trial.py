@@ -279,6 +279,7 @@ class _Aside:
         where = f"{_gib(in_file)} in a file in {folder}, {_gib(on_device + on_host - in_file)} in the host's memory"
         log.info("weights and optimizer states are put aside while probing: %s", where)
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed on exit)
+        self._folder = folder
         self._copies: list[torch.Tensor | int] = []
 
     def __enter__(self) -> _Aside:
@@ -295,7 +296,13 @@ class _Aside:
                 self._copies.append(tensor.detach().to("cpu", copy=True))
             else:
                 self._copies.append(self._file.tell())
-                _as_bytes(tensor.cpu()).tofile(self._file)
+                try:
+                    _as_bytes(tensor.cpu()).tofile(self._file)
+                except OSError as error:  # another process has filled the disk meanwhile
+                    raise ConfigError(
+                        f"the probe cannot put weights and optimizer states aside in {self._folder} ({error}); set the "
+                        f"environment variable TMPDIR to a folder on a larger disk"
+                    ) from error
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:

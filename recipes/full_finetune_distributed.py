@@ -15,7 +15,7 @@ from torchtune import config, training
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
 from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, load_stock, run_recipe
-from adaptive_batching.torchtune.async_checkpoint import AsyncCheckpoint
+from adaptive_batching.torchtune.checkpoints import AsyncCheckpoint
 from adaptive_batching.torchtune.gradients import optimizers_of
 
 stock = load_stock("full_finetune_distributed")

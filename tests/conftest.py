@@ -19,6 +19,8 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from adaptive_batching.report import Report
+
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = dict(
     vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=128, intermediate_dim=256, max_seq_len=512
@@ -110,7 +112,8 @@ def _main(*arguments: str) -> None:
     for module in [name for name in sys.modules if name == "recipes" or name.startswith("recipes.")]:
         del sys.modules[module]
     torch._dynamo.reset()
-    with mock.patch.object(sys, "argv", ["tune", *arguments]), contextlib.suppress(_Success):
+    no_pictures = mock.patch.object(Report, "_draw")  # each takes a process of its own, and a second
+    with mock.patch.object(sys, "argv", ["tune", *arguments]), no_pictures, contextlib.suppress(_Success):
         try:
             main()
         except SystemExit as end:

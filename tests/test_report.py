@@ -5,19 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from adaptive_batching.config import ConfigError
 from adaptive_batching.plan import PlannedEpoch
 from adaptive_batching.plots import draw
 from adaptive_batching.report import Report, read_events
 from tests.test_result import RESULT
 
 
-def write_run(report: Report, epochs: range) -> None:
+def write_run(report: Report, epochs: range, changes: bool = False) -> None:
     for epoch in epochs:
         size = 4 * 2**epoch
         report.epoch(epoch=epoch, step=2 * epoch, batch_size=size, global_batch_size=size, steps=2, samples=2 * size,
                      dropped_samples=1, reason="kept")  # fmt: skip
         for step in range(2):
             report.step(epoch, 2 * epoch + step + 1, size, 5.0 - epoch - 0.5 * step, 0.1)
+            if changes and step == 0:
+                report.change(epoch=epoch + 0.5, step=2 * epoch + 1, batch_size=8, global_batch_size=8, reason="added")
 
 
 def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
@@ -35,11 +38,10 @@ def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
 
 def test_a_change_within_an_epoch_has_a_line_of_its_own(tmp_path: Path) -> None:
     report = Report(tmp_path)
-    write_run(report, range(1))
-    report.change(epoch=0.5, step=1, batch_size=8, global_batch_size=8, reason="f added 4")
+    write_run(report, range(1), changes=True)
     lines = [line.split() for line in report.table()]
     assert ["0", "4", "1", "4", "5.000", "1.00e-01", "kept"] in lines
-    assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "f", "added", "4"] in lines
+    assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in lines
 
 
 def test_the_plan_is_logged_as_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,11 +56,22 @@ def test_the_plan_is_logged_as_a_table(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
     write_run(Report(tmp_path), range(3))
     write_run(Report(tmp_path, resume=True), range(1, 4))
+    resumed = Report(tmp_path, resume=True)
+    write_run(resumed, range(3, 4))
     events = read_events(tmp_path / "report.jsonl")
     assert [e["epoch"] for e in events["epoch"]] == [0, 1, 2, 3]
     assert len(events["step"]) == 8
-    Report(tmp_path)
-    assert not (tmp_path / "report.jsonl").exists(), "a new run starts a new record"
+    whole = Report(tmp_path / "whole")
+    write_run(whole, range(4))
+    assert resumed.table()[:-1] == whole.table()[:-1], "the table is that of the uninterrupted run"
+
+
+def test_the_first_event_of_a_new_run_replaces_the_record(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(3))
+    report = Report(tmp_path)
+    assert len(read_events(report.path)["epoch"]) == 3, "a run that does not begin takes nothing"
+    write_run(report, range(1))
+    assert len(read_events(report.path)["epoch"]) == 1
 
 
 def test_a_run_that_had_nothing_to_do_has_a_table(tmp_path: Path) -> None:
@@ -73,6 +86,53 @@ def test_every_line_of_the_record_is_json(tmp_path: Path) -> None:
     write_run(report, range(1))
     kinds = [json.loads(line)["event"] for line in report.path.read_text().splitlines()]
     assert kinds == ["maximum", "epoch", "step", "step"]
+
+
+@pytest.mark.parametrize("cut_off", ['{"event": "step", "epoch": 0, "st', "\x00\x00", "[]", '{"event": "other"}'])
+def test_lines_that_were_cut_off_are_passed_over_and_stay_alone(cut_off: str, tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(1))
+    with (tmp_path / "report.jsonl").open("a") as file:
+        file.write(cut_off)
+    report = Report(tmp_path, resume=True)
+    write_run(report, range(1, 2))
+    assert [e["epoch"] for e in read_events(report.path)["epoch"]] == [0, 1]
+    report.finish()
+
+
+@pytest.mark.parametrize("directory", ["/proc/nowhere", "/dev/null/report"])
+def test_a_directory_that_cannot_be_written_is_an_error_before_training(directory: str) -> None:
+    with pytest.raises(ConfigError, match=f"adaptive_batching.report_dir='{directory}' cannot be written .*; set it"):
+        Report(Path(directory))
+    Report(Path(directory), writes=False)
+
+
+def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = Report(tmp_path)
+    report.path.symlink_to("/dev/full")
+    caplog.set_level("INFO")
+    write_run(report, range(2))
+    report.finish()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "No space left on device" in warnings[0]
+    assert "4.750" in caplog.text and "3.750" in caplog.text, "the mean loss of each epoch"
+    report.path.unlink()
+    write_run(report, range(2, 3))
+    assert len(read_events(report.path)["step"]) == 2, "it goes on when there is room again"
+
+
+def test_pictures_that_cannot_be_drawn_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    report = Report(tmp_path)
+    write_run(report, range(1))
+    (tmp_path / "training.png").mkdir()
+    report.finish()
+    assert "what was decided, and why" in caplog.text
+    assert "no pictures: matplotlib failed (IsADirectoryError" in caplog.text
+    (tmp_path / "training.png").rmdir()
+    report.finish()
+    assert f"pictures: {tmp_path / 'training.png'}" in caplog.text
 
 
 def test_pictures_are_drawn_of_what_the_record_holds(tmp_path: Path) -> None:

@@ -240,6 +240,17 @@ def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(
     assert_equal(everything(model, optimizer), before)
 
 
+def test_a_disk_that_fills_while_the_snapshot_is_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(model, optimizer)
+    before = everything(model, optimizer)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))
+    with pytest.raises(ConfigError, match="cannot put weights and optimizer states aside in .* TMPDIR"):
+        Trial(step, CpuMeter(), BUDGET).__enter__()
+    assert_equal(everything(model, optimizer), before)
+
+
 @pytest.mark.parametrize(("free", "in_file"), [(2**40, False), (3, True)])
 def test_copies_of_a_device_stay_on_the_host_where_it_has_room(
     free: int, in_file: bool, monkeypatch: pytest.MonkeyPatch

@@ -161,9 +161,12 @@ def table(result: Exploration) -> list[str]:
 
 
 def store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
-    """Write the table, as comments, and the line to paste into a config."""
+    """Write the table, as comments, and the line to paste into a config; where that is not possible, warn."""
     comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
     comments += [*table(result), "", "Paste this into the config, and the next run need not explore:"]
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"# {line}".rstrip() + "\n" for line in comments)
-    path.write_text(f"{text}micro_batch_size: {result.recommended.candidate}\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}micro_batch_size: {result.recommended.candidate}\n")
+    except OSError as error:
+        log.warning("what was explored cannot be kept in %s (%s)", path, error)

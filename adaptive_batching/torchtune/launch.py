@@ -14,8 +14,12 @@ from adaptive_batching.distributed import GroupError
 from adaptive_batching.execution import CannotRecoverError
 from adaptive_batching.increase import IncreaseFunctionError
 from adaptive_batching.probe import DoesNotFitError
+from adaptive_batching.torchtune.checkpoints import CheckpointError
 
 log = logging.getLogger(__name__)
+
+# What says by itself what is wrong and what to do.
+_CLEAR = (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError, CheckpointError)
 
 
 def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
@@ -34,7 +38,7 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
         recipe.train()
         recipe.ranks.leave()
         recipe.cleanup()
-    except (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError) as error:
+    except _CLEAR as error:
         if error.__cause__ is not None:
             log.error("the cause, in full:", exc_info=error.__cause__)
         raise SystemExit(f"error: {error}") from None

@@ -64,7 +64,7 @@ class TrainingLoop:
             self._run_epoch(epoch)
             recipe.epochs_run += 1
             start = time.perf_counter()
-            with recipe.checkpointing():
+            with recipe.checkpointing(epoch):
                 recipe.save_checkpoint(epoch=epoch)
             log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
         recipe._profiler.stop()
@@ -200,7 +200,7 @@ class TrainingLoop:
         if grad_norm is not None:
             metrics["grad_norm"] = grad_norm
         metrics.update(recipe.batch_metrics(), **self._recovery.metrics())
-        recipe._metric_logger.log_dict(metrics, step=recipe.global_step)
+        recipe.log_metrics(metrics)
 
     @contextlib.contextmanager
     def _memory_history(self, epoch: int, index: int) -> Iterator[None]:

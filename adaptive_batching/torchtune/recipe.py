@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from adaptive_batching.increase import reads_noise_scale, resolve
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune import compiling
+from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
     Sample,
@@ -37,6 +40,8 @@ from adaptive_batching.torchtune.noise import check_that_noise_can_be_measured
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.step import batch_dependent_module
 
+log = logging.getLogger(__name__)
+
 _UNKNOWN = "not looked for yet"
 _STEPS_BETWEEN_MEASUREMENTS = 5
 
@@ -55,6 +60,7 @@ class AdaptiveBatching:
     _steps_per_epoch: int
     _tokenizer: Any
     _loss_fn: Any
+    _metric_logger: Any
     _model: torch.nn.Module
     ignore_labels_cache: torch.Tensor
     epochs_run: int
@@ -71,6 +77,8 @@ class AdaptiveBatching:
         self.increase_name, self.increase = "", None
         if self.settings.batch_increase_function is not None:
             self.increase_name, self.increase = resolve(self.settings.batch_increase_function)
+        self._checkpoints = Path(cfg.checkpointer.output_dir)
+        self._warned_of_logger = False
         self.stored: dict[str, Any] = {}
         """What the run that is resumed has left to this one; empty if there is none."""
         self.explored: int | str | None = None
@@ -100,14 +108,15 @@ class AdaptiveBatching:
         self.why_no_recovery = ""
 
     def setup(self, cfg: DictConfig) -> None:
+        if self.settings.enabled:  # first, as a folder that cannot be written would show only after minutes
+            directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
+            self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         super().setup(cfg=cfg)  # type: ignore[misc]
         self.reference_steps_per_epoch = self._steps_per_epoch
         if self.ranks.size > 1:
             self.collectives = record_collectives(self)
-        if not self.settings.enabled:
+        if self.report is None:
             return
-        directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
-        self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
         self._check_that_cutting_is_exact()
         compiling.prepare(self)
         controller = make_controller(self, cfg)
@@ -203,14 +212,34 @@ class AdaptiveBatching:
         return int(getattr(self, "dp_size", self.ranks.size))  # fewer than ranks under tensor parallelism
 
     @contextlib.contextmanager
-    def checkpointing(self) -> Iterator[None]:
-        """Inside, stock saves a checkpoint."""
-        if self.growth is None:
+    def checkpointing(self, epoch: int) -> Iterator[None]:
+        """Inside, stock saves the checkpoint of ``epoch``."""
+        with contextlib.ExitStack() as stack:
+            if self.growth is not None:
+                self._random_states = self.ranks.gather(random_state(self._device))  # only the first rank stores them
+                stack.enter_context(self.growth.learning_rate.unscaled())
+            if self.ranks.is_first:
+                stack.enter_context(kept_if_disk_is_full(self._checkpoints, epoch))
             yield
-            return
-        self._random_states = self.ranks.gather(random_state(self._device))  # only the first rank stores them
-        with self.growth.learning_rate.unscaled():
-            yield
+
+    def log_metrics(self, metrics: dict[str, Any]) -> None:
+        """Hand ``metrics`` to stock's logger; with adaptive batching on, a full disk there ends no training."""
+        try:
+            self._metric_logger.log_dict(metrics, step=self.global_step)
+        except OSError as error:
+            if self.growth is None:
+                raise
+            if not self._warned_of_logger:
+                log.warning("metrics are not logged (%s); training goes on", error)
+            self._warned_of_logger = True
+
+    def cleanup(self) -> None:
+        try:
+            super().cleanup()  # type: ignore[misc]
+        except OSError as error:
+            if self.growth is None:
+                raise
+            log.warning("the logger of metrics cannot be closed (%s); training has ended, and is saved", error)
 
     # Where stock's set-up is extended
 

@@ -1,0 +1,140 @@
+"""What stock's checkpoints lack: a last one that stands when the disk is full, and asynchronous ones to resume from."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torchtune import training
+from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
+
+log = logging.getLogger(__name__)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_MESSAGES = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "StorageFull",  # safetensors
+    "PytorchStreamWriter failed",
+    "unexpected pos",  # torch.save, which finds less in the file than it has written
+)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. The message says which one stands."""
+
+
+@contextlib.contextmanager
+def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
+    """Inside, stock saves the checkpoint of ``epoch``.
+
+    Stock writes a new state of the recipe over the last one. That is put aside meanwhile, where there is room for both,
+    so that weights and state of the last checkpoint belong together whatever happens.
+
+    Raises:
+        CheckpointError: If the disk is full; what was written of this checkpoint is gone then.
+    """
+    folder = output_dir / f"epoch_{epoch}"
+    state = output_dir / RECIPE_STATE_DIRNAME / "recipe_state.pt"
+    aside = state.with_suffix(".before")
+    is_new = not folder.exists()
+    if state.is_file() and shutil.disk_usage(output_dir).free > 2 * state.stat().st_size:
+        state.replace(aside)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+        raise
+    finally:
+        if failure is not None and is_new:  # half a checkpoint would be taken for the last one on resume
+            shutil.rmtree(folder, ignore_errors=True)
+        if aside.exists() and (failure is not None or not state.exists()):
+            aside.replace(state)
+        aside.unlink(missing_ok=True)
+        if failure is not None and _says_that_disk_is_full(failure):
+            free = shutil.disk_usage(output_dir).free / 2**20
+            raise CheckpointError(
+                f"the checkpoint of epoch {epoch} cannot be written: the disk of output_dir={str(output_dir)!r} is "
+                f"full, with {free:,.0f} MiB free without what had been written. {_what_stands(output_dir, state)}"
+            ) from failure
+
+
+def _says_that_disk_is_full(error: BaseException) -> bool:
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return True
+        if any(message in str(link) for message in _FULL_MESSAGES):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _what_stands(output_dir: Path, state: Path) -> str:
+    try:
+        epoch = torch.load(state, mmap=True, weights_only=True, map_location="cpu")[training.EPOCHS_KEY] - 1
+    except (OSError, RuntimeError, KeyError, EOFError, ValueError):
+        return "No checkpoint stands that training could go on from"
+    files = sorted(path.name for path in (output_dir / f"epoch_{epoch}").glob("model-*"))
+    named = ",".join(f"epoch_{epoch}/{name}" for name in files)
+    is_adapter = any((output_dir / f"epoch_{epoch}").glob("adapter_model*"))
+    which = "" if is_adapter or not files else f" 'checkpointer.checkpoint_files=[{named}]'"
+    return (
+        f"The checkpoint of epoch {epoch} stands, in {output_dir / f'epoch_{epoch}'}; to go on from it, free some "
+        f"space and add resume_from_checkpoint=True{which}"
+    )
+
+
+class AsyncCheckpoint:
+    """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
+
+    Args:
+        client: The recipe's checkpoint client, which saves asynchronously.
+    """
+
+    def __init__(self, client: Any) -> None:
+        checkpointer = client._get_dcp_checkpointer()
+        # A thread saves while training goes on: on the group of the training, their collectives would mix.
+        checkpointer._process_group = dist.new_group(backend="gloo")
+        self._prefix = Path(checkpointer._output_dir, checkpointer._checkpoint_dir_prefix)
+
+    def save(self, epoch: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Keep beside the checkpoint of ``epoch`` what stock does not read back from it."""
+        if dist.get_rank() == 0:
+            path = self._file(epoch)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"loader": loader_state, "initial_lr": _initial_lr(optimizers)}, path)
+
+    def load(self, epoch: int, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Give the optimizers the rates that a schedule starts from.
+
+        Returns:
+            The loader's state that was saved with the checkpoint of ``epoch``; nothing if stock's recipe saved it.
+        """
+        if not self._file(epoch).exists():
+            return {}
+        stored = torch.load(self._file(epoch), weights_only=True)
+        for group, initial_lr in zip(_groups(optimizers), stored["initial_lr"], strict=True):
+            group["initial_lr"] = initial_lr
+        loader_state: dict[str, Any] = stored["loader"]
+        return loader_state
+
+    def _file(self, epoch: int) -> Path:
+        return Path(f"{self._prefix}_{epoch}") / "recipe.pt"
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _initial_lr(optimizers: Sequence[Optimizer]) -> list[float]:
+    return [float(group.get("initial_lr", group["lr"])) for group in _groups(optimizers)]

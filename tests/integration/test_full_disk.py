@@ -1,0 +1,92 @@
+"""A disk that is full: training ends only where a checkpoint cannot be written, and then says which one stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torchtune.training.checkpointing import _checkpointer
+
+from tests.conftest import TuneRun, assert_same_weights
+
+GROW = [
+    "batch_increase_function._component_=adaptive_batching.growth.fixed_increase", "batch_increase_function.increase=4",
+    "~batch_increase_function.every", "adaptive_batching.max_batch_size=16", "epochs=3",
+]  # fmt: skip
+ON_RESUME = ["resume_from_checkpoint=True", "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"]
+
+
+def full_disk_from(call: int, function: Any) -> Any:
+    """``function(values, path)``, which from its ``call``-th call on writes a part of them and then has no room."""
+    calls = 0
+
+    def save(values: Any, path: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            function(values, path, **options)
+            return
+        Path(path).write_bytes(bytes(1000))
+        if function is save_file:  # it would replace a device by a file
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        function(values, "/dev/full", **options)
+
+    return save
+
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+@pytest.mark.parametrize("fields", [[], GROW], ids=["off", "growth"])
+def test_the_last_checkpoint_stands_and_training_goes_on_from_it(
+    what: str, fields: list[str], tune_run: TuneRun, tmp_path: Path
+) -> None:
+    fields = fields or ["epochs=3"]
+    whole = tune_run("full", *fields, name="whole")
+    target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+    full = full_disk_from(2, getattr(target, name))  # the second epoch's
+    with mock.patch.object(target, name, full), pytest.raises(SystemExit) as error:
+        tune_run("full", *fields)
+    message = str(error.value)
+    assert "error: the checkpoint of epoch 1 cannot be written: the disk of output_dir=" in message
+    assert "The checkpoint of epoch 0 stands" in message
+    assert "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]" in message
+    assert not (tmp_path / "out" / "epoch_1").exists(), "half a checkpoint"
+
+    resumed = tune_run("full", *fields, *ON_RESUME)
+    assert_same_weights(resumed.weights(2), whole.weights(2))
+    assert [path.name for path in (tmp_path / "out" / "recipe_state").iterdir()] == ["recipe_state.pt"]
+
+
+def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) -> None:
+    full = full_disk_from(1, _checkpointer.save_file)
+    with (
+        mock.patch.object(_checkpointer, "save_file", full),
+        pytest.raises(SystemExit, match=r"the checkpoint of epoch 0 cannot be written: .* No checkpoint stands"),
+    ):
+        tune_run("full", "max_steps_per_epoch=1")
+
+
+def test_a_full_disk_under_reports_and_metrics_ends_nothing(
+    tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    for name in ("report.jsonl", "probe.partial"):
+        (reports / name).symlink_to("/dev/full")
+    full = [f"adaptive_batching.report_dir={reports}", "metric_logger.log_dir=/dev", "metric_logger.filename=full"]
+    probe = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=8", "epochs=1"]
+    run = tune_run("full", *probe, *full)
+    assert run.weights(0)
+    warnings = [record.getMessage() for record in caplog.records if "No space left on device" in record.getMessage()]
+    about = [
+        "probe's result cannot be kept",
+        "record of this run",
+        "metrics are not logged",
+        "logger of metrics cannot",
+    ]
+    assert all(any(text in warning for warning in warnings) for text in about), warnings
+    assert len(warnings) == len(about), "each once"
