@@ -286,23 +286,25 @@ class _Aside:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written is of no use any more
+            self._file.close()
         self._copies.clear()
 
     @torch.no_grad()
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in map(_local, tensors):
-            if tensor.device.type != "cpu" and not self._device_to_file:
-                self._copies.append(tensor.detach().to("cpu", copy=True))
-            else:
-                self._copies.append(self._file.tell())
-                try:
-                    _as_bytes(tensor.cpu()).tofile(self._file)
-                except OSError as error:  # another process has filled the disk meanwhile
-                    raise ConfigError(
-                        f"the probe cannot put weights and optimizer states aside in {self._folder} ({error}); set the "
-                        f"environment variable TMPDIR to a folder on a larger disk"
-                    ) from error
+        try:
+            for tensor in map(_local, tensors):
+                if tensor.device.type != "cpu" and not self._device_to_file:
+                    self._copies.append(tensor.detach().to("cpu", copy=True))
+                else:
+                    self._copies.append(self._file.tell())
+                    self._file.write(_as_bytes(tensor.cpu()))
+            self._file.flush()
+        except OSError as error:  # another process has filled the disk meanwhile
+            raise ConfigError(
+                f"the probe cannot put weights and optimizer states aside in {self._folder} ({error}); set the "
+                f"environment variable TMPDIR to a folder on a larger disk"
+            ) from error
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -245,8 +245,9 @@ def test_a_disk_that_fills_while_the_snapshot_is_written_is_an_error(monkeypatch
     optimizer = torch.optim.AdamW(model.parameters())
     step = training_step(model, optimizer)
     before = everything(model, optimizer)
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))
-    with pytest.raises(ConfigError, match="cannot put weights and optimizer states aside in .* TMPDIR"):
+    full = Path("/dev/full").open("wb")  # noqa: SIM115 (the snapshot closes it)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
+    with pytest.raises(ConfigError, match=r"cannot put weights and optimizer states aside in .* TMPDIR"):
         Trial(step, CpuMeter(), BUDGET).__enter__()
     assert_equal(everything(model, optimizer), before)
 
