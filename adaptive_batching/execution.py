@@ -60,7 +60,8 @@ def run_micro_batches(
         count_retries: How often the allocator of this rank has had to free its cache.
 
     Raises:
-        CannotRecoverError: If memory runs out in a micro-batch whose collectives are not those that were recorded.
+        CannotRecoverError: If memory runs out in a micro-batch whose collectives are not those that were recorded, or
+            again where only these are issued.
         Exception: Whatever a micro-batch raises, but for out-of-memory errors, which are returned.
     """
     results: list[T] = []
@@ -89,7 +90,7 @@ def run_micro_batches(
                     "not always the same, so what they wait for is not known. Set a smaller batch_size or "
                     "micro_batch_size, or sequences of one length (dataset.packed=True)"
                 ) from failure
-            collectives.drain(len(micro_batches) - len(results) - 1)
+            _drain(collectives, len(micro_batches) - len(results) - 1)
     worst = 2 if failure is not None else 1 if count_retries() > retries_before else 0
     if collectives is not None:
         worst = int(ranks.largest(worst))
@@ -99,3 +100,19 @@ def run_micro_batches(
             # the gradients of earlier micro-batches.
             discard()
     return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)
+
+
+def _drain(collectives: MicroBatchCollectives, num_micro_batches: int) -> None:
+    failure: Exception | None = None
+    try:
+        collectives.drain(num_micro_batches)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if failure is not None:
+        raise CannotRecoverError(
+            "memory ran out, and again in telling the other ranks, although this one had given its own back: another "
+            "process has taken it, or there is too little for the smallest batch. Free the device, or set a smaller "
+            "batch_size"
+        ) from failure

@@ -4,6 +4,10 @@ Under FSDP every forward and backward is a sequence of all-gathers and reduce-sc
 its peers waiting for the rest. So the sequence is recorded once, and a rank that broke off issues what is left of it
 with empty buffers; its peers come to the end of their micro-batch, and all can discard it and start again.
 
+Issuing them must not run out of memory in its turn. On the cpu, buffers are held for it from the start: memory that has
+been freed may be scattered there, and what is held but not written to takes none. On an accelerator they come out of
+what the broken-off micro-batch has left to the allocator, which was more.
+
 That takes a sequence that is always the same: each forward has to call each sharded unit equally often. A model whose
 output layer is sharded on its own and called once for each chunk of tokens does not, where samples are so short that
 they fill fewer chunks; the recipes pad such batches.
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +64,54 @@ class _Collective:
     def of(cls, output: torch.Tensor, given: torch.Tensor, group: Any, operation: Any = None) -> _Collective:
         return cls(tuple(output.shape), tuple(given.shape), given.dtype, given.device, group, operation)
 
-    def issue(self) -> None:
-        output = torch.zeros(self.output_shape, dtype=self.dtype, device=self.device)
-        given = torch.zeros(self.input_shape, dtype=self.dtype, device=self.device)
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Of the output and of the input."""
+        return math.prod(self.output_shape) * self.dtype.itemsize, math.prod(self.input_shape) * self.dtype.itemsize
+
+    def issue(self, output_room: torch.Tensor, input_room: torch.Tensor) -> None:
+        """Run the collective on the beginning of each buffer, of bytes."""
+        output_bytes, input_bytes = self.num_bytes
+        output = output_room[:output_bytes].view(self.dtype).view(self.output_shape)
+        given = input_room[:input_bytes].view(self.dtype).view(self.input_shape)
         if self.operation is None:
             dist.all_gather_into_tensor(output, given, group=self.group)
         else:
             dist.reduce_scatter_tensor(output, given, op=self.operation, group=self.group)
+
+
+class _Room:
+    """Memory for issuing collectives."""
+
+    def __init__(self, collectives: Sequence[_Collective]) -> None:
+        self._device = collectives[0].device
+        self._sizes = [max(sizes) for sizes in zip(*(c.num_bytes for c in collectives), strict=True)]
+        self._spare: torch.Tensor | None = None
+        self._buffers = self._make() if self._is_held else None
+        self.restore()
+
+    @property
+    def _is_held(self) -> bool:
+        return self._device.type == "cpu"
+
+    def _make(self) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
+
+    def take(self) -> list[torch.Tensor]:
+        """Buffers of bytes for outputs, and for inputs, which are zeros."""
+        self._spare = None
+        return self._buffers if self._buffers is not None else self._make()
+
+    def restore(self) -> None:
+        """Hold again what the next failure will need."""
+        if self._is_held and self._spare is None:
+            with contextlib.suppress(RuntimeError):  # the buffers themselves are there
+                self._spare = torch.empty(_of_gloo(sum(self._sizes)), dtype=torch.uint8)
+
+
+def _of_gloo(num_bytes: int) -> int:
+    """Bytes to allow gloo for a collective with buffers of ``num_bytes``: it copies them, and reduces in a third."""
+    return 3 * num_bytes + 4 * 2**20
 
 
 class MicroBatchCollectives:
@@ -79,6 +125,7 @@ class MicroBatchCollectives:
         assert isinstance(model, FSDPModule)
         self._model = model
         self._sequence: list[_Collective] | None = None
+        self._room: _Room | None = None
         self._varies = False
         self._issued: list[_Collective] = []
         self._norms = _Norms()
@@ -95,6 +142,7 @@ class MicroBatchCollectives:
         """Its backward has ended."""
         if self._sequence is None:
             self._sequence = list(self._issued)
+            self._room = _Room(self._sequence)
         elif self._sequence != self._issued and not self._varies:
             self._varies = True
             log.warning(
@@ -126,10 +174,15 @@ class MicroBatchCollectives:
         """Issue what is left of the micro-batch that broke off, and all of ``num_micro_batches`` that are not to run.
 
         Not to be called in an ``except`` block: the traceback holds the micro-batch's tensors.
+
+        Raises:
+            torch.OutOfMemoryError: If an accelerator has no room for it, as where another process has taken what this
+                one had.
         """
-        assert self._sequence is not None and self.can_drain, "what is left of it is not known"
+        assert self._sequence is not None and self._room is not None and self.can_drain, "what is left is not known"
+        buffers = self._room.take()
         for collective in [*self._sequence[len(self._issued) :], *self._sequence * num_micro_batches]:
-            collective.issue()
+            collective.issue(*buffers)
 
     def reset(self) -> None:
         """Forget the iteration, on every rank, after one of them has drained it."""
@@ -142,6 +195,17 @@ class MicroBatchCollectives:
                         parameter.unsharded_accumulated_grad = None
                         if hasattr(parameter, "_unsharded_param"):
                             parameter._unsharded_param.grad = None
+        if self._room is not None:
+            self._room.restore()
+
+
+def _check_room(output: torch.Tensor, given: torch.Tensor) -> None:
+    """Run out of memory here, where it can be recovered from, rather than in gloo's thread.
+
+    A collective that fails there has been issued for this rank and not for its peers, which would wait for good.
+    """
+    if output.device.type == "cpu":
+        torch.empty(_of_gloo(output.nbytes + given.nbytes), dtype=torch.uint8)
 
 
 class _AllGather(_AllGatherBase):
@@ -149,6 +213,7 @@ class _AllGather(_AllGatherBase):
         self._issued = issued
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        _check_room(output_tensor, input_tensor)
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         self._issued.append(_Collective.of(output_tensor, input_tensor, group))  # not if the call itself failed
         return work
@@ -168,6 +233,7 @@ class _ReduceScatter(_ReduceScatterBase):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         if self._norms.squares is not None:
             self._norms.squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
+        _check_room(output_tensor, input_tensor)
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         self._issued.append(_Collective.of(output_tensor, input_tensor, group, op))
         return work

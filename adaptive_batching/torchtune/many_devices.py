@@ -14,9 +14,12 @@ from torchtune import training
 from adaptive_batching.config import ConfigError
 from adaptive_batching.distributed import GroupError
 from adaptive_batching.fsdp import MicroBatchCollectives, can_drain, is_sharded
+from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.microbatch import length_in_chunks
+from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.torchtune.data import is_packed
 from adaptive_batching.torchtune.gradients import forward_backward, gathered_chunks, in_backward
+from adaptive_batching.torchtune.recovery import remedy
 from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
@@ -74,6 +77,7 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
 
     Raises:
         ConfigError: If a probe is asked for that could not survive running out of memory.
+        DoesNotFitError: If not even that forward and backward fit.
     """
     settings = recipe.settings
     if in_backward(recipe):
@@ -111,10 +115,18 @@ def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
         return None
     collectives = MicroBatchCollectives(recipe._model)
     tokens = torch.arange(1, _length_to_record(recipe) + 1, device=recipe._device)[None]  # [1, s]; any text will do
-    with unchanged_random_state(recipe._device), torch.compiler.set_stance("force_eager"):
-        collectives.start()
-        forward_backward(recipe, {"tokens": tokens, "labels": tokens})
-        collectives.finish()
+    try:
+        with unchanged_random_state(recipe._device), torch.compiler.set_stance("force_eager"):
+            collectives.start()
+            forward_backward(recipe, {"tokens": tokens, "labels": tokens})
+            collectives.finish()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"out of memory in a first forward and backward, of {tokens.numel()} tokens; nothing larger will fit. Use "
+            f"more devices, or {remedy(recipe)}"
+        ) from error
     for parameter in recipe._model.parameters():
         parameter.grad = None
     return collectives

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.llama2 import llama2, lora_llama2
+
+from adaptive_batching import fsdp
 
 # What the next models do: where they run out of memory, and how often.
 plan: dict[str, Any] = {}
@@ -66,3 +71,80 @@ def disarm() -> None:
     """Let the next models run."""
     plan.clear()
     plan.update(layer=0, call=1, times=0, calls=0, now=False, where="forward")
+
+
+class CollectivesThatFail:
+    """Let a collective of FSDP fail on this rank, once; a context.
+
+    Args:
+        kind: ``"gather"`` or ``"scatter"``.
+        moment: ``"before"`` it is issued, ``"inside"`` the call, which then does not issue it, or ``"after"`` that.
+        number: Which one of them, from 1, after :meth:`begin`.
+    """
+
+    def __init__(self, kind: str, moment: str, number: int) -> None:
+        self._ours, self._base = {
+            "gather": (fsdp._AllGather, fsdp._AllGatherBase),
+            "scatter": (fsdp._ReduceScatter, fsdp._ReduceScatterBase),
+        }[kind]
+        self._moment = moment
+        self._number = number
+        self._left: int | None = None
+        self._stack = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        self._left = self._number
+
+    def __enter__(self) -> CollectivesThatFail:
+        issue, call, room = self._base.__call__, self._ours.__call__, fsdp._check_room
+
+        def is_now(moment: str) -> bool:
+            return self._left == 0 and self._moment == moment
+
+        def fail() -> None:
+            self._left = None
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self._left is not None:
+                self._left -= 1
+            work = call(*args, **kwargs)
+            if is_now("after"):
+                fail()
+            return work
+
+        def issued(*args: Any, **kwargs: Any) -> Any:
+            if is_now("inside"):
+                fail()
+            return issue(*args, **kwargs)
+
+        def checked(*args: Any) -> None:
+            if is_now("before"):
+                fail()
+            room(*args)
+
+        for owner, name, function in (
+            (self._ours, "__call__", counted), (self._base, "__call__", issued), (fsdp, "_check_room", checked),
+            (fsdp.MicroBatchCollectives, "drain", without_allocating(fsdp.MicroBatchCollectives.drain)),
+        ):  # fmt: skip
+            self._stack.enter_context(mock.patch.object(owner, name, function))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+def without_allocating(function: Any) -> Any:
+    """``function``, which runs out of memory where it makes a tensor."""
+
+    class OutOfMemory(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(name in str(operation) for name in ("empty", "zeros", "ones", "full", "clone")):
+                raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory in {operation}")
+            return operation(*args, **(kwargs or {}))
+
+    def run(*args: Any) -> None:
+        with OutOfMemory():
+            function(*args)
+
+    return run

@@ -19,22 +19,26 @@ from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, asser
 from tests.integration.one_target import NOISE, truth
 from tests.integration.test_probe import events, without_sizes
 from tests.integration.test_real_limit import TAME_MALLOC
-from tests.integration.two_ranks import SGD, same_everywhere
+from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS, SGD, same_everywhere
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def launch(which: str, inputs: Path, directory: Path) -> tuple[Path, str]:
     """The directory with all runs, and what they printed. A launch that hangs fails."""
+    done = run_launch(which, inputs, directory)
+    assert done.returncode == 0, done.stdout[-9000:]
+    return directory, done.stdout
+
+
+def run_launch(which: str, inputs: Path, directory: Path) -> subprocess.CompletedProcess[str]:
     command = [*LAUNCH, "--standalone", "--nproc_per_node", "2", "tests/integration/two_ranks.py"]
     environment = {**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         [*command, str(inputs), str(directory), which],
         cwd=ROOT, env=environment, text=True, timeout=900, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-9000:]
-    return directory, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +295,45 @@ def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(of_short
     for rank in range(2):
         error = (of_short_samples[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
         assert re.match(r"error: the ranks cannot talk .*no host of that name.* GLOO_SOCKET_IFNAME", error)
+
+
+@pytest.fixture(scope="module")
+def of_failing_collectives(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return launch("failing_collectives", inputs, tmp_path_factory.mktemp("failing_collectives"))
+
+
+@pytest.mark.parametrize(("kind", "moment", "number"), FAILING_COLLECTIVES)
+def test_memory_may_run_out_at_any_moment_of_a_collective(
+    kind: str, moment: str, number: int, of_failing_collectives: tuple[Path, str]
+) -> None:
+    recovered = finished_in(of_failing_collectives, f"{kind}_{moment}_{number}")
+    assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
+    assert_close(recovered, finished_in(of_failing_collectives, "whole"), epoch=0)
+
+
+ONE_LIMIT = 60  # MiB: a sample fits, or nearly
+
+
+@pytest.mark.parametrize(
+    "extra_mib", [pytest.param(mib, marks=() if mib == ONE_LIMIT else pytest.mark.slow) for mib in REAL_LIMITS]
+)
+def test_under_a_real_limit_on_one_rank_a_run_finishes_or_says_what_does_not_fit(
+    extra_mib: int, inputs: Path, tmp_path: Path
+) -> None:
+    """Gloo gives up after a minute; the launcher ends the other rank in a second."""
+    output = run_launch(f"limit_{extra_mib}", inputs, tmp_path).stdout
+    assert "Timed out waiting" not in output
+    for name in ("fixed", "probed"):
+        errors = [path.read_text() for path in (tmp_path / name).glob("error_*.txt")]
+        if not errors:
+            steps = Run(tmp_path / name).metrics
+            assert len(steps) == 3 if name == "fixed" else steps
+            continue
+        assert any(re.match("error: out of memory|error: a batch of one sample does not fit", e) for e in errors), (
+            errors
+        )
+        assert extra_mib < 150, "a sample fits"
+        break  # the launch has ended here
 
 
 def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:

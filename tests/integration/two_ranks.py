@@ -31,12 +31,13 @@ from torchtune.training import _distributed
 from adaptive_batching import distributed
 from adaptive_batching.increase import GrowthState, IncreaseFunction
 from adaptive_batching.memory import CpuMeter, _status
-from adaptive_batching.torchtune import load_stock, micro_batches
+from adaptive_batching.torchtune import load_stock, many_devices, micro_batches, recipe
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
-from tests.integration.faults import disarm, plan
+from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
 
+REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
 SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
@@ -122,6 +123,7 @@ class Runner:
         ``in_training`` is the number of the forward, from 1, that training begins with.
         """
         on, in_training = where.pop("on", [RANK]), where.pop("in_training", None)
+        collectives: CollectivesThatFail | None = where.pop("collectives", None)
         disarm()
         if where:
             # the first forward is the one that records the collectives
@@ -132,6 +134,8 @@ class Runner:
         def begin(loop: TrainingLoop) -> None:
             if in_training is not None:
                 plan["call"] = plan["calls"] + in_training
+            if collectives is not None and RANK in on:
+                collectives.begin()
             train(loop)
 
         train = TrainingLoop.run
@@ -155,6 +159,7 @@ class Runner:
                 in_the_group_of_this_launch(*modules),
                 stock_on_cpu() if stock else contextlib.nullcontext(),
                 mock.patch.object(TrainingLoop, "run", begin),
+                collectives or contextlib.nullcontext(),
             ):
                 recipe.recipe_main()
         except BaseException as error:
@@ -281,7 +286,50 @@ def runs_of_short_samples(run: Runner) -> None:
         run("full", "no_group", *in_chunks, "clip_grad_norm=1.0", "adaptive_batching.recover_from_oom=False")
 
 
-LAUNCHES = {"recipes": runs, "short_samples": runs_of_short_samples}
+def runs_of_failing_collectives(run: Runner) -> None:
+    """Memory runs out before, inside and after collectives of each kind, and under real limits."""
+    common = [*SGD, "gradient_accumulation_steps=2"]
+    run("full", "whole", *common)
+    for kind, moment, number in FAILING_COLLECTIVES:
+        failing = CollectivesThatFail(kind, moment, number)
+        run("full", f"{kind}_{moment}_{number}", *common, collectives=failing, on=[number % 2])
+
+
+FAILING_COLLECTIVES = [
+    (kind, moment, number)
+    for kind in ("gather", "scatter")
+    for moment in ("before", "inside", "after")
+    for number in (1, 6, 11)
+]
+FEW = ["dataset.split=train[:400]", "tokenizer.max_seq_len=256", "epochs=1"]
+
+
+def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
+    """The second rank alone may grow by no more than ``extra_mib`` once its model is set up."""
+    probe = ["use_maximum_batch_size=True", "adaptive_batching.round_to_power_of_two=False", "batch_size=1"]
+    probe += ["adaptive_batching.memory_limit=8GiB", "max_steps_per_epoch=4"]
+
+    def limited(owner: Any) -> Any:
+        CpuMeter().release()
+        if RANK == 1:
+            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
+        return many_devices.record_collectives(owner)
+
+    for name, overrides in {"fixed": ["batch_size=64"], "probed": probe}.items():
+        with mock.patch.object(recipe, "record_collectives", limited):
+            run("full", name, *SGD, *FEW, *overrides)
+        resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+        if (run.directory / name / f"error_{RANK}.txt").exists():
+            sys.exit(3)  # the other rank may be anywhere: as in a launch of one recipe, the launcher ends it
+
+
+LAUNCHES = {
+    "recipes": runs,
+    "short_samples": runs_of_short_samples,
+    "failing_collectives": runs_of_failing_collectives,
+    "free": lambda run: run("full", "fixed", *SGD, *FEW, "batch_size=64"),
+    **{f"limit_{extra}": partial(runs_under_a_real_limit, extra_mib=extra) for extra in REAL_LIMITS},
+}
 
 
 if __name__ == "__main__":
