@@ -108,8 +108,7 @@ class TrainingLoop:
         self._window.append(batch)
         waiting = [batch]
         if self._recipe.settings.cuts_by_length:
-            # All samples of the step are sorted together.
-            self._window = waiting = [[sample for each in self._window for sample in each]]
+            waiting = self._window  # all samples of the step are sorted together
             if not ends_window:
                 return
         while not self._gather(waiting):
@@ -120,9 +119,12 @@ class TrainingLoop:
     def _gather(self, batches: list[list[Sample]]) -> bool:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
         noise = self._noise if self._noise is not None and self._noise.measures else None
-        apart = 0 if noise is None or not self._recipe.settings.cuts_by_length else noise.samples_apart(len(batches[0]))
+        by_length = self._recipe.settings.cuts_by_length
+        apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and by_length else 0
         if apart:
-            cuts = self._cutter.cut_apart(batches[0], apart)
+            cuts = self._cutter.cut_apart(batches, apart)
+        elif by_length:
+            cuts = [self._cutter.cut_together(batches)]
         else:
             min_parts = 1 if noise is None else noise.min_parts(self._recipe._gradient_accumulation_steps)
             cuts = [self._cutter.cut(batch, min_parts, in_order=noise is not None) for batch in batches]

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -99,11 +100,29 @@ class Cutter:
         # Without any of these, there is one on every rank.
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts or min_parts > 1 else micro_batches
 
-    def cut_apart(self, batch: list[Sample], first: int) -> list[list[MicroBatch]]:
-        """The micro-batches of the ``first`` samples of ``batch`` and those of the others; all together have its
+    def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
+        """The micro-batches of all batches of an optimizer step, their samples sorted together as far as that is exact.
+
+        See :func:`_of_equal_share` for how far.
+        """
+        micro_batches = [each for group in _of_equal_share(self._counted(window)) for each in self._cut_group(group)]
+        return self._as_many_on_every_rank(micro_batches, window[0])
+
+    def cut_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
+        """The micro-batches of up to ``first`` samples of ``window`` and those of the others; all together have its
         gradient. There are none of samples without targets."""
-        groups = self._weighted([self._parts(batch[:first]), self._parts(batch[first:])])
-        return [self._as_many_on_every_rank(micro_batches, batch) for micro_batches in groups]
+        group, *others = _of_equal_share(self._counted(window))
+        apart, rest = self._weighted([self._parts(group[:first]), self._parts(group[first:]) if group[first:] else []])
+        rest += [each for other in others for each in self._cut_group(other)]
+        return [self._as_many_on_every_rank(micro_batches, window[0]) for micro_batches in (apart, rest)]
+
+    def _cut_group(self, group: list[Sample]) -> list[MicroBatch]:
+        parts = self._parts(group)
+        return [MicroBatch(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
+
+    def _counted(self, window: list[list[Sample]]) -> list[tuple[list[Sample], int, int]]:
+        """Each batch with the numbers of its labels and of its targets."""
+        return [(batch, count_labels(self._recipe, batch), count_labels(self._recipe, batch, 1)) for batch in window]
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
         lengths = sizes(batch, self._recipe.length_in_forward)
@@ -195,6 +214,29 @@ class Cutter:
     def forget_timings(self) -> None:
         """A step was broken off."""
         self._events.clear()
+
+
+def _of_equal_share(batches: list[tuple[list[Sample], int, int]]) -> list[list[Sample]]:
+    """Put together the samples of batches that have as many labels for each target; the largest group comes first.
+
+    Stock multiplies a batch's mean loss over targets by the number of its labels. Where the first label of a sample
+    counts as one, a target's share in the gradient is another in each batch, and samples of two batches in one forward
+    would get the same.
+
+    Args:
+        batches: (samples, labels, targets) of each batch.
+    """
+    groups: dict[Fraction, list[Sample]] = {}
+    without_targets: list[Sample] = []
+    for samples, labels, targets in batches:
+        if targets:
+            groups.setdefault(Fraction(labels, targets), []).extend(samples)
+        else:
+            without_targets += samples  # 0/0 in stock
+    if not groups:
+        return [without_targets]
+    largest, *others = sorted(groups.values(), key=len, reverse=True)
+    return [largest + without_targets, *others]
 
 
 def count_labels(recipe: Any, samples: list[Sample], first: int = 0) -> int:

@@ -66,6 +66,7 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 min_parts=st.integers(1, 4),
                 in_order=st.booleans(),
                 apart=st.integers(0, 8),
+                more=st.lists(batches, max_size=2),
             )
             def compare(
                 batch: list[Sample],
@@ -75,17 +76,21 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 min_parts: int,
                 in_order: bool,
                 apart: int,
+                more: list[list[Sample]],
             ) -> None:
+                window = [batch, *(more if micro_batch_size == "auto" else [])]
                 points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
                 recipe.capacity = Capacity(points) if micro_batch_size == "auto" else None
                 token_limit = TokenLimit()
                 token_limit.max_tokens = limit
                 cutter = Cutter(recipe, micro_batch_size, ForwardCost(), token_limit)
                 if 0 < apart < len(batch):
-                    cut = [micro_batch for group in cutter.cut_apart(batch, apart) for micro_batch in group]
+                    cut = [micro_batch for group in cutter.cut_apart(window, apart) for micro_batch in group]
+                elif len(window) > 1:
+                    cut = cutter.cut_together(window)
                 else:
                     cut = cutter.cut(batch, min_parts, in_order=in_order)
-                expected, expected_loss, expected_count = gradient(recipe, [MicroBatch(batch)])
+                expected, expected_loss, expected_count = gradient(recipe, [MicroBatch(each) for each in window])
                 found, found_loss, count = gradient(recipe, cut)
                 assert count == expected_count
                 assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())

@@ -79,7 +79,7 @@ def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
 def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
     samples = [{"tokens": [1] * 10, "labels": [label] * 10} for label in (-100, 1, 1, 1)]
     cutter = Cutter(recipe(capacity=Capacity.of_tokens(1000)), "auto", ForwardCost(), TokenLimit())
-    first, others = cutter.cut_apart(samples, 1)
+    first, others = cutter.cut_apart([samples], 1)
     assert first == []
     assert [(each.samples, each.weight, each.num_labels) for each in others] == [(samples[1:], 30, 30)]
 
