@@ -123,7 +123,8 @@ def _seconds(recipe: Any, cutter: Cutter, micro_batches: list[MicroBatch], meter
     """Time of forward and backward of all ``micro_batches`` on the slowest rank; None if one ran out of memory."""
     meter.synchronize()
     start = time.perf_counter()
-    failed = gather_gradients(recipe, micro_batches, cutter.timed).failed
+    with recipe.gate.closed():
+        failed = gather_gradients(recipe, micro_batches, cutter.timed).failed
     meter.synchronize()
     seconds = time.perf_counter() - start
     for parameter in recipe._model.parameters():

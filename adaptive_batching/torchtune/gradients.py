@@ -144,19 +144,21 @@ def gather_gradients(
 
     collated: list[dict[str, Any]] = []
 
-    def run(micro_batch: MicroBatch) -> Sums:
+    def run(micro_batch: MicroBatch, *, is_last: bool) -> Sums:
         if not collated:
             ahead = micro_batches if compiles_each_size(recipe._dataloader.dataset) else [micro_batch]
             collated.extend(recipe.collate(each.samples) for each in ahead)
         batch = collated.pop(0)
-        with around(micro_batch):
+        with around(micro_batch), contextlib.nullcontext() if is_last else recipe.gate.closed():
             loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
+        if is_last and len(micro_batches) > 1:
+            recipe.gate.flush()
         return loss, num_tokens if micro_batch.num_labels is None else torch.full_like(
             num_tokens, micro_batch.num_labels
         )
 
     return run_micro_batches(
-        [partial(run, each) for each in micro_batches],
+        [partial(run, each, is_last=number == len(micro_batches)) for number, each in enumerate(micro_batches, 1)],
         recipe.ranks,
         recipe.collectives,
         partial(discard, recipe),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.torchtune.data import is_packed
 from adaptive_batching.torchtune.gradients import forward_backward, gathered_chunks, in_backward
 from adaptive_batching.torchtune.recovery import remedy
+from adaptive_batching.torchtune.stock import replaced_in_torchtune
 from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ class ManyDevices:
             raise ConfigError("this recipe runs on several devices; launch it with tune run --nproc_per_node <number>")
         # Where the host gathers beside the device, stock asks for gloo twice if both are the cpu.
         on_cpu = {"get_distributed_backend": lambda *args, **kwargs: "gloo"} if cfg.device == "cpu" else {}
-        with _replaced_in_torchtune(**on_cpu):
+        with replaced_in_torchtune(**on_cpu):
             super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
     def _setup_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         # Stock reads and logs the memory of an accelerator when the model is set up, and there is none.
-        with _replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
+        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
             return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
     def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -142,16 +143,3 @@ def _length_to_record(recipe: Any) -> int:
         if fewer < chunks:
             return fewer  # tokens, each a chunk
     return length_in_chunks(_SHORT, chunks)
-
-
-@contextlib.contextmanager
-def _replaced_in_torchtune(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of ``torchtune.training`` as the stock recipes see them."""
-    replaced = {name: getattr(training, name) for name in functions}
-    for name, function in functions.items():
-        setattr(training, name, function)
-    try:
-        yield
-    finally:
-        for name, function in replaced.items():
-            setattr(training, name, function)

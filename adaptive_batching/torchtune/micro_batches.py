@@ -78,8 +78,9 @@ class Cutter:
         self._cost = cost
         self._limit = limit
         self._learns = learns or micro_batch_size == "auto"
-        # With optimizers in the backward pass a batch cannot be cut.
-        few_sizes = compiles_each_size(recipe._dataloader.dataset) and not getattr(recipe, "_optimizer_in_bwd", False)
+        # With optimizers in the backward pass of many devices a batch cannot be cut.
+        cuts = recipe.ranks.size == 1 or not getattr(recipe, "_optimizer_in_bwd", False)
+        few_sizes = compiles_each_size(recipe._dataloader.dataset) and cuts
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
         self._said_that_sizes_are_few = False
         self._events: list[tuple[int, torch.Event, torch.Event]] = []

@@ -33,12 +33,14 @@ from adaptive_batching.torchtune.data import (
 from adaptive_batching.torchtune.explore import settle_micro_batch_size
 from adaptive_batching.torchtune.gradients import gathered_chunks, optimizers_of
 from adaptive_batching.torchtune.growth import Growth, make_controller, make_growth
+from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.learning_rate import scheduled_rates, set_rate
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
 from adaptive_batching.torchtune.noise import check_that_noise_can_be_measured
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.step import batch_dependent_module
+from adaptive_batching.torchtune.stock import replaced_in_torchtune
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class AdaptiveBatching:
         """What fits in a forward, where that bounds micro-batches; multimodal samples are taken for single tokens."""
         self.forward_cost = ForwardCost()
         self.token_limit = TokenLimit()
+        self.gate = Gate()
         self.growth: Growth | None = None
         self.report: Report | None = None
         if self.settings.keep_global_batch and self.increase is not None and reads_noise_scale(self.increase):
@@ -252,6 +255,10 @@ class AdaptiveBatching:
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
         if self.settings.enabled:
             self.stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
+
+    def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced_in_torchtune(register_optim_in_bwd_hooks=self.gate.register):
+            return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:
         if self.settings.enabled:

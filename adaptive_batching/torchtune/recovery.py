@@ -48,6 +48,7 @@ class Recovery:
 
     def remember(self) -> None:
         """A window begins: keep the random state that it begins with."""
+        self._recipe.gate.updated = False
         if self._possible:
             self._random_state = random_state(self._recipe._device)
 
@@ -72,7 +73,8 @@ class Recovery:
         failed = None if outcome.failed_here is None else micro_batches[outcome.failed_here]
         if failed is not None and self._recipe.ranks.size > 1 and self._recipe.collectives is None:
             raise DoesNotFitError(self._why_not(failed)) from outcome.error  # the others wait elsewhere
-        hopeless = failed is not None and (not self._possible or len(failed.samples) == 1)
+        is_updated = self._recipe.gate.updated
+        hopeless = failed is not None and (not self._possible or is_updated or len(failed.samples) == 1)
         if self._recipe.ranks.any(hopeless):
             if failed is not None and hopeless:
                 raise DoesNotFitError(self._why_not(failed)) from outcome.error
@@ -86,6 +88,11 @@ class Recovery:
             "out of memory %s; running the step's samples again with at most %d %s in a forward (recovery number %d)",
             where, self._limit.max_tokens, _unit(micro_batches[0]), self._limit.num_recoveries,
         )  # fmt: skip
+        if in_backward(self._recipe):
+            log.warning(
+                "with optimizer_in_bwd=True, a step in parts holds all gradients until its last one: %s",
+                size_of_gradients(self._recipe),
+            )
         set_random_state(self._random_state, self._recipe._device)
 
     def step_done(self) -> None:
@@ -134,10 +141,18 @@ class Recovery:
 
     @property
     def _possible(self) -> bool:
-        return self._recipe.settings.recover_from_oom and not in_backward(self._recipe)
+        return bool(self._recipe.settings.recover_from_oom)
 
     def _check_that_cutting_is_exact(self) -> None:
-        module = self._recipe.batch_dependent_module()
+        try:
+            module = self._recipe.batch_dependent_module()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(
+                f"out of memory, and again in a forward of a few tokens; nothing larger will fit. Use more devices, or "
+                f"{remedy(self._recipe)}"
+            ) from error
         if module is not None:
             raise DoesNotFitError(
                 f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
@@ -166,10 +181,11 @@ class Recovery:
 
     def _why_not(self, micro_batch: MicroBatch) -> str:
         what = f"out of memory in a forward or backward of {_describe(micro_batch)}"
-        if in_backward(self._recipe):
+        if self._recipe.gate.updated:
             return (
-                f"{what}; with optimizer_in_bwd=True some parameters may be updated already, and no smaller "
-                f"micro-batches can be accumulated. Set optimizer_in_bwd=False to recover, or a smaller batch_size"
+                f"{what}, after its backward had updated parameters, as optimizer_in_bwd=True has it, so that it "
+                f"cannot run again; resume from the last checkpoint, with a batch_size below "
+                f"{self._recipe._dataloader.batch_size}, or {remedy(self._recipe)}"
             )
         if not self._recipe.settings.recover_from_oom:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
@@ -178,14 +194,23 @@ class Recovery:
                 f"{what}; it cannot run in smaller parts: {self._recipe.why_no_recovery}. Set a smaller batch_size, or "
                 f"{remedy(self._recipe)}"
             )
+        held = ""
+        if in_backward(self._recipe) and self._limit.max_tokens is not None:
+            held = f" beside {size_of_gradients(self._recipe)} of gradients, which a batch in parts has to hold"
         sample = micro_batch.samples[0]
         tokens = sample["tokens"]
         start = [int(token) for token in tokens[:12]]
         return (
-            f"out of memory with a single sample, or pack, of {len(tokens)} tokens: number {index_of(sample)} of the "
-            f"dataset (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
+            f"out of memory with a single sample, or pack, of {len(tokens)} tokens{held}: number {index_of(sample)} of "
+            f"the dataset (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
             f"{len(tokens)}, or {remedy(self._recipe)}"
         )
+
+
+def size_of_gradients(recipe: Any) -> str:
+    """Memory of the gradients of all parameters that are trained."""
+    num_bytes = sum(parameter.nbytes for parameter in recipe._model.parameters() if parameter.requires_grad)
+    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def remedy(recipe: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from torchtune import training
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 
@@ -45,7 +46,7 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         raise ConfigError(
             f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
         )
-    if cfg.get("optimizer_in_bwd", False):
+    if cfg.get("optimizer_in_bwd", False) and training.is_distributed():
         _check_against_optimizer_in_backward(cfg, settings)
     if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
         raise ConfigError(
@@ -70,16 +71,13 @@ def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
 def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
     constant = not settings.use_maximum_batch_size and settings.batch_increase_function is None
     whole = settings.micro_batch_size is None or (constant and settings.micro_batch_size == cfg.batch_size)
-    if not whole:
-        raise ConfigError(
-            f"optimizer_in_bwd=True cannot accumulate micro-batches (micro_batch_size={settings.micro_batch_size}, "
-            f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
-        )
-    if settings.enabled and settings.grow_beyond_memory:
-        raise ConfigError(
-            "optimizer_in_bwd=True cannot accumulate micro-batches (adaptive_batching.grow_beyond_memory=True); set "
-            "one of them to False"
-        )
+    if whole and not (settings.enabled and settings.grow_beyond_memory):
+        return
+    what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={settings.micro_batch_size}"
+    raise ConfigError(
+        f"optimizer_in_bwd=True cannot accumulate micro-batches on several devices ({what}, "
+        f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
+    )
 
 
 def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:

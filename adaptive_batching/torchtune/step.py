@@ -30,6 +30,7 @@ from adaptive_batching.torchtune.gradients import (
     sum_over_ranks,
 )
 from adaptive_batching.torchtune.gradients import discard as drop_step
+from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.trace import TRACED_SIZES
 from adaptive_batching.trial import Run, TrainingStep
 
@@ -53,7 +54,12 @@ def training_step(recipe: Any, sample: Sample) -> TrainingStep:
             accumulates = recipe._gradient_accumulation_steps > 1 or cuts or measures
             if target is not recipe:
                 batch = without_block_mask(batch)
-            forwards = [lambda: forward_backward(target, dict(batch))[1]] * (2 if accumulates else 1)
+
+            def run_one(*, is_last: bool) -> torch.Tensor:
+                with contextlib.nullcontext() if is_last else target.gate.closed():
+                    return forward_backward(target, dict(batch))[1]
+
+            forwards = [partial(run_one, is_last=last) for last in ([False, True] if accumulates else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
@@ -122,7 +128,8 @@ def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) ->
     target.activations_handling_ctx = contextlib.nullcontext()  # offloading needs the device's streams
     if in_backward(recipe):
         by_parameter = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
-        training.register_optim_in_bwd_hooks(model=model, optim_dict=by_parameter)
+        target.gate = Gate()
+        target.gate.register(model, by_parameter)
     else:
         target._optimizer = optimizers[0]
     return target

@@ -1,13 +1,17 @@
-"""Load the recipes that torchtune ships."""
+"""The recipes that torchtune ships: loaded, and with functions that they call replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torchtune
+from torchtune import training
 
 
 def load_stock(name: str) -> ModuleType:
@@ -30,3 +34,16 @@ def load_stock(name: str) -> ModuleType:
     sys.modules[module_name] = module  # before execution, so that what it defines can be pickled
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def replaced_in_torchtune(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of ``torchtune.training`` as the stock recipes see them."""
+    replaced = {name: getattr(training, name) for name in functions}
+    for name, function in functions.items():
+        setattr(training, name, function)
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(training, name, function)

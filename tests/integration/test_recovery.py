@@ -15,7 +15,7 @@ from torchtune.modules import RMSNorm
 from adaptive_batching.memory import CpuMeter
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.loop import TrainingLoop
-from tests.conftest import TuneRun, assert_close
+from tests.conftest import Run, TuneRun, assert_close
 from tests.integration.counting import CountingModel
 from tests.integration.faults import disarm, full_model, plan
 from tests.integration.test_growth import DOUBLE, SGD
@@ -153,17 +153,62 @@ def test_a_single_sample_that_does_not_fit_is_named(tune_run: TuneRun) -> None:
         tune_run("full", "model._component_=tests.integration.faults.full_model")
 
 
+# Stock does not divide the gradient there: the rate is for sums over some 400 targets.
+IN_BACKWARD = [
+    "optimizer_in_bwd=True", "clip_grad_norm=null", "optimizer._component_=torch.optim.SGD", "optimizer.lr=2.5e-4",
+    "epochs=1",
+]  # fmt: skip
+
+
+def weights_are_close(ours: Run, theirs: Run) -> None:
+    for name, weights in theirs.weights(0).items():
+        torch.testing.assert_close(ours.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
+    assert [m["loss"] for m in ours.metrics] == pytest.approx([m["loss"] for m in theirs.metrics], rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_batch_size", ["1", "3", "4", "auto", "explore"])
+def test_optimizers_in_backward_step_once_however_a_batch_is_cut(micro_batch_size: str, tune_run: TuneRun) -> None:
+    whole = tune_run("full", *IN_BACKWARD, "batch_size=12", name="whole")
+    limit = ["adaptive_batching.memory_limit=8GiB", "tokenizer.max_seq_len=64"]
+    cut = tune_run(
+        "full", *IN_BACKWARD, *limit, "batch_size=12", f"micro_batch_size={micro_batch_size}", name="cut"
+    )  # fmt: skip
+    weights_are_close(cut, whole)
+    assert len(cut.metrics) == 4, "12 samples in each step"
+
+
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("fault", "fields", "recoverable"),
     [
-        ("adaptive_batching.recover_from_oom=False", "set adaptive_batching.recover_from_oom=True"),
-        ("optimizer_in_bwd=True", "Set optimizer_in_bwd=False to recover"),
+        (dict(where="forward", layer=1, call=2), [], True),
+        (dict(where="forward", layer=0, call=2, times=2), [], True),
+        (dict(where="backward", layer=1, call=2), [], False),  # after the output layer's update
+        (dict(where="backward", layer=1, call=3), ["micro_batch_size=2"], True),  # in the first part of two
+        (dict(where="hook", layer=0, call=4), ["micro_batch_size=2"], False),
+        (dict(where="forward", layer=0, call=4, fits=1), ["micro_batch_size=2"], True),
     ],
 )
-def test_where_recovery_is_off_the_error_says_what_to_set(setting: str, message: str, tune_run: TuneRun) -> None:
+def test_with_optimizers_in_backward_a_step_runs_again_until_a_parameter_is_updated(
+    fault: dict[str, Any], fields: list[str], recoverable: bool, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = [*IN_BACKWARD, "model._component_=tests.integration.faults.full_model"]
+    whole = tune_run("full", *common, name="whole")
+    disarm()
+    plan.update({"times": 1, **fault})
+    if not recoverable:
+        with pytest.raises(SystemExit, match=r"had updated parameters.*resume from the last checkpoint"):
+            tune_run("full", *common, *fields)
+        return
+    weights_are_close(tune_run("full", *common, *fields), whole)
+    assert plan["times"] == 0
+    assert re.search(r"holds all gradients until its last one: \d+ MiB", caplog.text)
+
+
+def test_where_recovery_is_off_the_error_says_what_to_set(tune_run: TuneRun) -> None:
     plan.update(times=1, where="backward")
-    with pytest.raises(SystemExit, match=message):
-        tune_run("full", "model._component_=tests.integration.faults.full_model", setting, "clip_grad_norm=null")
+    off = ["adaptive_batching.recover_from_oom=False", "clip_grad_norm=null"]
+    with pytest.raises(SystemExit, match=r"set adaptive_batching.recover_from_oom=True"):
+        tune_run("full", "model._component_=tests.integration.faults.full_model", *off)
 
 
 def test_other_errors_are_not_recovered_from(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from adaptive_batching.distributed import Ranks
 from adaptive_batching.execution import Outcome, run_micro_batches
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
 from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
 from adaptive_batching.torchtune.recovery import Recovery, remedy
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
@@ -33,6 +34,7 @@ def recipe(**attributes: Any) -> Any:
             "collectives": None,
             "settings": SimpleNamespace(recover_from_oom=True),
             "batch_dependent_module": lambda: None,
+            "gate": Gate(),
             "samples_per_forward": None,
             "length_in_forward": lambda length: length,
             "_dataloader": SimpleNamespace(dataset=[]),
