@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ _OUT_OF_MEMORY_MESSAGES = (
     "_DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     "_HOST_ALLOCATION_FAILED",
 )
+# oneDNN, where memory is short. Where there is no such primitive it speaks of a primitive descriptor.
+_ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
 # Creating a cuBLAS handle fails so for want of memory, but also for other reasons, such as a broken driver.
 _NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
 # With less than this left on the device, a library that cannot be initialized is taken to lack memory: a cuBLAS handle
@@ -41,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     if any(name in message for name in _NOT_INITIALIZED_MESSAGES):
         return _accelerator_is_nearly_full()
-    return any(name in message for name in _OUT_OF_MEMORY_MESSAGES)
+    return any(name in message for name in _OUT_OF_MEMORY_MESSAGES) or _ONEDNN_MESSAGE.search(message) is not None
 
 
 def _is_of_a_collective(error: BaseException, message: str) -> bool:
@@ -117,6 +120,9 @@ class MemoryMeter(Protocol):
 
     device: torch.device
 
+    fails_safely: bool
+    """False where an allocation that fails can end the process, as in libraries on the host."""
+
     @property
     def device_name(self) -> str: ...
 
@@ -182,6 +188,8 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
 
 class AcceleratorMeter:
     """CUDA, ROCm, XPU and other accelerators with a caching allocator that keeps statistics."""
+
+    fails_safely = True
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.get_device_module(device)
@@ -251,6 +259,7 @@ class CpuMeter:
 
     device = torch.device("cpu")
     device_name = "cpu"
+    fails_safely = False
 
     def __init__(self) -> None:
         self._file_pages = 0

@@ -96,11 +96,13 @@ class _Measuring:
 
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Peak memory in bytes that training may take: what is in use now and what is free, within limit and headroom."""
+    headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
+    return max(_memory_available(config, meter) - headroom, 0)
+
+
+def _memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     available = meter.used_bytes() + meter.free_bytes()
-    headroom = config.headroom.of(meter.total_bytes)
-    if config.memory_limit is None:
-        return max(available - headroom, 0)
-    return min(config.memory_limit.of(meter.total_bytes), available)
+    return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
 
 
 def find_maximum_batch_size(
@@ -158,7 +160,9 @@ def find_maximum_batch_size(
     level = 0.0  # bytes that the device shows beyond what the trace sees
     sizes: SizesRun | None = None
     try:
-        with Trial(step, meter, budget, scratch, ranks.all) as trial:
+        # Where failing is not safe, a step that takes a little more than it may is measured, and not stopped.
+        stopped_at = None if meter.fails_safely else _memory_available(config, meter)
+        with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
             if ranks.all(True):  # each rank says so, here or below
                 steps = _Measuring(trial, config, meter, ranks)
                 curve = _trace(step) if config.search == "predict" else None
@@ -166,7 +170,10 @@ def find_maximum_batch_size(
                 curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
                 if curve is not None:
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
-                sizes = SizesRun(steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again)
+                sizes = SizesRun(
+                    steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
+                    avoids_failures=not meter.fails_safely,
+                )  # fmt: skip
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
                 SEARCHES[config.search](sizes, predict)
                 while sizes.found is not None and not sizes.confirm():

@@ -70,6 +70,8 @@ class SizesRun:
         budget: Gives the peak memory that a step may take, in bytes; it may change with a measurement.
         measure_again: Runs another step at the size that ran last, on what that one left in the allocator's cache;
             None for a search whose answer need not run twice.
+        avoids_failures: What measurements and curve put above the budget is not run, not even to prove it: for a device
+            where an allocation that fails can end the process.
     """
 
     def __init__(
@@ -78,10 +80,13 @@ class SizesRun:
         candidates: Sequence[int],
         budget: Callable[[], int],
         measure_again: Measure | None = None,
+        *,
+        avoids_failures: bool = False,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure = measure
         self._measure_again = measure_again
+        self.avoids_failures = avoids_failures
         self.candidates = candidates
         self._budget = budget
         self.measurements: list[Measurement] = []
@@ -95,24 +100,32 @@ class SizesRun:
         """Peak memory that a step may take."""
         return self._budget()
 
-    def run(self, index: int, *, twice: bool = False) -> bool:
-        """Run candidate number ``index``, narrow the bracket, and say whether it fitted.
+    def run(self, index: int) -> bool:
+        """Run candidate number ``index``, which lies within the bracket, narrow the bracket, and say whether it fitted.
 
-        Args:
-            index: Number of a candidate within the bracket.
-            twice: Run two steps in a row, as the answer must; where it is not, :meth:`confirm` does so later.
+        A candidate that is too large without doubt does not run where failures are to be avoided.
         """
         assert self.low < index < self.high, (self.low, index, self.high)
         size = self.candidates[index]
+        if self.avoids_failures and self._least_peak(size) > self.budget_bytes:
+            self.high = index
+            return False
         measurement = self._measure(size)
-        if twice and measurement.fits and self._measure_again is not None:
-            measurement = measurement.followed_by(self._measure_again(size))
         self.measurements.append(measurement)
         if measurement.fits:
             self.low = index
         else:
             self.high = index
         return measurement.fits
+
+    def _least_peak(self, size: int) -> float:
+        """Peak memory in bytes that ``size`` takes at least, as the peak is convex: what the line through the two
+        largest sizes says that were measured."""
+        known = sorted({m.batch_size: m.peak_bytes for m in self.measurements if m.fits and m.peak_bytes}.items())
+        if len(known) < 2:
+            return 0.0
+        (b0, peak0), (b1, peak1) = known[-2:]
+        return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
 
     def confirm(self) -> bool:
         """Run the size that was found twice in a row, unless it has; if it fails now, narrow the bracket.
@@ -186,19 +199,23 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
     while sizes.open:
         guess = curve.largest_that_fits()
         if guess <= sizes.low:
-            # The curve says that the answer is found. Prove it on the next candidate, unless that is beyond doubt.
-            if curve.surely_exceeds(sizes.low + 1):
+            # The curve says that the answer is found. The answer runs twice; best now, as it has just run.
+            if sizes.found is not None and not sizes.confirm():
+                misses += 1
+                continue
+            # Prove it on the next candidate, unless that is beyond doubt.
+            if (sizes.avoids_failures and sizes.found is not None) or curve.surely_exceeds(sizes.low + 1):
                 return
-            misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1), twice=True)
+            misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
             back = sizes.high - 2 ** max(misses - 1, 0)
             if curve.num_points == 0:  # not even the size that was to set the curve's level fitted
                 back = (sizes.low + sizes.high) // 2
             elif curve.num_points == 1:
                 back = min(back, curve.largest_that_fits(CAUTIOUS_SHARE ** (misses * misses)))
-            misses += not sizes.run(max(back, sizes.low + 1), twice=True)
+            misses += not sizes.run(max(back, sizes.low + 1))
         else:
-            misses += not sizes.run(guess, twice=True)
+            misses += not sizes.run(guess)
         if misses > MAX_MISSES and sizes.high < len(sizes.candidates):
             _bisect(sizes)
 

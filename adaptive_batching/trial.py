@@ -69,6 +69,8 @@ class Trial:
             temporary files have it.
         all_ready: Told whether this rank has the batch for a step; says whether all ranks do. A step that one of them
             cannot begin is begun by none.
+        stopped_at_bytes: Memory at which a step is broken off; None for the budget. One that takes more than the budget
+            but less than that runs to its end, and does not fit.
 
     Raises:
         ConfigError: On entry, where there is no room for what is put aside.
@@ -83,8 +85,10 @@ class Trial:
         budget_bytes: int,
         scratch: Path | None = None,
         all_ready: Callable[[bool], bool] = lambda here: here,
+        stopped_at_bytes: int | None = None,
     ) -> None:
         self._all_ready = all_ready
+        self._stopped_at_bytes = stopped_at_bytes
         self._step = step
         self._meter = meter
         self.budget_bytes = budget_bytes
@@ -99,7 +103,7 @@ class Trial:
             _make_states_that_stay(self._step.optimizers)
             stack.enter_context(_unchanged(self._step.model, self._step.optimizers, self._scratch))
             self._meter.release()
-            with self._meter.limit(self.budget_bytes):
+            with self._meter.limit(self._limit_bytes):
                 self._make_optimizer_states()
             self._stack = stack.pop_all()
         return self
@@ -156,13 +160,17 @@ class Trial:
     def _runs_out(self, function: Callable[[], None]) -> bool:
         """Call ``function`` within the budget, and return whether it ran out of memory."""
         try:
-            with self._meter.limit(self.budget_bytes):
+            with self._meter.limit(self._limit_bytes):
                 function()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return True
         return False
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes
 
     def _clear(self) -> None:
         self._step.discard()

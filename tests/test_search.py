@@ -87,6 +87,36 @@ def test_every_search_ends_and_returns_the_best_size_that_it_proved(
         assert sizes.found == largest_fit(device, candidates)
 
 
+@settings(max_examples=500, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SEARCHES)),
+    peak=curves(),
+    upper=st.integers(1, 400),
+    powers=st.booleans(),
+    level=st.floats(0.01, 1.5),
+    prediction=st.sampled_from(["none", "exact", "shifted"]),
+)
+def test_where_failures_are_to_be_avoided_what_is_known_to_be_too_large_does_not_run(
+    name: str, peak: Callable[[int], float], upper: int, powers: bool, level: float, prediction: str
+) -> None:
+    candidates = candidate_sizes(upper, powers_of_two=powers)
+    device = Device(peak, budget=int(level * peak(upper)))
+    predict = {"none": None, "exact": peak, "shifted": lambda b: peak(b) + 300}[prediction]
+    sizes = SizesRun(device.measure, candidates, lambda: device.budget, avoids_failures=True)
+    SEARCHES[name](sizes, predict)
+    if not (name == "power_of_two" and not powers):
+        assert sizes.found == largest_fit(device, candidates)
+    failed = [m.batch_size for m in sizes.measurements if not m.fits]
+    if prediction == "exact" and name == "predict":
+        assert not failed or sizes.found is None
+    fitted = sorted(m.batch_size for m in sizes.measurements if m.fits)
+    for size in failed:  # nothing showed that it would fail
+        known = [b for b in fitted if device.runs.index(b) < device.runs.index(size)][-2:]
+        if len(known) == 2:
+            b0, b1 = known
+            assert device.peak(b1) + (size - b1) * (device.peak(b1) - device.peak(b0)) / (b1 - b0) <= device.budget + 1
+
+
 @settings(max_examples=300, deadline=None)
 @given(peak=curves(), upper=st.integers(1, 100_000), level=st.floats(0.001, 1.5), offset=st.integers(0, 3000))
 def test_an_exact_curve_takes_three_steps_and_one_out_of_memory(

@@ -152,6 +152,7 @@ class Device:
     overhead: float = 1.0
     """Instead of the allocator's rules: bytes reserved for each byte allocated."""
 
+    fails_safely: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_name: str = "a model"
 
