@@ -213,10 +213,18 @@ class TokenLimit:
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
 
-    def shrink(self, tokens: int) -> None:
-        """A micro-batch of ``tokens`` padded tokens ran out of memory."""
+    def keep(self) -> None:
+        """A micro-batch ran out of memory, and is to run again as it was."""
         self.num_recoveries += 1
-        self._fall_to(tokens // 2, tokens)
+
+    def shrink(self, tokens: int, *, fitted_before: bool = False) -> None:
+        """A micro-batch of ``tokens`` padded tokens ran out of memory: take half, or where as many have fitted before,
+        an eighth less."""
+        self.num_recoveries += 1
+        if fitted_before:
+            self.lower(tokens)
+        else:
+            self._fall_to(tokens // 2, tokens)
 
     def lower(self, tokens: int) -> None:
         """Micro-batches of ``tokens`` padded tokens have fitted just so, at the price of time; take an eighth less."""

@@ -183,8 +183,8 @@ def find_maximum_batch_size(
             raise
         ranks.all(False)
     if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
-        limit = budget if sizes is None else sizes.budget_bytes
-        raise DoesNotFitError(_explain(step, meter, limit, remedies))
+        limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
+        raise DoesNotFitError(_explain(step, meter, limit, measured, remedies))
 
     batch_size = sizes.found
     predicted = _calibrated(curve, sizes) if curve is not None else []
@@ -228,30 +228,43 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]
     return [(b, int(measured_at + largest.overhead * (curve.peak_bytes(b) - traced_at))) for b in points]
 
 
-def _explain(step: TrainingStep, meter: MemoryMeter, budget: int, remedies: Callable[[], Sequence[Remedy]]) -> str:
-    """Why a batch of one does not fit, and what would."""
+def _explain(
+    step: TrainingStep,
+    meter: MemoryMeter,
+    budget: int,
+    measurements: Sequence[Measurement],
+    remedies: Callable[[], Sequence[Remedy]],
+) -> str:
+    """Why a batch of one does not fit, and what would, corrected by what has been measured of it."""
     curve = _trace(step)
     message = f"a batch of one sample does not fit in {_size(budget)}"
-    if curve is None:
-        level, missing = 0, 0
-    else:
+    measured = next((m for m in measurements if m.batch_size == 1), None)
+    level = 0
+    if curve is not None:
         # What is in use beside what the trace knows: libraries on the cpu, nothing on an accelerator.
         states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
         known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
         level = meter.used_bytes() - sum(tensor.nbytes for tensor in known)
-        needed = curve.peak_bytes(1) + level
-        missing = needed - budget
-        message += f": it needs about {_size(needed)}, {_size(max(missing, 0))} more"
+        predicted = curve.peak_bytes(1) + level
+    if measured is not None and measured.peak_bytes is not None:
+        message += f": it took {_size(measured.peak_bytes)}, {_size(max(measured.peak_bytes - budget, 0))} more"
+        level += 0 if curve is None else measured.peak_bytes - predicted
+    elif curve is not None and predicted > budget:
+        message += f": it needs about {_size(predicted)}, {_size(predicted - budget)} more"
+    elif curve is not None:
+        # Measured or not, it is more than that: the prediction is too low by what is missing, or more.
+        message += f": it ran out of memory, though only about {_size(predicted)} were predicted"
+        level += budget - predicted
     if any(module._compiled_call_impl is not None for module in step.model.modules()):
         message += " (predicted without compile=True, which usually takes less)"
     lines = []
     for remedy in remedies():
-        predicted = _predict_remedy(remedy)
-        if predicted is None or curve is None:
+        predicted_with = _predict_remedy(remedy)
+        if predicted_with is None or curve is None:
             lines.append(f"  {remedy.setting} (not predicted)")
             continue
-        needed = predicted + level
-        verdict = "would fit" if needed <= budget else f"still {_size(needed - budget)} too much"
+        needed = predicted_with + level
+        verdict = "would fit" if needed < budget else f"still {_size(needed - budget)} too much"
         lines.append(f"  {remedy.setting}: about {_size(needed)}, {verdict}")
     advice = allocator_advice(meter.device)
     if advice is not None:

@@ -13,6 +13,7 @@ from adaptive_batching.config import ConfigError
 from adaptive_batching.distributed import GroupError
 from adaptive_batching.execution import CannotRecoverError
 from adaptive_batching.increase import IncreaseFunctionError
+from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.probe import DoesNotFitError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
 
@@ -42,3 +43,16 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
         if error.__cause__ is not None:
             log.error("the cause, in full:", exc_info=error.__cause__)
         raise SystemExit(f"error: {error}") from None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.error("out of memory, in full:", exc_info=error)
+        raise SystemExit(
+            f"error: out of memory outside of a forward or backward, where nothing can run again "
+            f"({_first_line(error)}); a checkpoint that was saved before stands. Leave more memory: raise "
+            f"adaptive_batching.headroom, or set a smaller batch_size"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -61,7 +61,8 @@ class TrainingLoop:
         recipe._profiler.start()
         for epoch in range(recipe.epochs_run, recipe.total_epochs):
             recipe.start_epoch(epoch)
-            self._run_epoch(epoch)
+            with recipe.within_memory_limit():
+                self._run_epoch(epoch)
             recipe.epochs_run += 1
             start = time.perf_counter()
             with recipe.checkpointing(epoch):

@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError, MemoryAmount
 from adaptive_batching.distributed import Ranks
-from adaptive_batching.memory import memory_meter
+from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.microbatch import Capacity
 from adaptive_batching.probe import find_maximum_batch_size, memory_budget
 from adaptive_batching.result import ProbeResult, load_result, store_result
@@ -36,6 +36,8 @@ _NOT_OF_MEMORY = frozenset(
         "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
     }
 )  # fmt: skip
+# Bytes of the host that a recipe takes beside its steps: samples, the record, the progress bar, metrics.
+_ADDED_BY_TRAINING = 16 * 2**20
 # From how many times the tokens on a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
@@ -67,6 +69,7 @@ def find_maximum(recipe: Any, cfg: DictConfig) -> tuple[int, str]:
     )
     result = probe(recipe, cfg, sample, length, upper, reason)
     recipe.report.probe(result, sequence_length=length)
+    recipe.probed_tokens = result.batch_size * sizes([sample])[0]
     if settings.fills_memory:
         shorter = [(tokens, batch_size) for tokens, batch_size, _ in result.shorter]
         recipe.capacity = Capacity(((sizes([sample])[0], result.batch_size), *shorter))
@@ -108,6 +111,8 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         meter = memory_meter(recipe._device)
     except NotImplementedError as error:
         raise ConfigError(str(error)) from error
+    if meter.device.type == "cpu":
+        settings = _with_room_for_training(settings, meter)
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
     cuts_by_length = settings.cuts_by_length or settings.explores
@@ -148,6 +153,16 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         result = replace(result, shorter=_at_shorter_lengths(recipe, sample, result, upper, find))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
+
+
+def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
+    """Where tensors and the program share the memory that is measured, leave what the program adds while it trains."""
+    least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
+    if settings.memory_limit is None:
+        headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
+        return replace(settings, headroom=headroom)
+    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 0)
+    return replace(settings, memory_limit=MemoryAmount(num_bytes=limit))
 
 
 def what_memory_may_depend_on(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> dict[str, Any]:

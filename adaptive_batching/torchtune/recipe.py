@@ -17,6 +17,7 @@ from adaptive_batching.controller import Decision
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.increase import reads_noise_scale, resolve
+from adaptive_batching.memory import memory_meter
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune import compiling
@@ -93,6 +94,8 @@ class AdaptiveBatching:
         self.reference_steps_per_epoch = 0
         self.capacity: Capacity | None = None
         """What fits in a forward, where that bounds micro-batches; multimodal samples are taken for single tokens."""
+        self.probed_tokens = 0
+        """Padded tokens of the largest forward that the probe has seen to fit."""
         self.forward_cost = ForwardCost()
         self.token_limit = TokenLimit()
         self.gate = Gate()
@@ -213,6 +216,17 @@ class AdaptiveBatching:
     def num_replicas(self) -> int:
         """Ranks that see samples of their own."""
         return int(getattr(self, "dp_size", self.ranks.size))  # fewer than ranks under tensor parallelism
+
+    @contextlib.contextmanager
+    def within_memory_limit(self) -> Iterator[None]:
+        """Inside, training runs out of memory at ``memory_limit``, as the probe does, rather than taking it from others
+        on the device. Checkpoints are saved outside: nothing is to come in their way."""
+        with contextlib.ExitStack() as stack:
+            if self.growth is not None and self.settings.memory_limit is not None:
+                with contextlib.suppress(NotImplementedError):  # a device that cannot be limited
+                    meter = memory_meter(self._device)
+                    stack.enter_context(meter.limit(self.settings.memory_limit.of(meter.total_bytes)))
+            yield
 
     @contextlib.contextmanager
     def checkpointing(self, epoch: int) -> Iterator[None]:

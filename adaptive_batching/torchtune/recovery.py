@@ -27,7 +27,9 @@ class Recovery:
     """Lets the batches of an optimizer step run again after one ran out of memory.
 
     Nothing is lost and nothing repeated: the gradients of the whole window are discarded, the random state is put back
-    to the window's beginning, and the same samples run again with at most half of the tokens in a forward.
+    to the window's beginning, and the same samples run again with at most half of the tokens in a forward. If a forward
+    of that size has run before, memory may only have been scattered, or something else have taken some: then they run
+    again as they were, now that what was cached is given back, and if that fails, with an eighth less.
 
     Args:
         recipe: A recipe that has been set up.
@@ -38,6 +40,8 @@ class Recovery:
         self._recipe = recipe
         self._limit = limit
         self._random_state: dict[str, Any] = {}
+        self._largest_that_ran: int = recipe.probed_tokens
+        self._recovered_since_start = 0
         self._recovered_in_row = 0
         self._recovered_in_step = False
         self._warned = False
@@ -49,11 +53,13 @@ class Recovery:
     def remember(self) -> None:
         """A window begins: keep the random state that it begins with."""
         self._recipe.gate.updated = False
+        self._recovered_since_start = 0
         if self._possible:
             self._random_state = random_state(self._recipe._device)
 
     def note(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
         """These have run."""
+        self._largest_that_ran = max(self._largest_that_ran, *(each.tokens for each in micro_batches))
         self._retried_in_step |= outcome.retried
         if outcome.retried:
             self._unit = _unit(micro_batches[0])
@@ -61,7 +67,7 @@ class Recovery:
             self._tokens_to_lower = max(self._tokens_to_lower, largest.tokens if len(largest.samples) > 1 else 0)
 
     def recover(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
-        """Halve the limit on every rank, now that the window's gradients have been discarded.
+        """Settle how the window runs again, alike on every rank, now that its gradients have been discarded.
 
         Args:
             micro_batches: Those of this rank.
@@ -73,20 +79,37 @@ class Recovery:
         failed = None if outcome.failed_here is None else micro_batches[outcome.failed_here]
         if failed is not None and self._recipe.ranks.size > 1 and self._recipe.collectives is None:
             raise DoesNotFitError(self._why_not(failed)) from outcome.error  # the others wait elsewhere
+        ran_before = bool(
+            self._recipe.ranks.all(failed is None or failed.tokens <= self._largest_that_ran)
+            and self._recovered_since_start < 2
+        )
+        again_as_it_was = ran_before and self._recovered_since_start == 0
         is_updated = self._recipe.gate.updated
-        hopeless = failed is not None and (not self._possible or is_updated or len(failed.samples) == 1)
+        is_smallest = failed is not None and len(failed.samples) == 1 and not again_as_it_was
+        hopeless = failed is not None and (not self._possible or is_updated or is_smallest)
         if self._recipe.ranks.any(hopeless):
             if failed is not None and hopeless:
                 raise DoesNotFitError(self._why_not(failed)) from outcome.error
             raise DoesNotFitError("out of memory on another rank, which says what would help")
-        self._check_that_cutting_is_exact()
-        # The same limit everywhere: half of the largest that has failed.
-        self._limit.shrink(int(self._recipe.ranks.largest(0 if failed is None else failed.tokens)))
-        self._recovered_in_step = True
+        self._check_that_running_again_is_exact()
+        self._recovered_since_start += 1
+        # The same limit everywhere: from the largest that has failed.
+        tokens = int(self._recipe.ranks.largest(0 if failed is None else failed.tokens))
+        self._unit = _unit(micro_batches[0])
+        if again_as_it_was:
+            self._limit.keep()
+            # Where that goes on step after step, forwards become smaller.
+            self._retried_in_step = True
+            self._tokens_to_lower = max(self._tokens_to_lower, tokens)
+            how = "as they were"
+        else:
+            self._limit.shrink(tokens, fitted_before=ran_before)
+            self._recovered_in_step = True
+            how = f"with at most {self._limit.max_tokens} {self._unit} in a forward"
         where = "on another rank" if failed is None else f"with {_describe(failed)}"
         log.warning(
-            "out of memory %s; running the step's samples again with at most %d %s in a forward (recovery number %d)",
-            where, self._limit.max_tokens, _unit(micro_batches[0]), self._limit.num_recoveries,
+            "out of memory %s; running the step's samples again %s (recovery number %d)",
+            where, how, self._limit.num_recoveries,
         )  # fmt: skip
         if in_backward(self._recipe):
             log.warning(
@@ -101,7 +124,7 @@ class Recovery:
             self._limit.step_done()
         self._retried_in_step = False
         self._tokens_to_lower = 0
-        self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_in_step else 0
+        self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_since_start else 0
         self._recovered_in_step = False
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
@@ -143,7 +166,7 @@ class Recovery:
     def _possible(self) -> bool:
         return bool(self._recipe.settings.recover_from_oom)
 
-    def _check_that_cutting_is_exact(self) -> None:
+    def _check_that_running_again_is_exact(self) -> None:
         try:
             module = self._recipe.batch_dependent_module()
         except Exception as error:
@@ -172,10 +195,11 @@ class Recovery:
             return False  # there is nothing to cut
         self._limit.lower(tokens)
         advice = allocator_advice(self._recipe._device)
+        more = "" if advice is None else f". It may need less with the environment variable {advice}"
         log.warning(
-            "the allocator of %s frees its cache in every step to find room (num_alloc_retries); from now on a forward "
-            "takes at most %d %s, an eighth less than the largest%s", self._recipe._device, self._limit.max_tokens,
-            self._unit, "" if advice is None else f". It may need less with the environment variable {advice}",
+            "memory of %s is so short that every step frees the allocator's cache to find room (num_alloc_retries); "
+            "from now on a forward takes at most %d %s, an eighth less than the largest%s",
+            self._recipe._device, self._limit.max_tokens, self._unit, more,
         )  # fmt: skip
         return True
 

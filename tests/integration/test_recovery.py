@@ -15,7 +15,7 @@ from torchtune.modules import RMSNorm
 from adaptive_batching.memory import CpuMeter
 from adaptive_batching.microbatch import TokenLimit
 from adaptive_batching.torchtune.loop import TrainingLoop
-from tests.conftest import Run, TuneRun, assert_close
+from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel
 from tests.integration.faults import disarm, full_model, plan
 from tests.integration.test_growth import DOUBLE, SGD
@@ -119,7 +119,7 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
         "epochs=1",
     ]
     common += ["gradient_accumulation_steps=2", "dataset.split=train[:100]"]
-    plan.update(where="backward", call=2, times=1)
+    plan.update(where="backward", call=1, times=1)
     recovered = tune_run("lora", *common, name="recovered")
 
     class Limited(TokenLimit):
@@ -134,6 +134,27 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     assert without_sizes(recovered.metrics) == at_once.metrics
     for name, weights in at_once.weights(0).items():
         assert torch.equal(recovered.weights(0)[name], weights), name
+
+
+@pytest.mark.parametrize("call", [2, 5, 6])
+def test_what_has_fitted_before_runs_again_as_it_was(
+    call: int, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit the run without the error, with dropout; memory was only scattered."""
+    common = [
+        "model._component_=tests.integration.faults.lora_model", "model.lora_dropout=0.2", "dataset.packed=True",
+        "epochs=1", "gradient_accumulation_steps=2", "dataset.split=train[:100]",
+    ]  # fmt: skip
+    undisturbed = tune_run("lora", *common, name="undisturbed")
+    disarm()
+    plan.update(where="backward", call=call, times=1)
+    recovered = tune_run("lora", *common, name="recovered")
+    assert plan["times"] == 0
+    metrics = recovered.metrics
+    assert metrics[-1].pop("out_of_memory_recoveries") == 1
+    assert metrics[-1] == undisturbed.metrics[-1]
+    assert_same_weights(recovered.weights(0), undisturbed.weights(0))
+    assert "running the step's samples again as they were (recovery number 1)" in caplog.text
 
 
 @pytest.mark.parametrize("fits", [1, 2])
@@ -276,7 +297,8 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(
     plan.update(times=10**6, fits=8)
     run = tune_run("full", "model._component_=tests.integration.faults.full_model", "batch_size=16", "epochs=1")
     assert caplog.text.count("training crawls. Set a smaller batch_size or micro_batch_size, or") == 1
-    assert [step["out_of_memory_recoveries"] for step in run.metrics] == [1, 2, 3]
+    # First half; then what has fitted before runs as it was, with an eighth less, and with half of that.
+    assert [step["out_of_memory_recoveries"] for step in run.metrics] == [1, 4, 7]
 
 
 class NormalisedOverTheBatch(RMSNorm):

@@ -35,6 +35,7 @@ def recipe(**attributes: Any) -> Any:
             "settings": SimpleNamespace(recover_from_oom=True),
             "batch_dependent_module": lambda: None,
             "gate": Gate(),
+            "probed_tokens": 0,
             "samples_per_forward": None,
             "length_in_forward": lambda length: length,
             "_dataloader": SimpleNamespace(dataset=[]),

@@ -1,0 +1,320 @@
+"""Random runs of real recipes: models x settings x faults x limits, each in a process of its own.
+
+    python -m tests.integration.random_runs <inputs> <directory> <seed> <count>
+
+Each run has to finish with the invariants held, or to end with a clear error; never with a traceback, a signal or a
+hang. The processes are forked, as importing torch takes longer than most of these runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import math
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import nn
+from torchtune.models.llama2 import llama2, lora_llama2
+
+from adaptive_batching.memory import CpuMeter, _status
+from adaptive_batching.report import Report, read_events
+from adaptive_batching.torchtune import recipe as recipe_module
+from adaptive_batching.torchtune.data import index_of
+from adaptive_batching.torchtune.loop import TrainingLoop
+from tests.conftest import ARCHITECTURE, ROOT
+from tests.integration import faults
+
+MIB = 2**20
+SECONDS = 150
+DEPTH = ARCHITECTURE["num_layers"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    number: int
+    kind: str
+    overrides: tuple[str, ...]
+    fault: dict[str, Any] = field(default_factory=dict)
+    """As :data:`tests.integration.faults.plan`; ``after`` forwards of training."""
+
+    extra_mib: int | None = None
+    """What the process may take once the recipe is set up; None: no limit."""
+
+    seed_of_malloc: int = 0
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return dict(override.split("=", 1) for override in self.overrides)
+
+    @property
+    def nothing_could_catch(self) -> bool:
+        """A batch that the user has fixed, in bf16 near a limit: there oneDNN ends the process."""
+        given = self.settings
+        probes = given.get("use_maximum_batch_size") == "True" or given.get("micro_batch_size") == "auto"
+        return given["dtype"] == "bf16" and self.extra_mib is not None and not probes
+
+
+def draw(number: int, seed: int) -> Case:
+    """The ``number``-th case of a seed."""
+    chance = random.Random(f"{seed}-{number}")
+    pick = chance.choice
+    kind = pick(["full", "lora"])
+    limited = chance.random() < 0.5
+    settings: dict[str, Any] = {
+        "dtype": pick(["fp32", "fp32", "bf16"]),
+        "batch_size": pick([1, 2, 3, 4, 8]),
+        "gradient_accumulation_steps": pick([1, 1, 2, 3]),
+        "tokenizer.max_seq_len": pick([32, 64, 128, 256]),
+        "dataset.split": f"train[:{pick([40, 60, 97])}]",
+        "epochs": pick([1, 2, 3]),
+        "enable_activation_checkpointing": pick([False, False, True]),
+        "clip_grad_norm": pick(["null", 1.0]),
+        "dataset.train_on_input": pick([False, True]),
+        "dataset.packed": pick([False, False, False, True]),
+        "loss._component_": pick(["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss"]),
+        "optimizer._component_": pick(["torch.optim.AdamW", "torch.optim.SGD"]),
+        "use_maximum_batch_size": pick([False, True, True]),
+        "micro_batch_size": pick(["null", "null", 1, "auto", "auto"]),
+        "adaptive_batching.round_to_power_of_two": pick([False, True]),
+        "adaptive_batching.search": pick(["predict", "predict", "predict", "binary_search", "power_of_two"]),
+    }
+    # Stock's mean over a batch that is all prompt is 0/0.
+    if settings["dataset.packed"] or settings["tokenizer.max_seq_len"] < 128:
+        settings["dataset.train_on_input"] = True
+    if chance.random() < 0.5:
+        settings["batch_increase_function._component_"] = "adaptive_batching.growth.step"
+        settings["adaptive_batching.increase_every"] = pick(["epoch", 0.5])
+        settings["adaptive_batching.lr_scaling"] = pick(["none", "sqrt"])
+        settings["adaptive_batching.grow_beyond_memory"] = pick([False, False, True])
+    if settings["gradient_accumulation_steps"] > 1 and chance.random() < 0.2:
+        settings["adaptive_batching.keep_global_batch"] = True
+        settings["adaptive_batching.grow_beyond_memory"] = False
+    elif kind == "full" and settings["gradient_accumulation_steps"] == 1 and chance.random() < 0.3:
+        settings |= {"optimizer_in_bwd": True, "clip_grad_norm": "null"}
+    if limited:
+        settings["adaptive_batching.memory_limit"] = "null"
+        settings["adaptive_batching.headroom"] = pick(["2%", "0", "1MiB", "8MiB"])
+    else:
+        settings["adaptive_batching.memory_limit"] = "8GiB"
+        settings["adaptive_batching.max_batch_size"] = pick([16, 32])
+    fault = {}
+    if chance.random() < (0.25 if limited else 0.7):
+        where = pick(["forward", "backward", "hook"])
+        fault = dict(where=where, layer=chance.randrange(DEPTH), after=chance.randint(1, 12), times=pick([1, 1, 2, 5]))
+    extra_mib = pick([10, 20, 30, 45, 60, 100, 200]) if limited else None
+    return Case(number, kind, tuple(f"{key}={value}" for key, value in settings.items()), fault, extra_mib)
+
+
+def model(kind: str, **arguments: Any) -> nn.Module:
+    model = (llama2 if kind == "full" else lora_llama2)(**arguments)
+    if "layer" in faults.plan:
+        faults.arm(list(model.layers)[faults.plan["layer"]])
+    return model
+
+
+def full(**arguments: Any) -> nn.Module:
+    return model("full", **arguments)
+
+
+def lora(**arguments: Any) -> nn.Module:
+    return model("lora", **arguments)
+
+
+class Watched:
+    """Notes what a run does; a context."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._is_limited = False
+        self.steps: list[list[Any]] = []
+        """The samples of every optimizer step."""
+
+        self.epochs: list[int] = []
+        """The epoch of every step."""
+
+    def _limit(self) -> None:
+        if self._case.extra_mib is not None and not self._is_limited:
+            self._is_limited = True
+            CpuMeter().release()
+            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + self._case.extra_mib * MIB, -1))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        make_controller, run, finish = recipe_module.make_controller, TrainingLoop.run, TrainingLoop._finish_step
+
+        def limited_controller(*arguments: Any) -> Any:
+            self._limit()
+            return make_controller(*arguments)
+
+        def limited_run(loop: TrainingLoop) -> None:
+            self._limit()
+            if self._case.fault:
+                faults.plan["call"] = faults.plan["calls"] + self._case.fault["after"]
+            run(loop)
+
+        def noted(loop: TrainingLoop, epoch: int, progress: Any) -> None:
+            self.steps.append([index_of(sample) for batch in loop._window for sample in batch])
+            self.epochs.append(epoch)
+            finish(loop, epoch, progress)
+
+        with (
+            mock.patch.object(recipe_module, "make_controller", limited_controller),
+            mock.patch.object(TrainingLoop, "run", limited_run),
+            mock.patch.object(TrainingLoop, "_finish_step", noted),
+            mock.patch.object(Report, "_draw"),
+        ):
+            yield
+        resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+
+
+def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
+    """Run a case in this process; what came of it."""
+    faults.disarm()
+    if case.fault:
+        faults.plan.update({k: v for k, v in case.fault.items() if k != "after"}, call=10**9)
+    settings = {
+        "data_dir": inputs, "output_dir": output_dir, "lr_scheduler.num_warmup_steps": 2,
+        "batch_increase_function._component_": "null",
+        "model._component_": f"tests.integration.random_runs.{case.kind}",
+        **{f"model.{key}": value for key, value in ARCHITECTURE.items()},
+        **case.settings,
+    }  # fmt: skip
+    config = ROOT / "recipes" / "configs" / "quickstart" / f"{case.kind}_single_device.yaml"
+    module = importlib.import_module(f"recipes.{case.kind}_finetune_single_device")
+    sys.argv = ["run", "--config", str(config), *(f"{key}={value}" for key, value in settings.items())]
+    watched = Watched(case)
+    try:
+        with watched.watching():
+            module.recipe_main()
+    except SystemExit as end:
+        if end.code:
+            return {
+                "outcome": "clear error" if str(end.code).startswith("error: ") else "exit",
+                "message": str(end.code),
+            }
+    except BaseException:
+        return {"outcome": "traceback", "message": traceback.format_exc()}
+    return {"outcome": "finished", **check(case, watched, output_dir)}
+
+
+def check(case: Case, watched: Watched, output_dir: Path) -> dict[str, Any]:
+    """Hold the invariants."""
+    log = "".join(path.read_text() for path in (output_dir / "logs").glob("*.txt"))
+    losses = [float(part.split("loss:")[1].split()[0]) for part in log.splitlines() if "loss:" in part]
+    assert len(losses) == len(watched.steps) > 0
+    assert all(map(math.isfinite, losses)), losses
+    for epoch in set(watched.epochs):
+        seen = Counter(i for e, step in zip(watched.epochs, watched.steps, strict=True) if e == epoch for i in step)
+        assert set(seen.values()) == {1}, "a sample was repeated"
+    recoveries = 0
+    path = output_dir / "adaptive_batching" / "report.jsonl"
+    if path.exists():
+        events = read_events(path)
+        steps = events["step"]
+        recoveries = steps[-1]["recoveries"]
+        assert [step["samples"] for step in steps] == [len(step) for step in watched.steps], "the record is what ran"
+        for planned in events["epoch"]:
+            ran = [step for step in steps if step["epoch"] == planned["epoch"]]
+            if not any(math.floor(change["epoch"]) == planned["epoch"] for change in events["change"]):
+                assert (len(ran), sum(step["samples"] for step in ran)) == (planned["steps"], planned["samples"])
+                assert {step["samples"] for step in ran} == {planned["global_batch_size"]}
+        bounded = case.settings["micro_batch_size"] == "null"
+        bounded = bounded and case.settings.get("adaptive_batching.grow_beyond_memory") != "True"
+        for decision in [*events["epoch"], *events["change"]]:
+            if events["probe"] and bounded:
+                assert decision["batch_size"] <= events["probe"][-1]["batch_size"]
+            most = int(case.settings.get("adaptive_batching.max_batch_size", 10**9))
+            assert decision["batch_size"] <= most
+    return {"steps": len(losses), "recoveries": recoveries, "losses": losses}
+
+
+def in_a_process(case: Case, inputs: Path, directory: Path, name: str) -> dict[str, Any]:
+    """Run a case in a fork; a signal or a hang is an outcome, too."""
+    output_dir = directory / f"{case.number}_{name}"
+    output_dir.mkdir(parents=True)
+    result = output_dir / "outcome.json"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with (output_dir / "output.txt").open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            found = run(case, inputs, output_dir)
+            resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+            result.write_text(json.dumps(found))
+        except BaseException:
+            resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+            result.write_text(json.dumps({"outcome": "violation", "message": traceback.format_exc()}))
+        os._exit(0)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            if os.WIFSIGNALED(status):
+                return {"outcome": f"signal {os.WTERMSIG(status)}"}
+            if not result.exists():
+                return {"outcome": f"exit code {os.WEXITSTATUS(status)}"}  # as OpenBLAS does where memory is short
+            return dict(json.loads(result.read_text()))
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return {"outcome": "hang"}
+
+
+def with_twin(case: Case, inputs: Path, directory: Path) -> dict[str, Any]:
+    """Run a case; where errors were injected and rounding is small, compare it with the undisturbed run."""
+    found = in_a_process(case, inputs, directory, "run")
+    compares = case.fault and case.extra_mib is None and case.settings["dtype"] == "fp32"
+    if not compares or found["outcome"] != "finished" or case.settings["optimizer._component_"] != "torch.optim.SGD":
+        return found
+    twin = in_a_process(dataclasses.replace(case, fault={}), inputs, directory, "twin")
+    pairs = zip(found["losses"], twin.get("losses", []), strict=False)
+    if len(found["losses"]) != len(twin.get("losses", [])) or any(abs(a - b) > 1e-3 * abs(b) for a, b in pairs):
+        return {"outcome": "violation", "message": f"losses {found['losses']} and undisturbed {twin}"}
+    return {**found, "compared": True}
+
+
+def main(inputs: Path, directory: Path, seed: int, count: int, first: int = 0) -> list[tuple[Case, dict[str, Any]]]:
+    found = []
+    for number in range(first, first + count):
+        case = draw(number, seed)
+        outcome = with_twin(case, inputs, directory)
+        found.append((case, outcome))
+        print(number, outcome["outcome"], outcome.get("message", "").strip().splitlines()[-1:], flush=True)
+    return found
+
+
+def figures(found: list[tuple[Case, dict[str, Any]]]) -> dict[str, Any]:
+    """How the runs ended, and what they went through."""
+    caught = [(case, outcome) for case, outcome in found if not case.nothing_could_catch]
+    return {
+        "runs": len(found),
+        "with faults": sum(bool(case.fault) for case, _ in found),
+        "with limits": sum(case.extra_mib is not None for case, _ in found),
+        "recoveries": sum(outcome.get("recoveries", 0) for _, outcome in found),
+        "compared": sum(outcome.get("compared", False) for _, outcome in found),
+        "outcomes": Counter(outcome["outcome"] for _, outcome in caught),
+        "nothing could catch": Counter(outcome["outcome"] for case, outcome in found if case.nothing_could_catch),
+    }
+
+
+if __name__ == "__main__":
+    sys.modules["tests.integration.random_runs"] = sys.modules["__main__"]
+    inputs, directory, seed, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    print(json.dumps(figures(main(inputs, directory, seed, count, *map(int, sys.argv[5:]))), indent=2))
