@@ -165,14 +165,15 @@ def find_maximum_batch_size(
         with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
             if ranks.all(True):  # each rank says so, here or below
                 steps = _Measuring(trial, config, meter, ranks)
-                curve = _trace(step) if config.search == "predict" else None
+                avoids = not meter.fails_safely
+                curve = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
                 # One curve for all: shards are uneven, and ranks would go on to run different sizes.
                 curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
                 if curve is not None:
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
-                    avoids_failures=not meter.fails_safely,
+                    avoids_failures=avoids,
                 )  # fmt: skip
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
                 SEARCHES[config.search](sizes, predict)
@@ -206,10 +207,12 @@ def find_maximum_batch_size(
     return result
 
 
-def _trace(step: TrainingStep) -> PeakMemoryCurve | None:
+def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCurve | None:
     try:
         return trace_peak_memory(step)
     except TraceError as error:
+        if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            raise error.__cause__ from None  # a real step takes more
         log.warning("the training step cannot be traced (%s); searching by measured steps alone", error)
         return None
 

@@ -194,7 +194,10 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
     """
     curve = _Curve(sizes, predict_peak)
     if not sizes.measurements:
-        sizes.run(curve.first())
+        first = curve.first()
+        if sizes.avoids_failures and curve.exceeds(first):
+            return
+        sizes.run(first)
     misses = 0  # runs that contradicted the curve; each widens the next correction
     while sizes.open:
         guess = curve.largest_that_fits()
@@ -300,6 +303,10 @@ class _Curve:
             if m.batch_size == beyond and m.peak_bytes and m.peak_bytes > self._budget
         ]
         return [*self._measured[-1:], *over] if over else self._measured
+
+    def exceeds(self, index: int) -> bool:
+        """Whether a candidate is predicted not to fit."""
+        return self._predict is not None and self._peak(index, self._measured) > self._budget
 
     def surely_exceeds(self, index: int) -> bool:
         """Whether a candidate need not be run: the prediction, calibrated by one measurement, was right about another,

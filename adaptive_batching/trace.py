@@ -76,7 +76,8 @@ def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | 
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 logs.append(_bytes_alive(step, step.make_batch(size), change))
         except Exception as error:  # whatever a foreign operation raises under fake tensors
-            raise TraceError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}") from error
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
     return PeakMemoryCurve(logs[0], logs[1])
 
 

@@ -28,7 +28,7 @@ class Curve:
 
 def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "_trace", lambda step: Curve(device) if traced else None)
+        patch.setattr(probe, "_trace", lambda step, **_: Curve(device) if traced else None)
         return find_maximum_batch_size(device.training_step(), config, device, upper=upper)
 
 

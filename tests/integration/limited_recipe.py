@@ -1,7 +1,7 @@
 """A recipe for ``tune run`` that probes and trains under a real memory limit, and prints what happened.
 
 Once the recipe is set up, the process may grow by ``extra_mib``. Then the probe runs, 20 steps of worst-case samples at
-its answer, and one step of two samples more: one more than the probe found not to fit beside the headroom.
+its answer, and one step of as many more as what is left free would hold, and two.
 """
 
 import json
@@ -14,6 +14,7 @@ from torchtune import config
 
 import adaptive_batching.torchtune.maximum
 from adaptive_batching.memory import CpuMeter, _status, is_out_of_memory
+from adaptive_batching.result import ProbeResult
 from adaptive_batching.torchtune.maximum import probe
 from adaptive_batching.torchtune.step import training_step
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
@@ -37,8 +38,9 @@ def limited_probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], *args: A
     for _ in range(NUM_STEPS):
         run(step.make_batch(result.batch_size))
     larger_fails = False
+    free = cfg.extra_mib * 2**20 - (result.budget_bytes - before)
     try:
-        run(step.make_batch(result.batch_size + 2))
+        run(step.make_batch(result.batch_size + 2 + int(free / bytes_per_sample(result))))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -52,6 +54,12 @@ def limited_probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], *args: A
     }
     print("OUTCOME " + json.dumps(outcome), flush=True)
     raise SystemExit(0)
+
+
+def bytes_per_sample(result: ProbeResult) -> float:
+    """How the predicted peak rises from the answer on."""
+    (b0, peak0), (b1, peak1) = result.predicted[-2:]
+    return (peak1 - peak0) / (b1 - b0)
 
 
 def snapshot(recipe: Any) -> list[torch.Tensor]:
