@@ -185,7 +185,8 @@ def find_maximum_batch_size(
         ranks.all(False)
     if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
         limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
-        raise DoesNotFitError(_explain(step, meter, limit, measured, remedies))
+        known = (curve, level) if curve is not None else (_trace(step), _unknown_to_trace(step, meter))
+        raise DoesNotFitError(_explain(step, meter, limit, measured, remedies, *known))
 
     batch_size = sizes.found
     predicted = _calibrated(curve, sizes) if curve is not None else []
@@ -231,24 +232,31 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]
     return [(b, int(measured_at + largest.overhead * (curve.peak_bytes(b) - traced_at))) for b in points]
 
 
+def _unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
+    """Bytes in use beside what a trace knows: libraries on the cpu, nothing on an accelerator."""
+    states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
+    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
+    return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
+
+
 def _explain(
     step: TrainingStep,
     meter: MemoryMeter,
     budget: int,
     measurements: Sequence[Measurement],
     remedies: Callable[[], Sequence[Remedy]],
+    curve: PeakMemoryCurve | None,
+    level: float,
 ) -> str:
-    """Why a batch of one does not fit, and what would, corrected by what has been measured of it."""
-    curve = _trace(step)
+    """Why a batch of one does not fit, and what would, corrected by what has been measured of it.
+
+    Args:
+        curve: The predicted peaks; None where no trace was possible.
+        level: Bytes that the device shows beyond these.
+    """
     message = f"a batch of one sample does not fit in {_size(budget)}"
     measured = next((m for m in measurements if m.batch_size == 1), None)
-    level = 0
-    if curve is not None:
-        # What is in use beside what the trace knows: libraries on the cpu, nothing on an accelerator.
-        states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-        known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
-        level = meter.used_bytes() - sum(tensor.nbytes for tensor in known)
-        predicted = curve.peak_bytes(1) + level
+    predicted = 0.0 if curve is None else curve.peak_bytes(1) + level
     if measured is not None and measured.peak_bytes is not None:
         message += f": it took {_size(measured.peak_bytes)}, {_size(max(measured.peak_bytes - budget, 0))} more"
         level += 0 if curve is None else measured.peak_bytes - predicted
@@ -285,5 +293,5 @@ def _predict_remedy(remedy: Remedy) -> int | None:
         return None
 
 
-def _size(num_bytes: int) -> str:
+def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -39,6 +39,8 @@ OUT_OF_MEMORY = [
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("could not create a primitive"),  # oneDNN
+    RuntimeError("could not create a memory object"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
@@ -49,6 +51,7 @@ NCCL_OUT_OF_MEMORY = (
     "Last error:\nCuda failure 2 'out of memory'"
 )
 OTHER = [
+    RuntimeError("could not create a primitive descriptor for a matmul primitive"),
     RuntimeError("shape mismatch"),
     ValueError("out of memory"),
     KeyboardInterrupt(),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from adaptive_batching import probe
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.config import AdaptiveBatchingConfig, MemoryAmount
+from adaptive_batching.probe import DoesNotFitError, Remedy, find_maximum_batch_size
 from adaptive_batching.result import ProbeResult
+from adaptive_batching.trial import TrainingStep
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 
 EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
@@ -115,6 +121,31 @@ def test_what_is_reserved_beyond_what_is_allocated_costs_no_error(room_gib: int,
     assert runs_twice(device, found.batch_size) and not runs_twice(device, found.batch_size + 1)
     assert device.errors <= 1, "at most the one that proves that no more fits"
     assert found.num_steps <= 4
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_measured: bool) -> None:
+    """Reserved memory is 1.4 times what is allocated, and only that is predicted."""
+    total = 100 * GIB if is_measured else 2 * GIB
+    device = Device(total, [Layer(40 * MIB, 40 * KIB, 20 * KIB)] * 8, length=2048, overhead=1.4)
+    assert device.peak_allocated(device.length) < 2 * GIB
+    if is_measured:  # by a device that cannot be limited
+        device.limit = lambda num_bytes: nullcontext()  # type: ignore[method-assign]
+    config = replace(EXACT, memory_limit=MemoryAmount(num_bytes=2 * GIB))
+    less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
+        patch.setattr(probe, "_trace", lambda step, **_: Curve(device))
+        patch.setattr(probe, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
+        find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
+    message = str(error.value)
+    if is_measured:
+        assert re.search(r"does not fit in 2.00 GiB: it took 2\.\d+ GiB, \d+ MiB more\.", message), message
+    else:
+        assert re.search(r"does not fit in 2.00 GiB: it ran out of memory, though only about 1.\d+ GiB", message), (
+            message
+        )
+    assert " 0 MiB more" not in message
+    assert "half the length: about" in message and "would fit" in message
 
 
 def test_the_budget_is_what_is_left_once_libraries_are_loaded() -> None:

@@ -157,6 +157,7 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
 
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
     """Where tensors and the program share the memory that is measured, leave what the program adds while it trains."""
+    log.info("%d MiB of the host's memory are left for what training adds to it", _ADDED_BY_TRAINING >> 20)
     least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
     if settings.memory_limit is None:
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))

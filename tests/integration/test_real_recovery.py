@@ -15,14 +15,14 @@ from tests.conftest import ARCHITECTURE, ROOT, Run
 from tests.integration.test_real_limit import TAME_MALLOC
 
 
-def train(inputs: Path, data: Path, output_dir: Path, extra_mib: int) -> tuple[Run, str]:
+def train(inputs: Path, data: Path, output_dir: Path, extra_mib: int, *more: str) -> tuple[Run, str]:
     command = [
         "run", "tests/integration/limited_training.py",
         "--config", "recipes/configs/quickstart/full_single_device.yaml",
         f"data_dir={inputs}", f"output_dir={output_dir}", f"dataset.data_files={data}", "dataset.split=train",
         "tokenizer.max_seq_len=500", "batch_size=16", "epochs=2", f"extra_mib={extra_mib}",
         "optimizer._component_=torch.optim.SGD", "use_maximum_batch_size=False", "batch_increase_function=null",
-        "lr_scheduler.num_warmup_steps=1", *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+        "lr_scheduler.num_warmup_steps=1", *more, *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
     ]  # fmt: skip
     code = "from torchtune._cli.tune import main; main()"
     environment = {**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT)}
@@ -34,15 +34,21 @@ def train(inputs: Path, data: Path, output_dir: Path, extra_mib: int) -> tuple[R
     return Run(output_dir), done.stdout + done.stderr
 
 
-def test_a_long_sample_does_not_end_the_run_and_every_sample_counts_once(inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", ["of the process", "memory_limit"])
+def test_a_long_sample_does_not_end_the_run_and_every_sample_counts_once(
+    limit: str, inputs: Path, tmp_path: Path
+) -> None:
     pairs = [pair for pair in json.loads((inputs / "train.json").read_text()) if len(pair["output"]) < 150][:96]
     pairs[40] = {**pairs[40], "output": " ".join(pair["output"] for pair in pairs)}  # cut to 500 tokens
     data = tmp_path / "train.json"
     data.write_text(json.dumps(pairs))
 
     free, _ = train(inputs, data, tmp_path / "free", extra_mib=0)
-    limited, output = train(inputs, data, tmp_path / "limited", extra_mib=110)
+    # a field that is set, so that the recipe heeds memory_limit, and that changes nothing
+    through_field = ["through_memory_limit=True", "micro_batch_size=16"] if limit == "memory_limit" else []
+    limited, output = train(inputs, data, tmp_path / "limited", 110, *through_field)
 
+    assert ("LIMIT AFTER -1" in output) == (limit == "memory_limit"), "it holds while training"
     assert output.count("running the step's samples again") >= 1, "the limit was met"
     assert len(limited.metrics) == len(free.metrics) == 12
     for ours, theirs in zip(limited.metrics, free.metrics, strict=True):
