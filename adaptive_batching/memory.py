@@ -176,6 +176,8 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
                 f"device='cpu': peak memory can be measured on Linux only, not on {sys.platform}; "
                 f"set use_maximum_batch_size: False, or give adaptive_batching.max_batch_size to grow without a probe"
             )
+        if _process_limits():
+            _give_freed_memory_back()
         return CpuMeter()
     module = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("max_memory_reserved", "reset_peak_memory_stats", "empty_cache")):
@@ -184,6 +186,19 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
             f"adaptive_batching.max_batch_size to grow without a probe"
         )
     return AcceleratorMeter(device)
+
+
+def _give_freed_memory_back() -> None:
+    """Have glibc return what is freed at once, as tests do with ``MALLOC_`` variables; a limit then holds what is used.
+
+    By default it keeps freed memory and scatters what comes next, and a limit of the process counts that: after the
+    first allocation that fails, little fits any more. A step takes 1.5 times as long so (measured on small models), so
+    it is done only in a process that has a limit.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((-3, 2**16), (-1, 2**16), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
+            mallopt(parameter, value)
 
 
 class AcceleratorMeter:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
@@ -174,6 +175,7 @@ def find_maximum_batch_size(
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
                     avoids_failures=avoids,
+                    trusts_prediction=not avoids or _is_single_precision(step.model),
                 )  # fmt: skip
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
                 SEARCHES[config.search](sizes, predict)
@@ -216,6 +218,10 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCu
             raise error.__cause__ from None  # a real step takes more
         log.warning("the training step cannot be traced (%s); searching by measured steps alone", error)
         return None
+
+
+def _is_single_precision(model: nn.Module) -> bool:
+    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]]:

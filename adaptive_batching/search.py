@@ -72,6 +72,8 @@ class SizesRun:
             None for a search whose answer need not run twice.
         avoids_failures: What measurements and curve put above the budget is not run, not even to prove it: for a device
             where an allocation that fails can end the process.
+        trusts_prediction: False where the device takes memory that no trace sees, as kernels do that convert their
+            inputs. The second size that runs is then at most :data:`MAX_EXTRAPOLATION` times the first.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class SizesRun:
         measure_again: Measure | None = None,
         *,
         avoids_failures: bool = False,
+        trusts_prediction: bool = True,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure = measure
         self._measure_again = measure_again
         self.avoids_failures = avoids_failures
+        self.trusts_prediction = trusts_prediction
         self.candidates = candidates
         self._budget = budget
         self.measurements: list[Measurement] = []
@@ -218,7 +222,7 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
                 back = min(back, curve.largest_that_fits(CAUTIOUS_SHARE ** (misses * misses)))
             misses += not sizes.run(max(back, sizes.low + 1))
         else:
-            misses += not sizes.run(guess)
+            misses += not sizes.run(curve.within_reach(guess))
         if misses > MAX_MISSES and sizes.high < len(sizes.candidates):
             _bisect(sizes)
 
@@ -303,6 +307,13 @@ class _Curve:
             if m.batch_size == beyond and m.peak_bytes and m.peak_bytes > self._budget
         ]
         return [*self._measured[-1:], *over] if over else self._measured
+
+    def within_reach(self, index: int) -> int:
+        """``index``, or that of a smaller candidate where what one measurement says is not to be trusted so far."""
+        if self._sizes.trusts_prediction or self.num_points != 1:
+            return index
+        reach = bisect_right(self._sizes.candidates, MAX_EXTRAPOLATION * self._measured[-1][0]) - 1
+        return min(max(reach, self._sizes.low + 1), index)
 
     def exceeds(self, index: int) -> bool:
         """Whether a candidate is predicted not to fit."""

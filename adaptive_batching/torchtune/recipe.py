@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torchtune import training
+from tqdm import tqdm
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
 from adaptive_batching.controller import Decision
@@ -123,6 +124,9 @@ class AdaptiveBatching:
             self.collectives = record_collectives(self)
         if self.report is None:
             return
+        # Before memory is measured: the thread that watches progress bars takes some, and Python waits for it for good
+        # if it cannot start.
+        tqdm(disable=True).close()
         self._check_that_cutting_is_exact()
         compiling.prepare(self)
         controller = make_controller(self, cfg)

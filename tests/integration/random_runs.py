@@ -56,8 +56,6 @@ class Case:
     extra_mib: int | None = None
     """What the process may take once the recipe is set up; None: no limit."""
 
-    seed_of_malloc: int = 0
-
     @property
     def settings(self) -> dict[str, str]:
         return dict(override.split("=", 1) for override in self.overrides)
@@ -66,7 +64,8 @@ class Case:
     def nothing_could_catch(self) -> bool:
         """A batch that the user has fixed, in bf16 near a limit: there oneDNN ends the process."""
         given = self.settings
-        probes = given.get("use_maximum_batch_size") == "True" or given.get("micro_batch_size") == "auto"
+        probes = "True" in (given["use_maximum_batch_size"], given.get("adaptive_batching.grow_beyond_memory"))
+        probes = probes or given["micro_batch_size"] == "auto"
         return given["dtype"] == "bf16" and self.extra_mib is not None and not probes
 
 
