@@ -189,11 +189,10 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
 
 
 def _give_freed_memory_back() -> None:
-    """Have glibc return what is freed at once, as tests do with ``MALLOC_`` variables; a limit then holds what is used.
+    """Have glibc return what is freed at once, so that a limit of the process counts what is in use and little more.
 
-    By default it keeps freed memory and scatters what comes next, and a limit of the process counts that: after the
-    first allocation that fails, little fits any more. A step takes 1.5 times as long so (measured on small models), so
-    it is done only in a process that has a limit.
+    By default it keeps freed memory and scatters what comes next: after the first allocation that fails, little fits
+    any more. Steps of small models took 1.4 to 2 times as long so; it is done only in a process that has a limit.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -270,21 +269,29 @@ class AcceleratorMeter:
 
 
 class CpuMeter:
-    """This process's resident memory on Linux, under whichever limit is tightest: rlimit, cgroup or the machine's."""
+    """This process's memory on Linux, under whichever limit is tightest: rlimit, cgroup or the machine's.
+
+    What counts is resident memory; in a process with a limit on its data (``ulimit -d``), what that counts: private
+    writable mappings, touched or not.
+    """
 
     device = torch.device("cpu")
     device_name = "cpu"
     fails_safely = False
 
     def __init__(self) -> None:
+        self._counts_data = _data_limit() >= 0
         self._file_pages = 0
+        self._virtual_peak = 0
+        self._at_reset = 0
 
     @property
     def total_bytes(self) -> int:
         return min([_meminfo("MemTotal"), *(limit for limit, _ in _process_limits()), *_cgroup_limits("max")])
 
     def used_bytes(self) -> int:
-        return _status("RssAnon")  # without the pages of files, such as libraries, which the kernel can drop
+        # Without the pages of files, such as libraries, which the kernel can drop.
+        return _status("VmData") if self._counts_data else _status("RssAnon")
 
     def free_bytes(self) -> int:
         cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
@@ -295,9 +302,18 @@ class CpuMeter:
     def reset_peak(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS (Linux, proc_pid_clear_refs(5))
         self._file_pages = _status("VmRSS") - _status("RssAnon")
+        self._virtual_peak = _status("VmPeak")
+        self._at_reset = _status("VmData") - _status("RssAnon")
 
     def peak_bytes(self) -> int:
-        return _status("VmHWM") - self._file_pages
+        resident = _status("VmHWM") - self._file_pages
+        if not self._counts_data:
+            return resident
+        # The kernel keeps no peak of data, and none of the address space that could be set back. A new one of that
+        # tells how much more there was of both; where there is none, what was touched has to do.
+        virtual_peak = _status("VmPeak")
+        above = virtual_peak - _status("VmSize") if virtual_peak > self._virtual_peak else 0
+        return max(self._at_reset + resident, _status("VmData") + above)
 
     def peak_allocated_bytes(self) -> int:
         return self.peak_bytes()
@@ -348,12 +364,19 @@ def _meminfo(key: str) -> int:
     raise KeyError(f"/proc/meminfo has no {key}")
 
 
+def _data_limit() -> int:
+    """Bytes of data that this process may have; -1 for no limit."""
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
 def _process_limits() -> list[tuple[int, int]]:
     """(limit, used) in bytes of each resource limit set on this process's memory."""
     import resource
 
     limits = [
-        (resource.getrlimit(resource.RLIMIT_DATA)[0], _status("VmData")),
+        (_data_limit(), _status("VmData")),
         (resource.getrlimit(resource.RLIMIT_AS)[0], _status("VmSize")),
     ]
     return [(limit, used) for limit, used in limits if limit >= 0]  # -1: unlimited

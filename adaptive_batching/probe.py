@@ -187,8 +187,14 @@ def find_maximum_batch_size(
         ranks.all(False)
     if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
         limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
-        known = (curve, level) if curve is not None else (_trace(step), _unknown_to_trace(step, meter))
-        raise DoesNotFitError(_explain(step, meter, limit, measured, remedies, *known))
+        try:
+            known = (curve, level) if curve is not None else (_trace(step), _unknown_to_trace(step, meter))
+            message = _explain(step, meter, limit, measured, remedies, *known)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            message = f"a batch of one sample does not fit in {_size(limit)}, and there is too little to say what would"
+        raise DoesNotFitError(message)
 
     batch_size = sizes.found
     predicted = _calibrated(curve, sizes) if curve is not None else []
@@ -300,4 +306,6 @@ def _predict_remedy(remedy: Remedy) -> int | None:
 
 
 def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"

@@ -78,7 +78,10 @@ def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | 
         except Exception as error:  # whatever a foreign operation raises under fake tensors
             first_line = (str(error).strip().splitlines() or [""])[0]
             raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
-    return PeakMemoryCurve(logs[0], logs[1])
+    try:
+        return PeakMemoryCurve(logs[0], logs[1])
+    except (RuntimeError, MemoryError) as error:  # of the host
+        raise TraceError(f"no memory to trace in: {error}") from error
 
 
 def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> list[int]:

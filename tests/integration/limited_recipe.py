@@ -26,8 +26,8 @@ NUM_STEPS = 20
 def limited_probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], *args: Any) -> Any:
     """In place of the recipe's: sets the limit just before it."""
     CpuMeter().release()
-    state, before = snapshot(recipe), _status("RssAnon")
-    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + cfg.extra_mib * 2**20, -1))
+    state, before, data_before = snapshot(recipe), _status("RssAnon"), _status("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (data_before + cfg.extra_mib * 2**20, -1))
     result = probe(recipe, cfg, sample, *args)
     after = _status("RssAnon")
     states = [state for o in training_step(recipe, {}).optimizers for state in o.state.values()]
@@ -38,7 +38,7 @@ def limited_probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], *args: A
     for _ in range(NUM_STEPS):
         run(step.make_batch(result.batch_size))
     larger_fails = False
-    free = cfg.extra_mib * 2**20 - (result.budget_bytes - before)
+    free = cfg.extra_mib * 2**20 - (result.budget_bytes - data_before)
     try:
         run(step.make_batch(result.batch_size + 2 + int(free / bytes_per_sample(result))))
     except Exception as error:
