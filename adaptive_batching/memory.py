@@ -176,8 +176,7 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
                 f"device='cpu': peak memory can be measured on Linux only, not on {sys.platform}; "
                 f"set use_maximum_batch_size: False, or give adaptive_batching.max_batch_size to grow without a probe"
             )
-        if _process_limits():
-            _give_freed_memory_back()
+        keep_little_on_the_host()
         return CpuMeter()
     module = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("max_memory_reserved", "reset_peak_memory_stats", "empty_cache")):
@@ -188,12 +187,18 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
     return AcceleratorMeter(device)
 
 
-def _give_freed_memory_back() -> None:
-    """Have glibc return what is freed at once, so that a limit of the process counts what is in use and little more.
+def keep_little_on_the_host() -> None:
+    """In a process whose memory is limited, have libraries of the host give back what is freed, at the price of speed.
 
-    By default it keeps freed memory and scatters what comes next: after the first allocation that fails, little fits
-    any more. Steps of small models took 1.4 to 2 times as long so; it is done only in a process that has a limit.
+    glibc keeps freed memory and scatters what comes next: after the first allocation that fails, little fits any more.
+    Steps of small models took 1.4 to 2 times as long without that. oneDNN, which computes in bfloat16, keeps code and
+    memory for each shape that it has met, up to 1,024 times: a probe that tries sizes, and samples of many lengths,
+    fill any limit. It reads its setting when it is first used.
     """
+    if not _process_limits():
+        return
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, "1")
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in ((-3, 2**16), (-1, 2**16), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
@@ -372,7 +377,9 @@ def _data_limit() -> int:
 
 
 def _process_limits() -> list[tuple[int, int]]:
-    """(limit, used) in bytes of each resource limit set on this process's memory."""
+    """(limit, used) in bytes of each resource limit set on this process's memory; none where there is no such thing."""
+    if sys.platform != "linux":
+        return []
     import resource
 
     limits = [

@@ -73,7 +73,7 @@ class SizesRun:
         avoids_failures: What measurements and curve put above the budget is not run, not even to prove it: for a device
             where an allocation that fails can end the process.
         trusts_prediction: False where the device takes memory that no trace sees, as kernels do that convert their
-            inputs. The second size that runs is then at most :data:`MAX_EXTRAPOLATION` times the first.
+            inputs. The smallest size then runs first, and one at most :data:`MAX_EXTRAPOLATION` times as large second.
     """
 
     def __init__(
@@ -310,9 +310,10 @@ class _Curve:
 
     def within_reach(self, index: int) -> int:
         """``index``, or that of a smaller candidate where what one measurement says is not to be trusted so far."""
-        if self._sizes.trusts_prediction or self.num_points != 1:
+        measured = self._measured
+        if self._sizes.trusts_prediction or len(measured) != 1:
             return index
-        reach = bisect_right(self._sizes.candidates, MAX_EXTRAPOLATION * self._measured[-1][0]) - 1
+        reach = bisect_right(self._sizes.candidates, MAX_EXTRAPOLATION * measured[0][0]) - 1
         return min(max(reach, self._sizes.low + 1), index)
 
     def exceeds(self, index: int) -> bool:
@@ -337,7 +338,7 @@ class _Curve:
         another one, such as the optimizer's, and says nothing about the level of the one that matters.
         """
         candidates, predict = self._sizes.candidates, self._predict
-        if predict is None:
+        if predict is None or not self._sizes.trusts_prediction:
             return 0
         if predict(candidates[-1]) <= CERTAIN_FIT * self._budget:
             return len(candidates) - 1

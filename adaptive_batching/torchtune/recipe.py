@@ -18,7 +18,7 @@ from adaptive_batching.controller import Decision
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.fsdp import MicroBatchCollectives
 from adaptive_batching.increase import reads_noise_scale, resolve
-from adaptive_batching.memory import memory_meter
+from adaptive_batching.memory import keep_little_on_the_host, memory_meter
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune import compiling
@@ -77,6 +77,8 @@ class AdaptiveBatching:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.settings: AdaptiveBatchingConfig = read_settings(cfg)
+        if self.settings.enabled and cfg.device == "cpu":
+            keep_little_on_the_host()
         self._batch_dependent: str | None = _UNKNOWN
         self.increase_name, self.increase = "", None
         if self.settings.batch_increase_function is not None:

@@ -198,6 +198,8 @@ def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
     module = importlib.import_module(f"recipes.{case.kind}_finetune_single_device")
     sys.argv = ["run", "--config", str(config), *(f"{key}={value}" for key, value in settings.items())]
     watched = Watched(case)
+    if case.extra_mib is not None:  # as under ulimit, a process knows from the start that it has a limit
+        resource.setrlimit(resource.RLIMIT_DATA, (2**42, -1))
     try:
         with watched.watching():
             module.recipe_main()
