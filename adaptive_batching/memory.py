@@ -123,6 +123,9 @@ class MemoryMeter(Protocol):
     fails_safely: bool
     """False where an allocation that fails can end the process, as in libraries on the host."""
 
+    is_predictable: bool
+    """False where what is freed may be kept, so that a step takes more than it has in use."""
+
     @property
     def device_name(self) -> str: ...
 
@@ -209,6 +212,7 @@ class AcceleratorMeter:
     """CUDA, ROCm, XPU and other accelerators with a caching allocator that keeps statistics."""
 
     fails_safely = True
+    is_predictable = False
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.get_device_module(device)
@@ -285,6 +289,7 @@ class CpuMeter:
     fails_safely = False
 
     def __init__(self) -> None:
+        self.is_predictable = bool(_process_limits())  # see keep_little_on_the_host
         self._counts_data = _data_limit() >= 0
         self._file_pages = 0
         self._virtual_peak = 0

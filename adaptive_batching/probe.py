@@ -175,7 +175,7 @@ def find_maximum_batch_size(
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
                     avoids_failures=avoids,
-                    trusts_prediction=not avoids or _is_single_precision(step.model),
+                    trusts_prediction=not avoids or (meter.is_predictable and _is_single_precision(step.model)),
                 )  # fmt: skip
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
                 SEARCHES[config.search](sizes, predict)

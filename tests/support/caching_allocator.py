@@ -153,6 +153,7 @@ class Device:
     """Instead of the allocator's rules: bytes reserved for each byte allocated."""
 
     fails_safely: bool = True
+    is_predictable: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_name: str = "a model"
 
