@@ -100,22 +100,20 @@ class Recovery:
             self._limit.keep()
             # Where that goes on step after step, forwards become smaller.
             self._retried_in_step = True
-            self._tokens_to_lower = max(self._tokens_to_lower, tokens)
+            can_be_cut = failed is not None and len(failed.samples) > 1
+            self._tokens_to_lower = max(self._tokens_to_lower, tokens if can_be_cut else 0)
             how = "as they were"
         else:
             self._limit.shrink(tokens, fitted_before=ran_before)
             self._recovered_in_step = True
             how = f"with at most {self._limit.max_tokens} {self._unit} in a forward"
+            if in_backward(self._recipe):
+                how += f", which holds {size_of_gradients(self._recipe)} of gradients until the last of them"
         where = "on another rank" if failed is None else f"with {_describe(failed)}"
         log.warning(
             "out of memory %s; running the step's samples again %s (recovery number %d)",
             where, how, self._limit.num_recoveries,
         )  # fmt: skip
-        if in_backward(self._recipe):
-            log.warning(
-                "with optimizer_in_bwd=True, a step in parts holds all gradients until its last one: %s",
-                size_of_gradients(self._recipe),
-            )
         set_random_state(self._random_state, self._recipe._device)
 
     def step_done(self) -> None:
