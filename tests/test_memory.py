@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +13,11 @@ import torch
 from adaptive_batching.memory import (
     AcceleratorMeter,
     CpuMeter,
+    _status,
     allocator_advice,
     forget_frames,
     is_out_of_memory,
+    keep_little_on_the_host,
     memory_meter,
     release_cached_memory,
 )
@@ -238,3 +243,43 @@ def test_a_setting_of_the_allocator_is_advised_where_it_is_not_made_and_is_part_
     monkeypatch.setattr(torch, "get_device_module", lambda device: Allocator(enforces=True))
     settings = AcceleratorMeter(torch.device("cuda")).allocator_settings()
     assert settings == ({} if variable is None else {variable: value})
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """A limit on this process's data, far away."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**44, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_in_a_process_with_a_limit_what_that_counts_is_measured(limited: None) -> None:
+    """Memory that nothing has touched, too; at its peak, and not only in the end."""
+    meter = CpuMeter()
+    meter.reset_peak()
+    before = meter.used_bytes()
+    above = _status("VmPeak") - _status("VmSize") + 300 * MIB
+    untouched = torch.empty(above, dtype=torch.uint8)
+    assert meter.used_bytes() - before >= above
+    del untouched
+    assert meter.used_bytes() - before < 100 * MIB
+    assert above <= meter.peak_bytes() - before < above + 100 * MIB
+    meter.reset_peak()
+    touched = torch.ones(100 * MIB, dtype=torch.uint8)
+    del touched
+    assert 90 * MIB < meter.peak_bytes() - before < 200 * MIB, "no new peak of the address space"
+
+
+def test_libraries_are_told_to_keep_little_where_the_process_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=lambda *given: told.append(given)))
+    told: list[tuple[int, int]] = []
+    keep_little_on_the_host()
+    assert not told and "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in os.environ
+    request.getfixturevalue("limited")
+    keep_little_on_the_host()
+    assert told and os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1"
+    assert CpuMeter().is_predictable
