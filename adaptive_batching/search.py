@@ -326,7 +326,7 @@ class _Curve:
     def within_reach(self, index: int) -> int:
         """``index``, or that of half the size where it rests on one measurement that is not to be trusted so far."""
         sizes = self._sizes
-        if sizes.trusts_prediction or len(self._measured) > 1:
+        if sizes.trusts_prediction or self._predict is None or len(self._measured) > 1:
             return index
         half = bisect_right(sizes.candidates, sizes.candidates[index] / 2) - 1
         return min(max(half, sizes.low + 1), index)
