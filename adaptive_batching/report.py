@@ -98,14 +98,15 @@ class Report:
             if self.path.exists():
                 self.path.open("a").close()
             room = self.directory / ".room"
-            with room.open("wb") as file:
-                file.write(bytes(_BYTES_NEEDED))
-            room.unlink()
+            try:
+                room.write_bytes(bytes(_BYTES_NEEDED))
+            finally:
+                room.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"adaptive_batching.report_dir={str(self.directory)!r} cannot be written ({error.strerror}); set it to "
                 f"a folder that can"
-            ) from error
+            ) from None
 
     def maximum(self, batch_size: int, reason: str) -> None:
         """Record a maximum that needed no probe."""

@@ -312,7 +312,7 @@ class _Aside:
             raise ConfigError(
                 f"the probe cannot put weights and optimizer states aside in {self._folder} ({error}); set the "
                 f"environment variable TMPDIR to a folder on a larger disk"
-            ) from error
+            ) from None
 
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
