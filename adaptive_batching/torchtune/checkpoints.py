@@ -65,7 +65,7 @@ def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
             raise CheckpointError(
                 f"the checkpoint of epoch {epoch} cannot be written: the disk of output_dir={str(output_dir)!r} is "
                 f"full, with {free:,.0f} MiB free without what had been written. {_what_stands(output_dir, state)}"
-            ) from failure
+            ) from None
 
 
 def _says_that_disk_is_full(error: BaseException) -> bool:
