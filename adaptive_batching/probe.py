@@ -166,7 +166,9 @@ def find_maximum_batch_size(
         with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
             if ranks.all(True):  # each rank says so, here or below
                 steps = _Measuring(trial, config, meter, ranks)
-                avoids = not meter.fails_safely
+                # Ranks search alike, though a limit of one of them makes only that one predictable.
+                avoids = ranks.any(not meter.fails_safely)
+                trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
                 curve = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
                 # One curve for all: shards are uneven, and ranks would go on to run different sizes.
                 curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
@@ -175,7 +177,7 @@ def find_maximum_batch_size(
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
                     avoids_failures=avoids,
-                    trusts_prediction=not avoids or (meter.is_predictable and _is_single_precision(step.model)),
+                    trusts_prediction=trusts,
                 )  # fmt: skip
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
                 SEARCHES[config.search](sizes, predict)
