@@ -169,7 +169,15 @@ def find_maximum_batch_size(
                 # Ranks search alike, though a limit of one of them makes only that one predictable.
                 avoids = ranks.any(not meter.fails_safely)
                 trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
-                curve = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
+                starved: Exception | None = None
+                try:
+                    curve = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    starved = error
+                if ranks.any(starved is not None):  # a real step takes more than its trace
+                    raise starved or MemoryError("on another rank")
                 # One curve for all: shards are uneven, and ranks would go on to run different sizes.
                 curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
                 if curve is not None:
