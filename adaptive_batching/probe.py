@@ -177,6 +177,7 @@ def find_maximum_batch_size(
                         raise
                     starved = error
                 if ranks.any(starved is not None):  # a real step takes more than its trace
+                    curve = None
                     raise starved or MemoryError("on another rank")
                 # One curve for all: shards are uneven, and ranks would go on to run different sizes.
                 curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None

@@ -356,7 +356,7 @@ class _Curve:
         if predict is None:
             return 0
         if predict(candidates[-1]) <= CERTAIN_FIT * self._budget:
-            return len(candidates) - 1
+            return self.within_reach(len(candidates) - 1)
         expected = max(self.largest_that_fits(), 0)
         maximum = candidates[expected]
 

@@ -80,6 +80,8 @@ def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | 
             raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
     try:
         return PeakMemoryCurve(logs[0], logs[1])
+    except TraceError:
+        raise
     except (RuntimeError, MemoryError) as error:  # of the host
         raise TraceError(f"no memory to trace in: {error}") from error
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,38 +35,53 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
-    """Inside, stock saves the checkpoint of ``epoch``.
+    """Inside, stock saves the checkpoint of ``epoch``: weights first, then the recipe's state over the last one.
 
-    Stock writes a new state of the recipe over the last one. That is put aside meanwhile, where there is room for both,
-    so that weights and state of the last checkpoint belong together whatever happens.
+    That is put aside meanwhile, where there is room for both, so that weights and state of the last checkpoint belong
+    together whatever happens; after a kill :func:`restore_state` puts it back.
 
     Raises:
         CheckpointError: If the disk is full; what was written of this checkpoint is gone then.
     """
-    folder = output_dir / f"epoch_{epoch}"
-    state = output_dir / RECIPE_STATE_DIRNAME / "recipe_state.pt"
-    aside = state.with_suffix(".before")
+    folder, last = output_dir / f"epoch_{epoch}", output_dir / f"epoch_{epoch - 1}"
+    state = _state_in(output_dir)
     is_new = not folder.exists()
-    if state.is_file() and shutil.disk_usage(output_dir).free > 2 * state.stat().st_size:
-        state.replace(aside)
-    failure: Exception | None = None
+    if state.is_file():
+        needed = 2 * state.stat().st_size + sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+        if shutil.disk_usage(output_dir).free > needed:
+            state.replace(_aside(state))
     try:
         yield
     except Exception as error:
-        failure = error
-        raise
-    finally:
-        if failure is not None and is_new:  # half a checkpoint would be taken for the last one on resume
+        if not _says_that_disk_is_full(error):
+            raise
+        if is_new:  # half a checkpoint would be taken for the last one on resume
             shutil.rmtree(folder, ignore_errors=True)
-        if aside.exists() and (failure is not None or not state.exists()):
-            aside.replace(state)
-        aside.unlink(missing_ok=True)
-        if failure is not None and _says_that_disk_is_full(failure):
-            free = shutil.disk_usage(output_dir).free / 2**20
-            raise CheckpointError(
-                f"the checkpoint of epoch {epoch} cannot be written: the disk of output_dir={str(output_dir)!r} is "
-                f"full, with {free:,.0f} MiB free without what had been written. {_what_stands(output_dir, state)}"
-            ) from None
+        restore_state(output_dir)
+        free = shutil.disk_usage(output_dir).free / 2**20
+        raise CheckpointError(
+            f"the checkpoint of epoch {epoch} cannot be written: the disk of output_dir={str(output_dir)!r} is full, "
+            f"with {free:,.0f} MiB free without what had been written. {_what_stands(output_dir, state)}"
+        ) from None
+    finally:
+        restore_state(output_dir)
+
+
+def restore_state(output_dir: Path) -> None:
+    """Put the state that was put aside back, unless a new one is complete, as the last epoch writes none."""
+    state = _state_in(output_dir)
+    if _aside(state).exists() and not (state.is_file() and zipfile.is_zipfile(state)):
+        _aside(state).replace(state)
+    _aside(state).unlink(missing_ok=True)
+
+
+def _state_in(output_dir: Path) -> Path:
+    state: Path = output_dir / RECIPE_STATE_DIRNAME / "recipe_state.pt"
+    return state
+
+
+def _aside(state: Path) -> Path:
+    return state.with_suffix(".before")
 
 
 def _says_that_disk_is_full(error: BaseException) -> bool:
@@ -80,6 +96,8 @@ def _says_that_disk_is_full(error: BaseException) -> bool:
 
 
 def _what_stands(output_dir: Path, state: Path) -> str:
+    if any(output_dir.glob("dist_epoch_*")):
+        return "What the asynchronous checkpoints in it hold stands"
     try:
         epoch = torch.load(state, mmap=True, weights_only=True, map_location="cpu")[training.EPOCHS_KEY] - 1
     except (OSError, RuntimeError, KeyError, EOFError, ValueError):

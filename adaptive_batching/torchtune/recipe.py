@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 from tqdm import tqdm
@@ -22,7 +23,7 @@ from adaptive_batching.memory import keep_little_on_the_host, memory_meter
 from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
 from adaptive_batching.report import Report
 from adaptive_batching.torchtune import compiling
-from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full
+from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full, restore_state
 from adaptive_batching.torchtune.data import (
     STATE_KEY,
     Sample,
@@ -120,6 +121,11 @@ class AdaptiveBatching:
         if self.settings.enabled:  # first, as a folder that cannot be written would show only after minutes
             directory, resume = report_dir(cfg, self.settings), bool(cfg.resume_from_checkpoint)
             self.report = Report(directory, resume=resume, writes=self.ranks.is_first)
+        if cfg.resume_from_checkpoint:
+            if self.ranks.is_first:
+                restore_state(self._checkpoints)
+            if self.ranks.size > 1:
+                dist.barrier()
         super().setup(cfg=cfg)  # type: ignore[misc]
         self.reference_steps_per_epoch = self._steps_per_epoch
         if self.ranks.size > 1:

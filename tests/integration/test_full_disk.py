@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
+from adaptive_batching.torchtune import checkpoints
 from tests.conftest import TuneRun, assert_same_weights
 
 GROW = [
@@ -59,6 +60,57 @@ def test_the_last_checkpoint_stands_and_training_goes_on_from_it(
     resumed = tune_run("full", *fields, *ON_RESUME)
     assert_same_weights(resumed.weights(2), whole.weights(2))
     assert [path.name for path in (tmp_path / "out" / "recipe_state").iterdir()] == ["recipe_state.pt"]
+
+
+@pytest.mark.parametrize("when", ["before the state", "within the state"])
+def test_a_run_that_was_killed_while_saving_goes_on_from_the_last_checkpoint(
+    when: str, tune_run: TuneRun, tmp_path: Path
+) -> None:
+    whole = tune_run("full", "epochs=3", name="whole")
+
+    def killed(values: Any, path: Any, **options: Any) -> None:
+        Path(path).write_bytes(bytes(1000))
+        raise KeyboardInterrupt
+
+    def second(function: Any) -> Any:
+        calls = 0
+
+        def save(*args: Any, **options: Any) -> None:
+            nonlocal calls
+            calls += 1
+            (function if calls < 2 else killed)(*args, **options)
+
+        return save
+
+    target, name = (_checkpointer, "save_file") if when == "before the state" else (torch, "save")
+    with (
+        mock.patch.object(target, name, second(getattr(target, name))),
+        mock.patch.object(checkpoints, "restore_state"),  # as a kill leaves no time for it
+        pytest.raises(KeyboardInterrupt),
+    ):
+        tune_run("full", "epochs=3")
+    assert (tmp_path / "out" / "recipe_state" / "recipe_state.before").exists()
+    resumed = tune_run("full", "epochs=3", *ON_RESUME)
+    assert_same_weights(resumed.weights(2), whole.weights(2))
+
+
+def test_another_error_after_a_complete_checkpoint_leaves_it(
+    tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another rank has died when all ranks meet after saving."""
+    save = _checkpointer.FullModelHFCheckpointer.save_checkpoint
+
+    def fails_after(self: Any, state: Any, epoch: int, **options: Any) -> None:
+        save(self, state, epoch=epoch, **options)
+        if epoch == 1:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(_checkpointer.FullModelHFCheckpointer, "save_checkpoint", fails_after)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        tune_run("full", "epochs=3")
+    assert list((tmp_path / "out" / "epoch_1").glob("model-*"))
+    state = torch.load(tmp_path / "out" / "recipe_state" / "recipe_state.pt", weights_only=True)
+    assert state["epochs_run"] == 2, "that of the new checkpoint"
 
 
 def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) -> None:
