@@ -142,7 +142,8 @@ class MicroBatchCollectives:
         """Its backward has ended."""
         if self._sequence is None:
             self._sequence = list(self._issued)
-            self._room = _Room(self._sequence)
+            if self._sequence:  # else there is one rank, which has no one to tell
+                self._room = _Room(self._sequence)
         elif self._sequence != self._issued and not self._varies:
             self._varies = True
             log.warning(
@@ -179,7 +180,9 @@ class MicroBatchCollectives:
             torch.OutOfMemoryError: If an accelerator has no room for it, as where another process has taken what this
                 one had.
         """
-        assert self._sequence is not None and self._room is not None and self.can_drain, "what is left is not known"
+        assert self._sequence is not None and self.can_drain, "what is left of it is not known"
+        if self._room is None:
+            return
         buffers = self._room.take()
         for collective in [*self._sequence[len(self._issued) :], *self._sequence * num_micro_batches]:
             collective.issue(*buffers)
