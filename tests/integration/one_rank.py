@@ -22,7 +22,7 @@ from torchtune.models.llama2 import llama2
 
 from adaptive_batching.distributed import Ranks
 from adaptive_batching.execution import run_micro_batches
-from adaptive_batching.fsdp import MicroBatchCollectives, _Collective
+from adaptive_batching.fsdp import MicroBatchCollectives, _Collective, _Room
 from adaptive_batching.memory import release_cached_memory
 
 SIZES = dict(vocab_size=512, num_layers=4, num_heads=8, num_kv_heads=8, embed_dim=256, max_seq_len=128)
@@ -102,8 +102,15 @@ def main() -> None:
             worst = max(float((a - b).abs().max()) for a, b in zip(weights, undisturbed, strict=True))
             differences[f"{where.__name__}, layer {layer}, micro-batch {call}"] = worst
     whole, part = torch.ones(8, device=device), torch.ones(8, device=device)
-    _Collective.of(whole, part, dist.group.WORLD).issue()
-    _Collective.of(part, whole, dist.group.WORLD, dist.ReduceOp.SUM).issue()
+    group = dist.group.WORLD
+    collectives = [
+        _Collective.of(whole, part, group),
+        _Collective.of(part, whole, group, dist.ReduceOp.SUM),
+    ]
+    room = _Room(collectives)
+    for collective in collectives:
+        collective.issue(*room.take())
+    room.restore()
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()
