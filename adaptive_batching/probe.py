@@ -256,7 +256,7 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]
 
 
 def _unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
-    """Bytes in use beside what a trace knows: libraries on the cpu, nothing on an accelerator."""
+    """Return the bytes in use that a trace does not see: libraries on the cpu, nothing on an accelerator."""
     states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
     known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
     return meter.used_bytes() - sum(tensor.nbytes for tensor in known)

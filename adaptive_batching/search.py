@@ -332,7 +332,7 @@ class _Curve:
         return min(max(half, sizes.low + 1), index)
 
     def exceeds(self, index: int) -> bool:
-        """Whether a candidate is predicted not to fit."""
+        """True if a candidate is predicted not to fit."""
         return self._predict is not None and self._peak(index, self._measured) > self._budget
 
     def surely_exceeds(self, index: int) -> bool:

@@ -1,4 +1,4 @@
-"""What stock's checkpoints lack: a last one that stands when the disk is full, and asynchronous ones to resume from."""
+"""Complete stock's checkpoints: keep the last one when the disk is full, and make asynchronous ones resumable."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class AsyncCheckpoint:
         self._prefix = Path(checkpointer._output_dir, checkpointer._checkpoint_dir_prefix)
 
     def save(self, epoch: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Keep beside the checkpoint of ``epoch`` what stock does not read back from it."""
+        """Store next to the checkpoint of ``epoch`` what stock does not read back from it."""
         if dist.get_rank() == 0:
             path = self._file(epoch)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ _NOT_OF_MEMORY = frozenset(
         "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
     }
 )  # fmt: skip
-# Bytes of the host that a recipe takes beside its steps: samples, the record, the progress bar, metrics.
+# Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
 # From how many times the tokens on a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1

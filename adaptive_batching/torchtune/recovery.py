@@ -218,7 +218,7 @@ class Recovery:
             )
         held = ""
         if in_backward(self._recipe) and self._limit.max_tokens is not None:
-            held = f" beside {size_of_gradients(self._recipe)} of gradients, which a batch in parts has to hold"
+            held = f" on top of {size_of_gradients(self._recipe)} of gradients, which a batch in parts has to hold"
         sample = micro_batch.samples[0]
         tokens = sample["tokens"]
         start = [int(token) for token in tokens[:12]]

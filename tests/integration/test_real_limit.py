@@ -54,6 +54,7 @@ def test_the_answer_trains_and_a_larger_size_runs_out_of_memory(case: str, input
     above = next(peak for size, peak in outcome["predicted"] if size > outcome["batch_size"])
     assert above > outcome["budget_bytes"], "a sample more does not fit beside the headroom"
     assert [m["peak_bytes"] for m in outcome["measurements"] if m["peak_bytes"] is None] == [], "nothing ran out"
+    assert len(outcome["measurements"]) <= 4, "sizes"
     # Three as a rule: one that calibrates, and the answer twice. Equal steps differ by half a megabyte, so that its
     # second one may go over, and a sample less is run twice.
     assert sum(m["steps"] for m in outcome["measurements"]) <= 6

@@ -327,7 +327,6 @@ LAUNCHES = {
     "recipes": runs,
     "short_samples": runs_of_short_samples,
     "failing_collectives": runs_of_failing_collectives,
-    "free": lambda run: run("full", "fixed", *SGD, *FEW, "batch_size=64"),
     **{f"limit_{extra}": partial(runs_under_a_real_limit, extra_mib=extra) for extra in REAL_LIMITS},
 }
 
