@@ -194,9 +194,9 @@ def keep_little_on_the_host() -> None:
     """In a process whose memory is limited, have libraries of the host give back what is freed, at the price of speed.
 
     glibc keeps freed memory and scatters what comes next: after the first allocation that fails, little fits any more.
-    Giving it back made steps of small models take 1.4 to 2 times as long. oneDNN, which computes in bfloat16, keeps code and
-    memory for each shape that it has met, up to 1,024 times: a probe that tries sizes, and samples of many lengths,
-    fill any limit. It reads its setting when it is first used.
+    Giving it back made steps of small models take 1.4 to 2 times as long. oneDNN, which computes in bfloat16, keeps
+    code and memory for each shape that it has met, up to 1,024 times: a probe that tries sizes, and samples of many
+    lengths, fill any limit. It reads its setting when it is first used.
     """
     if not _process_limits():
         return
