@@ -4,13 +4,13 @@ Nothing here needs torchtune; :mod:`adaptive_batching.torchtune` is what its rec
 """
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
-from adaptive_batching.controller import BatchController
-from adaptive_batching.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching.growth.controller import BatchController
+from adaptive_batching.growth.course import Course, RunShape
+from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory, memory_meter
-from adaptive_batching.plan import Course, RunShape
-from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
-from adaptive_batching.result import ProbeResult
-from adaptive_batching.trial import TrainingStep
+from adaptive_batching.probe.find import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.probe.result import ProbeResult
+from adaptive_batching.probe.trial import TrainingStep
 
 __version__ = "0.1.0"
 

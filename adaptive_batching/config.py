@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching.search import SEARCHES
+from adaptive_batching.probe.search import SEARCHES
 
 _BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -80,7 +80,7 @@ class AdaptiveBatchingConfig:
     its gradient."""
 
     search: str = "predict"
-    """How the probe looks for the maximum; a key of :data:`adaptive_batching.search.SEARCHES`."""
+    """How the probe looks for the maximum; a key of :data:`adaptive_batching.probe.search.SEARCHES`."""
 
     round_to_power_of_two: bool = True
     """Round the maximum down to a power of two. False keeps the exact one."""

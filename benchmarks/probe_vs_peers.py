@@ -45,8 +45,8 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import is_out_of_memory, memory_meter
-from adaptive_batching.probe import find_maximum_batch_size
-from adaptive_batching.trial import TrainingStep
+from adaptive_batching.probe.find import find_maximum_batch_size
+from adaptive_batching.probe.trial import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate")
 OURS, TRUTH = "adaptive_batching predict", "truth"

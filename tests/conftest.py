@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from adaptive_batching.report import Report
+from adaptive_batching.report.record import Report
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = dict(

@@ -9,20 +9,40 @@ import pytest
 
 from tests.conftest import ROOT
 
-CORE = sorted((ROOT / "adaptive_batching").glob("*.py"))
-PURE = {
-    "config",
-    "controller",
-    "growth",
-    "increase",
-    "microbatch",
-    "noise_scale",
-    "plan",
-    "report",
-    "result",
-    "search",
-    "throughput",
+PACKAGE = ROOT / "adaptive_batching"
+CORE = sorted(path for path in PACKAGE.glob("**/*.py") if "torchtune" not in path.parts)
+# Folders and modules of the core that each of them may import, besides itself.
+MAY_IMPORT = {
+    "config": {"probe"},  # the names of the searches
+    "memory": {"host_memory"},
+    "host_memory": set(),
+    "random_state": set(),
+    "ranks": {"host_memory", "memory"},
+    "growth": {"config"},
+    "micro_batches": {"memory", "random_state", "ranks"},
+    "probe": {"config", "host_memory", "memory", "random_state", "ranks"},
+    "report": {"config", "growth", "micro_batches", "probe"},
 }
+PURE = [
+    "config",
+    "growth/controller",
+    "growth/course",
+    "growth/increase",
+    "growth/noise_scale",
+    "growth/schedules",
+    "micro_batches/cut",
+    "micro_batches/fastest",
+    "micro_batches/forward_cost",
+    "micro_batches/limits",
+    "probe/result",
+    "probe/search",
+    "probe/sizes",
+    "report/record",
+]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix()
 
 
 def imported(path: Path) -> set[str]:
@@ -36,21 +56,31 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
+def ours(path: Path) -> set[str]:
+    """Modules of the package that ``path`` imports, as paths within it."""
+    return {n.removeprefix("adaptive_batching.").replace(".", "/") for n in imported(path) if "adaptive_batching." in n}
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_the_core_never_imports_torchtune_or_omegaconf(path: Path) -> None:
     found = {name.split(".")[0] for name in imported(path)}
     assert not found & {"torchtune", "omegaconf", "recipes"}
     if path.stem != "plots":
         assert "matplotlib" not in found
-    assert not any(name.startswith("adaptive_batching.torchtune") for name in imported(path))
+    assert not any(name.startswith("torchtune") for name in ours(path))
 
 
-@pytest.mark.parametrize("name", sorted(PURE))
+@pytest.mark.parametrize("path", [path for path in CORE if path.stem != "__init__"], ids=name_of)
+def test_rooms_of_the_core_import_in_one_direction(path: Path) -> None:
+    room = name_of(path).split("/")[0]
+    assert {name.split("/")[0] for name in ours(path)} <= MAY_IMPORT[room] | {room}
+
+
+@pytest.mark.parametrize("name", PURE)
 def test_what_decides_imports_no_torch(name: str) -> None:
-    names = imported(ROOT / "adaptive_batching" / f"{name}.py")
-    assert not any(n.split(".")[0] == "torch" for n in names)
-    ours = {n.split(".")[1] for n in names if n.startswith("adaptive_batching.")}
-    assert ours <= PURE | {"plots"}
+    path = PACKAGE / f"{name}.py"
+    assert not any(n.split(".")[0] == "torch" for n in imported(path))
+    assert ours(path) <= {*PURE, "report/plots"}
 
 
 def test_importing_the_package_does_not_import_torchtune() -> None:

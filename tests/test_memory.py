@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from adaptive_batching.host_memory import CpuMeter, _status, keep_little_on_the_host
 from adaptive_batching.memory import (
     AcceleratorMeter,
-    CpuMeter,
-    _status,
     allocator_advice,
     forget_frames,
     is_out_of_memory,
-    keep_little_on_the_host,
     memory_meter,
     release_cached_memory,
 )

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -210,21 +209,6 @@ def stretch(sample: Sample, length: int) -> Sample:
 def repeat(sample: Sample, count: int) -> list[Sample]:
     """``count`` copies, so that a collate function that changes its input does no harm."""
     return [copy.copy(sample) for _ in range(count)]
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch's random numbers on the cpu and on ``device``, as a checkpoint can hold it."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        state[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """The inverse of :func:`random_state`; a state of another kind of device is skipped."""
-    torch.set_rng_state(state["cpu"])
-    if device.type != "cpu" and device.type in state:
-        torch.get_device_module(device).set_rng_state(state[device.type], device)
 
 
 def _longest(dataset: Any) -> Sample:

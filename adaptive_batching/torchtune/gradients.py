@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torchtune import training, utils
 from torchtune.training import OffloadActivations
 
-from adaptive_batching.execution import Outcome, run_micro_batches
-from adaptive_batching.fsdp import is_sharded
 from adaptive_batching.memory import num_allocation_retries, release_cached_memory
+from adaptive_batching.micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching.ranks.fsdp import is_sharded
 from adaptive_batching.torchtune.compiling import compiles_each_size
-from adaptive_batching.torchtune.micro_batches import MicroBatch
+from adaptive_batching.torchtune.cutting import MicroBatch
 
 _PINS_MEMORY = ("cuda", "xpu")
 

@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 from torchtune import config
 
 from adaptive_batching.config import ConfigError
-from adaptive_batching.distributed import GroupError
-from adaptive_batching.execution import CannotRecoverError
-from adaptive_batching.increase import IncreaseFunctionError
+from adaptive_batching.growth.increase import IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.probe import DoesNotFitError
+from adaptive_batching.micro_batches.run import CannotRecoverError
+from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from torchtune import training
 from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
+from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import (
     apply_gradients,
@@ -21,9 +22,8 @@ from adaptive_batching.torchtune.gradients import (
     lr_holder,
     sum_over_ranks,
 )
-from adaptive_batching.torchtune.growth import Growth
-from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
-from adaptive_batching.torchtune.noise import NoiseMeter
+from adaptive_batching.torchtune.growing import Growth
+from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.recovery import Recovery
 
 log = logging.getLogger(__name__)

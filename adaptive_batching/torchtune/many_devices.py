@@ -12,16 +12,16 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from adaptive_batching.config import ConfigError
-from adaptive_batching.distributed import GroupError
-from adaptive_batching.fsdp import MicroBatchCollectives, can_drain, is_sharded
 from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.microbatch import length_in_chunks
-from adaptive_batching.probe import DoesNotFitError
+from adaptive_batching.micro_batches.cut import length_in_chunks
+from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.random_state import unchanged_random_state
+from adaptive_batching.ranks.agree import GroupError
+from adaptive_batching.ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
 from adaptive_batching.torchtune.data import is_packed
 from adaptive_batching.torchtune.gradients import forward_backward, gathered_chunks, in_backward
 from adaptive_batching.torchtune.recovery import remedy
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
-from adaptive_batching.trial import unchanged_random_state
 
 log = logging.getLogger(__name__)
 

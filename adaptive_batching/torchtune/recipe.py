@@ -15,32 +15,28 @@ from torchtune import training
 from tqdm import tqdm
 
 from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
-from adaptive_batching.controller import Decision
-from adaptive_batching.distributed import Ranks
-from adaptive_batching.fsdp import MicroBatchCollectives
-from adaptive_batching.increase import reads_noise_scale, resolve
-from adaptive_batching.memory import keep_little_on_the_host, memory_meter
-from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit, length_in_chunks
-from adaptive_batching.report import Report
+from adaptive_batching.growth.controller import Decision
+from adaptive_batching.growth.increase import reads_noise_scale, resolve
+from adaptive_batching.host_memory import keep_little_on_the_host
+from adaptive_batching.memory import memory_meter
+from adaptive_batching.micro_batches.cut import Capacity, length_in_chunks
+from adaptive_batching.micro_batches.forward_cost import ForwardCost
+from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching.random_state import random_state, set_random_state
+from adaptive_batching.ranks.agree import Ranks
+from adaptive_batching.ranks.fsdp import MicroBatchCollectives
+from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune import compiling
 from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full, restore_state
-from adaptive_batching.torchtune.data import (
-    STATE_KEY,
-    Sample,
-    SampleLoader,
-    check_data_fills_a_step,
-    pad_to,
-    random_state,
-    set_random_state,
-)
-from adaptive_batching.torchtune.explore import settle_micro_batch_size
+from adaptive_batching.torchtune.data import STATE_KEY, Sample, SampleLoader, check_data_fills_a_step, pad_to
+from adaptive_batching.torchtune.exploring import settle_micro_batch_size
 from adaptive_batching.torchtune.gradients import gathered_chunks, optimizers_of
-from adaptive_batching.torchtune.growth import Growth, make_controller, make_growth
+from adaptive_batching.torchtune.growing import Growth, make_controller, make_growth
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.learning_rate import scheduled_rates, set_rate
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
-from adaptive_batching.torchtune.noise import check_that_noise_can_be_measured
+from adaptive_batching.torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.step import batch_dependent_module
 from adaptive_batching.torchtune.stock import replaced_in_torchtune

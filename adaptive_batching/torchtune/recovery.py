@@ -7,13 +7,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from adaptive_batching.execution import Outcome
 from adaptive_batching.memory import allocator_advice, is_out_of_memory
-from adaptive_batching.microbatch import TokenLimit
-from adaptive_batching.probe import DoesNotFitError
-from adaptive_batching.torchtune.data import index_of, is_multimodal, random_state, set_random_state
+from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching.micro_batches.run import Outcome
+from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.random_state import random_state, set_random_state
+from adaptive_batching.torchtune.cutting import MicroBatch
+from adaptive_batching.torchtune.data import index_of, is_multimodal
 from adaptive_batching.torchtune.gradients import in_backward
-from adaptive_batching.torchtune.micro_batches import MicroBatch
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
 from torchtune import config, modules, training
 
-from adaptive_batching.batch_dependence import find_batch_dependent_module
-from adaptive_batching.distributed import Ranks
-from adaptive_batching.execution import run_micro_batches
-from adaptive_batching.probe import Remedy
+from adaptive_batching.micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching.micro_batches.run import run_micro_batches
+from adaptive_batching.probe.find import Remedy
+from adaptive_batching.probe.trace import TRACED_SIZES
+from adaptive_batching.probe.trial import Run, TrainingStep
+from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import compiling
 from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
 from adaptive_batching.torchtune.gradients import (
@@ -31,8 +33,6 @@ from adaptive_batching.torchtune.gradients import (
 )
 from adaptive_batching.torchtune.gradients import discard as drop_step
 from adaptive_batching.torchtune.in_backward import Gate
-from adaptive_batching.trace import TRACED_SIZES
-from adaptive_batching.trial import Run, TrainingStep
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
 

@@ -12,10 +12,11 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 
-import adaptive_batching.torchtune.maximum
-from adaptive_batching.memory import CpuMeter, _status, is_out_of_memory
-from adaptive_batching.result import ProbeResult
-from adaptive_batching.torchtune.maximum import probe
+import adaptive_batching.torchtune.probing
+from adaptive_batching.host_memory import CpuMeter, _status
+from adaptive_batching.memory import is_out_of_memory
+from adaptive_batching.probe.result import ProbeResult
+from adaptive_batching.torchtune.probing import probe
 from adaptive_batching.torchtune.step import training_step
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
@@ -70,7 +71,7 @@ def snapshot(recipe: Any) -> list[torch.Tensor]:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    adaptive_batching.torchtune.maximum.probe = limited_probe
+    adaptive_batching.torchtune.probing.probe = limited_probe
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torchtune import config
 
 from adaptive_batching.config import MemoryAmount
-from adaptive_batching.memory import CpuMeter, _status
+from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.torchtune import run_recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 

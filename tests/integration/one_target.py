@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from adaptive_batching.noise_scale import NoiseEstimate
+from adaptive_batching.growth.noise_scale import NoiseEstimate
 from adaptive_batching.torchtune.gradients import forward_backward
 
 # Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.

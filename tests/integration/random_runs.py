@@ -30,8 +30,8 @@ from unittest import mock
 from torch import nn
 from torchtune.models.llama2 import llama2, lora_llama2
 
-from adaptive_batching.memory import CpuMeter, _status
-from adaptive_batching.report import Report, read_events
+from adaptive_batching.host_memory import CpuMeter, _status
+from adaptive_batching.report.record import Report, read_events
 from adaptive_batching.torchtune import recipe as recipe_module
 from adaptive_batching.torchtune.data import index_of
 from adaptive_batching.torchtune.loop import TrainingLoop

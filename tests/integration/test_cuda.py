@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching.fsdp import can_drain
 from adaptive_batching.memory import memory_meter
-from adaptive_batching.trial import TrainingStep, Trial
+from adaptive_batching.probe.trial import TrainingStep, Trial
+from adaptive_batching.ranks.fsdp import can_drain
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
 from tests.integration.test_growth import SGD

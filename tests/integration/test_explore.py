@@ -8,7 +8,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from adaptive_batching.torchtune.explore import candidate_sizes
+from adaptive_batching.torchtune.exploring import sizes_to_time
 from tests.conftest import TuneRun, assert_same_weights
 from tests.integration.test_growth import FUNCTION
 from tests.integration.test_probe import events
@@ -17,10 +17,10 @@ EXPLORE = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
 
 
 def test_candidates_divide_the_batch_and_are_not_close_to_each_other() -> None:
-    assert candidate_sizes(64, 64) == [1, 2, 4, 8, 16, 32, 64]
-    assert candidate_sizes(64, 20) == [1, 2, 4, 8, 16]
-    assert candidate_sizes(60, 60) == [1, 2, 4, 6, 12, 20, 30, 60]
-    assert candidate_sizes(7, 6) == [1]
+    assert sizes_to_time(64, 64) == [1, 2, 4, 8, 16, 32, 64]
+    assert sizes_to_time(64, 20) == [1, 2, 4, 8, 16]
+    assert sizes_to_time(60, 60) == [1, 2, 4, 6, 12, 20, 30, 60]
+    assert sizes_to_time(7, 6) == [1]
 
 
 def test_exploring_leaves_no_trace_and_its_snippet_gives_the_same_run(
@@ -71,8 +71,8 @@ def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_c
 ) -> None:
     """No gradients are carried into the next epoch, and no adapters merged."""
     common = ["gradient_accumulation_steps=5", "adaptive_batching.memory_limit=8GiB"]
-    monkeypatch.setattr("adaptive_batching.torchtune.explore.candidate_sizes", lambda *_: [2])
-    monkeypatch.setattr("adaptive_batching.torchtune.explore.is_packed", lambda _: True)  # leaves "auto" out
+    monkeypatch.setattr("adaptive_batching.torchtune.exploring.sizes_to_time", lambda *_: [2])
+    monkeypatch.setattr("adaptive_batching.torchtune.exploring.is_packed", lambda _: True)  # leaves "auto" out
     explored = tune_run("lora", *common, "micro_batch_size=explore", name="explored")
     pasted = tune_run("lora", *common, "micro_batch_size=2", name="pasted")
     assert explored.metrics == pasted.metrics

@@ -9,10 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
+from adaptive_batching.micro_batches.cut import Capacity
+from adaptive_batching.micro_batches.forward_cost import ForwardCost
+from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import gather_gradients
-from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
 from tests.conftest import ARCHITECTURE, TuneRun
 
 IGNORED = -100

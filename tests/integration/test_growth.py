@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from adaptive_batching.increase import GrowthState
-from adaptive_batching.memory import CpuMeter
+from adaptive_batching.growth.increase import GrowthState
+from adaptive_batching.host_memory import CpuMeter
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel

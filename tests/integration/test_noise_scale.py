@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.increase import GrowthState
-from adaptive_batching.noise_scale import NoiseEstimate, NoiseScale
+from adaptive_batching.growth.increase import GrowthState
+from adaptive_batching.growth.noise_scale import NoiseEstimate, NoiseScale
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun
 from tests.integration.faults import disarm, plan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from adaptive_batching.memory import CpuMeter
+from adaptive_batching.host_memory import CpuMeter
 from tests.conftest import Run, TuneRun, assert_same_weights
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]

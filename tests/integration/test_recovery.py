@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchtune.modules import RMSNorm
 
-from adaptive_batching.memory import CpuMeter
-from adaptive_batching.microbatch import TokenLimit
+from adaptive_batching.host_memory import CpuMeter
+from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching.torchtune.data import Sample, index_of
-from adaptive_batching.torchtune.growth import Growth
+from adaptive_batching.torchtune.growing import Growth
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
 from tests.integration.test_learning_rate import SCHEDULES

@@ -28,10 +28,10 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
-from adaptive_batching import distributed
-from adaptive_batching.increase import GrowthState, IncreaseFunction
-from adaptive_batching.memory import CpuMeter, _status
-from adaptive_batching.torchtune import load_stock, many_devices, micro_batches, recipe
+from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
+from adaptive_batching.host_memory import CpuMeter, _status
+from adaptive_batching.ranks import agree
+from adaptive_batching.torchtune import cutting, load_stock, many_devices, recipe
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.faults import CollectivesThatFail, disarm, plan
@@ -184,7 +184,7 @@ def runs(run: Runner) -> None:
         run(kind, f"{kind}_whole", *common)
         for size in ("1", "2"):
             run(kind, f"{kind}_cut_{size}", *common, f"micro_batch_size={size}")
-        with mock.patch.object(micro_batches, "FIRST_FORWARD_COST", 16):  # so that these few steps are cut
+        with mock.patch.object(cutting, "FIRST_FORWARD_COST", 16):  # so that these few steps are cut
             run(kind, f"{kind}_cut_auto", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
         for where in ("forward", "backward"):
             for on in ([0], [1], [0, 1]):
@@ -272,17 +272,17 @@ def runs_of_short_samples(run: Runner) -> None:
     short += ["dataset._component_=tests.integration.short_samples.ShortSamples"]
     run("full", "whole", *short, "loss._component_=tests.integration.faults.WholeCrossEntropy")
     auto = ["micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB"]
-    with mock.patch.object(micro_batches, "FIRST_FORWARD_COST", 4):  # so that these few tokens are cut
+    with mock.patch.object(cutting, "FIRST_FORWARD_COST", 4):  # so that these few tokens are cut
         for name, ways in {"8": ["micro_batch_size=8"], "2": ["micro_batch_size=2"], "auto": auto}.items():
             common = [*short, *in_chunks, *ways]
             run("full", f"cut_{name}", *common)
             for where, rank in [("forward", 0), ("backward", 1)]:
                 run("full", f"cut_{name}_{where}", *common, where=where, on=[rank], layer=1, in_training=2, fits=1)
 
-    with mock.patch.object(distributed, "_start_gloo", side_effect=RuntimeError("no host of that name")):
+    with mock.patch.object(agree, "_start_gloo", side_effect=RuntimeError("no host of that name")):
         run("full", "no_gloo", *in_chunks, "clip_grad_norm=1.0")
         run("full", "no_gloo_but_asked_for", "use_maximum_batch_size=True")
-    with mock.patch.object(distributed.dist, "new_group", side_effect=AssertionError("a group was made")):
+    with mock.patch.object(agree.dist, "new_group", side_effect=AssertionError("a group was made")):
         run("full", "no_group", *in_chunks, "clip_grad_norm=1.0", "adaptive_batching.recover_from_oom=False")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching.trial import TrainingStep
+from adaptive_batching.probe.trial import TrainingStep
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -13,12 +13,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.distributed import Ranks
-from adaptive_batching.execution import Outcome, run_micro_batches
-from adaptive_batching.microbatch import Capacity, ForwardCost, TokenLimit
-from adaptive_batching.probe import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.micro_batches.cut import Capacity
+from adaptive_batching.micro_batches.forward_cost import ForwardCost
+from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching.micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching.probe.find import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.ranks.agree import Ranks
+from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.in_backward import Gate
-from adaptive_batching.torchtune.micro_batches import Cutter, MicroBatch
 from adaptive_batching.torchtune.recovery import Recovery, remedy
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 

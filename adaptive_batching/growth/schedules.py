@@ -1,0 +1,282 @@
+"""The increase functions that come with the package; see :mod:`adaptive_batching.growth.increase` for what one is.
+
+The functions below are factories: they return an increase function. Sizes are those of a batch on one device. A
+schedule counts from the size that the run has begun with, not from the current one: what has been clipped at the
+maximum is not compounded, and a resumed run goes on where it was. It never shrinks a batch.
+
+This module imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, planned
+
+_ROUNDING = 1e-9  # 2 ** 3 computed from a third of an epoch may come out as 7.999999999999998
+
+
+def constant() -> IncreaseFunction:
+    """Keep the size."""
+    return lambda epoch, current_batch_size: 0
+
+
+def fixed_increase(increase: int, epochs: list[int] | None = None) -> IncreaseFunction:
+    """Add ``increase`` samples at the start of each of ``epochs``; None: of every epoch but the first.
+
+    Raises:
+        ValueError: If ``increase`` is negative or an epoch is.
+    """
+    _require_int("increase", increase, at_least=0)
+    for epoch in epochs or []:
+        _require_int("epochs", epoch, at_least=0)
+
+    def increase_at(epoch: float, current_batch_size: int) -> int:
+        due = epoch > 0 and epoch == int(epoch) if epochs is None else epoch in epochs
+        return increase if due else 0
+
+    return increase_at
+
+
+def step(every: float = 1, gamma: float = 2.0) -> IncreaseFunction:
+    """``initial * gamma ** floor(epoch / every)``: the mirror image of a stepwise decay of the learning rate.
+
+    Smith et al. 2017, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv:1711.00489).
+    """
+    _require("every", every, above=0)
+    _require("gamma", gamma, above=1)
+    return _schedule(lambda s: _times(s, gamma, math.floor(s.epoch / every + _ROUNDING)))
+
+
+def multistep(milestones: Sequence[float], gamma: float = 2.0) -> IncreaseFunction:
+    """``initial * gamma ** (number of milestones reached)``; ``milestones`` in epochs."""
+    _require("gamma", gamma, above=1)
+    if isinstance(milestones, str) or not isinstance(milestones, Sequence):
+        raise ValueError(f"milestones={milestones!r} must be a list of epochs")
+    for milestone in milestones:
+        _require("milestones", milestone, at_least=0)
+    return _schedule(lambda s: _times(s, gamma, sum(s.epoch >= m - _ROUNDING for m in milestones)))
+
+
+def staged(stages: Mapping[Any, int]) -> IncreaseFunction:
+    """The size of the last stage reached: ``{epoch: size}``, such as ``{0: 4, 1: 8, 2.5: 16}``."""
+    if not isinstance(stages, Mapping) or not stages:
+        raise ValueError(f"stages={stages!r} must be a mapping of epochs to sizes, such as {{0: 4, 2: 8}}")
+    by_epoch: list[tuple[float, int]] = []
+    for epoch, size in stages.items():
+        try:
+            by_epoch.append((float(epoch), size))
+        except (TypeError, ValueError):
+            raise ValueError(f"stages={dict(stages)!r} has a key that is no epoch: {epoch!r}") from None
+        _require_int("stages", size, at_least=1)
+    by_epoch.sort()
+
+    def size_at(state: GrowthState) -> float:
+        reached = [size for epoch, size in by_epoch if state.epoch >= epoch - _ROUNDING]
+        return reached[-1] if reached else state.initial_batch_size
+
+    return _schedule(size_at)
+
+
+def polynomial(end: int | None = None, ramp_epochs: float | None = None, power: float = 1.0) -> IncreaseFunction:
+    """``initial + (end - initial) * min(1, epoch / ramp_epochs) ** power``.
+
+    Args:
+        end: Size at the ramp's end; None: the maximum.
+        ramp_epochs: Epochs until then; None: those of the run.
+        power: Below 1 it grows early, above 1 late.
+    """
+    _require_ramp(end, ramp_epochs)
+    _require("power", power, above=0)
+    return _schedule(lambda s: _ramp(s, end, _progress(s, ramp_epochs) ** power))
+
+
+def linear(end: int | None = None, ramp_epochs: float | None = None) -> IncreaseFunction:
+    """``initial + (end - initial) * min(1, epoch / ramp_epochs)``; see :func:`polynomial`."""
+    return polynomial(end, ramp_epochs)
+
+
+def cosine(end: int | None = None, ramp_epochs: float | None = None) -> IncreaseFunction:
+    """``end - (end - initial) * (1 + cos(pi * min(1, epoch / ramp_epochs))) / 2``; see :func:`polynomial`."""
+    _require_ramp(end, ramp_epochs)
+    return _schedule(lambda s: _ramp(s, end, (1 - math.cos(math.pi * _progress(s, ramp_epochs))) / 2))
+
+
+def late_switch(fraction: float, end: int | None = None) -> IncreaseFunction:
+    """``initial`` for ``fraction`` of the run, ``end`` (None: the maximum) from the next decision on."""
+    _require("fraction", fraction, above=0)
+    if fraction >= 1:
+        raise ValueError(f"fraction={fraction!r} must be below 1, the whole run")
+    _require_ramp(end, None)
+    return _schedule(lambda s: _ramp(s, end, float(s.epoch >= fraction * s.total_epochs - _ROUNDING)))
+
+
+def replace_lr_decay(alpha: float = 2.0) -> IncreaseFunction:
+    """Times ``alpha`` each time that the scheduled learning rate has fallen by another factor of ``alpha``.
+
+    To be used with ``lr_scaling``, which takes the fall back. With ``linear`` the rate stays near its peak as long as
+    the batch can grow: Smith et al. 2017 (arXiv:1711.00489), for SGD. With ``sqrt`` it falls by ``sqrt(alpha)`` where
+    it would have fallen by ``alpha``: Seesaw 2025 (arXiv:2510.14717), for Adam. Between two decisions the schedule goes
+    on falling, where these papers have steps; beyond ``max_lr_scale`` the fall is not taken back.
+    """
+    _require("alpha", alpha, above=1)
+
+    def size_at(state: GrowthState) -> float:
+        if state.lr_decay <= 0:
+            return state.maximum
+        return _times(state, alpha, math.floor(-math.log(state.lr_decay, alpha) + _ROUNDING))
+
+    return _schedule(size_at)
+
+
+def on_plateau(patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, cooldown: int = 0) -> IncreaseFunction:
+    """Times ``rate`` when the training loss has stopped to fall: as ``ReduceLROnPlateau``, for the batch.
+
+    Args:
+        patience: Decisions in a row without a better loss after which the batch grows.
+        rate: By what it grows.
+        min_delta: What is better is below the best loss by this fraction of it.
+        cooldown: Decisions after a growth that do not count.
+    """
+    _require_int("patience", patience, at_least=1)
+    _require_int("cooldown", cooldown, at_least=0)
+    _require("rate", rate, above=1)
+    _require("min_delta", min_delta, at_least=0)
+
+    def size_at(state: GrowthState) -> float:
+        # Told anew from the losses each time, so that there is nothing to store.
+        best, bad, pause, times = math.inf, 0, 0, 0
+        for loss in state.losses:
+            if loss < best * (1 - min_delta):
+                best, bad = loss, 0
+            elif pause == 0:
+                bad += 1
+            pause = max(pause - 1, 0)
+            if bad >= patience:
+                bad, pause, times = 0, cooldown, times + 1
+        return _times(state, rate, times)
+
+    return _schedule(size_at, early=False)
+
+
+def gradient_noise_scale(multiplier: float = 1.0, hysteresis: float = 1.25) -> IncreaseFunction:
+    """``multiplier`` times the gradient noise scale, in samples of the global batch; at most twice the current size.
+
+    McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). It is a guide: a batch of
+    the noise scale takes twice as many samples to the same loss as the smallest one, in half as many steps, under
+    assumptions that training does not meet exactly; measured critical sizes can be far larger.
+
+    Args:
+        multiplier: Of the noise scale.
+        hysteresis: The batch grows only where the wanted size exceeds it by this factor.
+    """
+    _require("multiplier", multiplier, above=0)
+    _require("hysteresis", hysteresis, at_least=1)
+    return _from_noise(lambda state, noise_scale: multiplier * noise_scale, hysteresis)
+
+
+def norm_test(eta: float = 1.0) -> IncreaseFunction:
+    """The least size at which the gradient's standard deviation is at most ``eta`` times its norm.
+
+    That is ``trace(covariance) / (eta ** 2 * norm ** 2)``: the norm test of Byrd et al. 2012, "Sample Size Selection in
+    Optimization Methods for Machine Learning". At most twice the current size.
+    """
+    _require("eta", eta, above=0)
+    return _from_noise(lambda state, noise_scale: math.ceil(noise_scale / eta**2), 1.0)
+
+
+def goodput(gain: float = 1.05) -> IncreaseFunction:
+    """The size with the most progress in a second: samples in a second times what each contributes.
+
+    Of ``n`` samples in a global batch each contributes ``(noise_scale + n0) / (noise_scale + n)`` of what it does in
+    the initial one, of ``n0``: Pollux (Qiao et al. 2021, arXiv:2008.12260) and AdaptDL. Candidates are the current size
+    and its double.
+
+    What a step takes is fitted to forwards of different sizes. Where all have one size, as those of packed data can, it
+    is not known, and the batch does not grow.
+
+    Args:
+        gain: The batch grows only for that much more progress.
+    """
+    _require("gain", gain, at_least=1)
+
+    def wanted(state: GrowthState, noise_scale: float) -> float:
+        if state.seconds_per_step is None:
+            return 0
+        devices = state.global_batch_size / state.batch_size
+
+        def progress(size: int) -> float:
+            assert state.seconds_per_step is not None
+            efficiency = (noise_scale + devices * state.initial_batch_size) / (noise_scale + devices * size)
+            return devices * size / state.seconds_per_step(size) * efficiency
+
+        larger = min(2 * state.batch_size, state.maximum)
+        better = progress(larger) > gain * progress(state.batch_size)
+        return devices * larger if better else 0
+
+    return _from_noise(wanted, 1.0)
+
+
+def _schedule(size_at: Callable[[GrowthState], float], *, early: bool = True) -> IncreaseFunction:
+    """The increase function that follows a size as a function of the state."""
+
+    def increase(epoch: float, current_batch_size: int, state: GrowthState) -> int:
+        size = min(size_at(state), float(state.maximum))  # also where it overflows an int
+        return max(math.floor(size + _ROUNDING) - current_batch_size, 0)
+
+    return planned(increase) if early else increase
+
+
+def _from_noise(wanted: Callable[[GrowthState, float], float], hysteresis: float) -> IncreaseFunction:
+    """The increase function that follows a global batch size as a function of the noise scale."""
+
+    def size_at(state: GrowthState) -> float:
+        if state.noise_scale is None:
+            return state.batch_size
+        devices = state.global_batch_size / state.batch_size
+        size = wanted(state, state.noise_scale) / devices
+        return min(size, 2 * state.batch_size) if size >= hysteresis * state.batch_size else state.batch_size
+
+    increase = _schedule(size_at, early=False)
+    increase.reads_noise_scale = True  # type: ignore[attr-defined]
+    return increase
+
+
+def _times(state: GrowthState, factor: float, power: int) -> float:
+    # The maximum bounds every size; without this one, many epochs overflow a float.
+    return state.initial_batch_size * factor ** min(power, math.ceil(math.log(state.maximum, factor)) + 1)
+
+
+def _progress(state: GrowthState, ramp_epochs: float | None) -> float:
+    return min(1.0, state.epoch / (ramp_epochs or state.total_epochs))
+
+
+def _ramp(state: GrowthState, end: int | None, progress: float) -> float:
+    end = state.maximum if end is None else end
+    return state.initial_batch_size + (end - state.initial_batch_size) * progress
+
+
+def _require_int(name: str, value: Any, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {at_least}")
+
+
+def _require(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
+    bound = f"above {above:g}" if above is not None else f"of at least {at_least:g}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or (above is not None and value <= above)
+        or (at_least is not None and value < at_least)
+    ):
+        raise ValueError(f"{name}={value!r} must be a number {bound}")
+
+
+def _require_ramp(end: int | None, ramp_epochs: float | None) -> None:
+    if end is not None:
+        _require_int("end", end, at_least=1)
+    if ramp_epochs is not None:
+        _require("ramp_epochs", ramp_epochs, above=0)

@@ -1,0 +1,1 @@
+"""How a batch runs: cut into micro-batches, each one forward and backward."""

@@ -1,0 +1,1 @@
+"""Find the largest batch that fits before training starts."""

@@ -1,0 +1,323 @@
+"""Find the largest batch size of a training step before training starts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.memory import MemoryMeter, allocator_advice, is_out_of_memory
+from adaptive_batching.probe.result import ProbeResult
+from adaptive_batching.probe.search import SEARCHES
+from adaptive_batching.probe.sizes import Measurement, SizesRun, candidate_sizes
+from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
+from adaptive_batching.probe.trial import TrainingStep, Trial
+from adaptive_batching.ranks.agree import Ranks
+
+log = logging.getLogger(__name__)
+
+ALONE = Ranks(alone=True)
+
+
+class DoesNotFitError(RuntimeError):
+    """Training does not fit in memory, from the start or at some step. The message says what would help."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of settings that could make a batch of one fit."""
+
+    setting: str
+    step: TrainingStep | None = None
+    """The training step with that setting, to be traced; None where a trace cannot tell."""
+    change: Callable[[nn.Module], None] | None = None
+    """Applied to the traced copy of the step's model."""
+    saves_bytes: int = 0
+    """Known saving that the trace does not show."""
+
+
+class _Measuring:
+    """Trial steps on all ranks, and what they may take.
+
+    Ranks reason about the same numbers: those of the rank that has least memory left. Its budget is everyone's, and a
+    rank that has more leaves as much out of its peaks.
+
+    Args:
+        trial: Runs the steps on this rank.
+        config: ``memory_limit`` and ``headroom`` are used.
+        meter: The memory of this rank's device.
+        ranks: All of them.
+    """
+
+    def __init__(self, trial: Trial, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks) -> None:
+        self._trial = trial
+        self._config = config
+        self._meter = meter
+        self._ranks = ranks
+        self._is_first = True
+        self._share()
+
+    def _share(self) -> None:
+        self.budget_bytes = int(self._ranks.smallest(self._trial.budget_bytes))
+        self.spare_bytes = self._trial.budget_bytes - self.budget_bytes
+
+    def measure(self, batch_size: int) -> Measurement:
+        """Run a step at ``batch_size``, after the memory of the last one has been given back."""
+        measured = self._trial.measure(batch_size)
+        if self._is_first:
+            # The first step has loaded libraries and made handles and communicators, which nothing gives back.
+            self._is_first = False
+            self._trial.budget_bytes = min(self._trial.budget_bytes, memory_budget(self._config, self._meter))
+            self._share()
+            if measured.peak_bytes is not None and measured.peak_bytes > self._trial.budget_bytes:
+                measured = replace(measured, fits=False)
+        return self._agreed(measured)
+
+    def measure_again(self, batch_size: int) -> Measurement:
+        """Run another step at the size that ran last."""
+        return self._agreed(self._trial.measure_again(batch_size))
+
+    def _agreed(self, here: Measurement) -> Measurement:
+        ranks = self._ranks
+        ran = ranks.all(here.peak_bytes is not None)
+        return Measurement(
+            batch_size=here.batch_size,
+            fits=ranks.all(here.fits),
+            peak_bytes=int(ranks.largest((here.peak_bytes or 0) - self.spare_bytes)) if ran else None,
+            seconds=ranks.largest(here.seconds),
+            overhead=ranks.largest(here.overhead),
+            retries=int(ranks.largest(here.retries)),
+        )
+
+
+def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    """Peak memory in bytes that training may take: what is in use now and what is free, within limit and headroom."""
+    headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
+    return max(_memory_available(config, meter) - headroom, 0)
+
+
+def _memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    available = meter.used_bytes() + meter.free_bytes()
+    return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
+
+
+def find_maximum_batch_size(
+    step: TrainingStep,
+    config: AdaptiveBatchingConfig,
+    meter: MemoryMeter,
+    *,
+    upper: int,
+    upper_reason: str = "upper bound",
+    include: int | None = None,
+    coarse: bool = False,
+    ranks: Ranks = ALONE,
+    remedies: Callable[[], Sequence[Remedy]] = tuple,
+    scratch: Path | None = None,
+) -> ProbeResult:
+    """Find the largest batch size whose full training step fits, and leave no trace of having looked.
+
+    The answer has run twice in a row within the limit, and without the device's allocator emptying its cache.
+
+    Args:
+        step: The training step, with worst-case samples.
+        config: ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom`` are used.
+        meter: The device's memory.
+        upper: No size above it is tried, such as what the data can fill; at least 1.
+        upper_reason: What :attr:`ProbeResult.reason` says where ``upper`` is the answer.
+        include: A size to consider although it is no power of two.
+        coarse: An answer up to an eighth below the maximum will do. Where a prediction shows that the next candidate
+            does not fit, that saves the step that would prove it, and its out-of-memory error.
+        ranks: The ranks that run the step together, each on a device of its own; they get the same answer, which fits
+            on all of them.
+        remedies: Called if a batch of one does not fit: what to suggest.
+        scratch: A folder for what is put aside meanwhile, should that for temporary files have no room.
+
+    Raises:
+        ConfigError: If there is no room to put weights and optimizer states aside.
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
+    start = time.perf_counter()
+    meter.release()
+    budget = memory_budget(config, meter)
+    candidates = candidate_sizes(
+        upper,
+        powers_of_two=config.round_to_power_of_two,
+        include=include,
+        coarse=coarse and config.search == "predict",  # the others walk through a list one by one
+    )
+    log.info(
+        "probing for the largest batch size up to %d in %.0f MiB (%.0f MiB in use)",
+        candidates[-1], budget / 2**20, meter.used_bytes() / 2**20,
+    )  # fmt: skip
+    advice = allocator_advice(meter.device)
+    if advice is not None:
+        log.info("more would fit with less lost between blocks of memory: set the environment variable %s", advice)
+    curve: PeakMemoryCurve | None = None
+    level = 0.0  # bytes that the device shows beyond what the trace sees
+    sizes: SizesRun | None = None
+    try:
+        # Where failing is not safe, a step that takes a little more than it may is measured, and not stopped.
+        stopped_at = None if meter.fails_safely else _memory_available(config, meter)
+        with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
+            if ranks.all(True):  # each rank says so, here or below
+                steps = _Measuring(trial, config, meter, ranks)
+                # Ranks search alike, though a limit of one of them makes only that one predictable.
+                avoids = ranks.any(not meter.fails_safely)
+                trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
+                starved: Exception | None = None
+                try:
+                    curve = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    starved = error
+                if ranks.any(starved is not None):  # a real step takes more than its trace
+                    curve = None
+                    raise starved or MemoryError("on another rank")
+                # One curve for all: shards are uneven, and ranks would go on to run different sizes.
+                curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
+                if curve is not None:
+                    level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
+                sizes = SizesRun(
+                    steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
+                    avoids_failures=avoids,
+                    trusts_prediction=trusts,
+                )  # fmt: skip
+                predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
+                SEARCHES[config.search](sizes, predict)
+                while sizes.found is not None and not sizes.confirm():
+                    SEARCHES[config.search](sizes, predict)
+    except Exception as error:
+        if sizes is not None or not is_out_of_memory(error):
+            raise
+        ranks.all(False)
+    if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
+        limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
+        try:
+            known = (curve, level) if curve is not None else (_trace(step), _unknown_to_trace(step, meter))
+            message = _explain(step, meter, limit, measured, remedies, *known)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            message = f"a batch of one sample does not fit in {_size(limit)}, and there is too little to say what would"
+        raise DoesNotFitError(message)
+
+    batch_size = sizes.found
+    predicted = _calibrated(curve, sizes) if curve is not None else []
+    result = ProbeResult(
+        batch_size=batch_size,
+        reason=upper_reason if batch_size == candidates[-1] else "memory",
+        budget_bytes=sizes.budget_bytes,
+        total_bytes=meter.total_bytes,
+        search=config.search if curve is not None or config.search != "predict" else "predict (measured, no trace)",
+        seconds=time.perf_counter() - start,
+        measurements=sizes.measurements,
+        predicted=predicted,
+    )
+    log.info(
+        "maximum batch size %d (%s): peak %.0f of %.0f MiB; %d training steps, %d out of memory, %.1f s",
+        batch_size, result.reason, result.peak_bytes / 2**20, result.budget_bytes / 2**20,
+        result.num_steps, result.num_out_of_memory, result.seconds,
+    )  # fmt: skip
+    return result
+
+
+def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCurve | None:
+    try:
+        return trace_peak_memory(step)
+    except TraceError as error:
+        if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            raise error.__cause__ from None  # a real step takes more
+        log.warning("the training step cannot be traced (%s); searching by measured steps alone", error)
+        return None
+
+
+def _is_single_precision(model: nn.Module) -> bool:
+    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]]:
+    """A few points of the curve around the sizes that were run, through the largest one that fitted."""
+    known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
+    largest = max(known, key=lambda m: m.batch_size)
+    assert largest.peak_bytes is not None
+    measured_at, traced_at = largest.peak_bytes, curve.peak_bytes(largest.batch_size)
+    next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
+    last = max(next_size, *(m.batch_size for m in sizes.measurements))
+    points = sorted(
+        {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
+    )
+    return [(b, int(measured_at + largest.overhead * (curve.peak_bytes(b) - traced_at))) for b in points]
+
+
+def _unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
+    """Return the bytes in use that a trace does not see: libraries on the cpu, nothing on an accelerator."""
+    states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
+    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
+    return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
+
+
+def _explain(
+    step: TrainingStep,
+    meter: MemoryMeter,
+    budget: int,
+    measurements: Sequence[Measurement],
+    remedies: Callable[[], Sequence[Remedy]],
+    curve: PeakMemoryCurve | None,
+    level: float,
+) -> str:
+    """Why a batch of one does not fit, and what would, corrected by what has been measured of it.
+
+    Args:
+        curve: The predicted peaks; None where no trace was possible.
+        level: Bytes that the device shows beyond these.
+    """
+    message = f"a batch of one sample does not fit in {_size(budget)}"
+    measured = next((m for m in measurements if m.batch_size == 1), None)
+    predicted = 0.0 if curve is None else curve.peak_bytes(1) + level
+    if measured is not None and measured.peak_bytes is not None:
+        message += f": it took {_size(measured.peak_bytes)}, {_size(max(measured.peak_bytes - budget, 0))} more"
+        level += 0 if curve is None else measured.peak_bytes - predicted
+    elif curve is not None and predicted > budget:
+        message += f": it needs about {_size(predicted)}, {_size(predicted - budget)} more"
+    elif curve is not None:
+        # Measured or not, it is more than that: the prediction is too low by what is missing, or more.
+        message += f": it ran out of memory, though only about {_size(predicted)} were predicted"
+        level += budget - predicted
+    if any(module._compiled_call_impl is not None for module in step.model.modules()):
+        message += " (predicted without compile=True, which usually takes less)"
+    lines = []
+    for remedy in remedies():
+        predicted_with = _predict_remedy(remedy)
+        if predicted_with is None or curve is None:
+            lines.append(f"  {remedy.setting} (not predicted)")
+            continue
+        needed = predicted_with + level
+        verdict = "would fit" if needed < budget else f"still {_size(needed - budget)} too much"
+        lines.append(f"  {remedy.setting}: about {_size(needed)}, {verdict}")
+    advice = allocator_advice(meter.device)
+    if advice is not None:
+        lines.append(f"  the environment variable {advice} (not predicted)")
+    return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
+
+
+def _predict_remedy(remedy: Remedy) -> int | None:
+    if remedy.step is None:
+        return None
+    try:
+        return trace_peak_memory(remedy.step, remedy.change).peak_bytes(1) - remedy.saves_bytes
+    except TraceError as error:
+        log.debug("%s cannot be predicted: %s", remedy.setting, error)
+        return None
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,172 @@
+"""Sizes that a search may answer with, the measurements of those that ran, and what they prove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Memory and time of real training steps at ``batch_size``, one or two in a row."""
+
+    batch_size: int
+    fits: bool
+    peak_bytes: int | None = None
+    """Peak memory during the step, as the limit counts it; None where it ran out of memory."""
+    seconds: float = 0.0
+    """Time of the first step."""
+    overhead: float = 1.0
+    """Bytes that counted against the limit for each byte in use: above 1 with an allocator that keeps what it frees."""
+    retries: int = 0
+    """Times that the allocator emptied its cache to find room. A size at which it must does not fit: each time it
+    waits for the device, in every step."""
+    steps: int = 1
+    """Steps that ran, or began to."""
+
+    def followed_by(self, second: Measurement) -> Measurement:
+        """Both steps as one measurement."""
+        ran = self.peak_bytes is not None and second.peak_bytes is not None
+        return replace(
+            self,
+            fits=self.fits and second.fits,
+            peak_bytes=max(self.peak_bytes or 0, second.peak_bytes or 0) if ran else None,
+            overhead=max(self.overhead, second.overhead),
+            retries=self.retries + second.retries,
+            steps=self.steps + second.steps,
+        )
+
+
+Measure = Callable[[int], Measurement]
+
+
+class SizesRun:
+    """Every measurement of one search, and the bracket that they prove.
+
+    Args:
+        measure: Runs a step at a size, on memory that nothing has used before.
+        candidates: Sizes to consider, ascending.
+        budget: Gives the peak memory that a step may take, in bytes; it may change with a measurement.
+        measure_again: Runs another step at the size that ran last, on what that one left in the allocator's cache;
+            None for a search whose answer need not run twice.
+        avoids_failures: What measurements and curve put above the budget is not run, not even to prove it: for a device
+            where an allocation that fails can end the process.
+        trusts_prediction: False where a step takes memory that no trace sees, as where kernels convert their inputs, or
+            what is freed is kept. Half of the size that the first measurement allows then runs before it.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        candidates: Sequence[int],
+        budget: Callable[[], int],
+        measure_again: Measure | None = None,
+        *,
+        avoids_failures: bool = False,
+        trusts_prediction: bool = True,
+    ) -> None:
+        assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
+        self._measure = measure
+        self._measure_again = measure_again
+        self.avoids_failures = avoids_failures
+        self.trusts_prediction = trusts_prediction
+        self.candidates = candidates
+        self._budget = budget
+        self.measurements: list[Measurement] = []
+        self.low = -1
+        """Index of the largest candidate that fitted; -1: none yet."""
+        self.high = len(candidates)
+        """Index of the smallest candidate that did not fit; one past the end: none yet."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Peak memory that a step may take."""
+        return self._budget()
+
+    def run(self, index: int) -> bool:
+        """Run candidate number ``index``, which lies within the bracket, narrow the bracket, and say whether it fitted.
+
+        A candidate that is too large without doubt does not run where failures are to be avoided.
+        """
+        assert self.low < index < self.high, (self.low, index, self.high)
+        size = self.candidates[index]
+        if self.avoids_failures and self._least_peak(size) > self.budget_bytes:
+            self.high = index
+            return False
+        measurement = self._measure(size)
+        self.measurements.append(measurement)
+        if measurement.fits:
+            self.low = index
+        else:
+            self.high = index
+        return measurement.fits
+
+    def _least_peak(self, size: int) -> float:
+        """Peak memory in bytes that ``size`` takes at least, as the peak is convex: what the line through the two
+        largest sizes says that were measured."""
+        known = sorted({m.batch_size: m.peak_bytes for m in self.measurements if m.fits and m.peak_bytes}.items())
+        if len(known) < 2:
+            return 0.0
+        (b0, peak0), (b1, peak1) = known[-2:]
+        return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
+
+    def confirm(self) -> bool:
+        """Run the size that was found twice in a row, unless it has; if it fails now, narrow the bracket.
+
+        Returns:
+            True if the size that was found stands; else the search has to go on.
+        """
+        if self._measure_again is None:
+            return True
+        at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
+        if self.measurements[at].steps > 1:
+            return True
+        size = self.candidates[self.low]
+        if at + 1 < len(self.measurements):  # another size has run since
+            self.measurements[at] = self.measurements[at].followed_by(self._measure(size))
+        if self.measurements[at].fits:
+            self.measurements[at] = self.measurements[at].followed_by(self._measure_again(size))
+        if self.measurements[at].fits:
+            return True
+        fitted = {m.batch_size for m in self.measurements if m.fits}
+        self.high = self.low
+        self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
+        return False
+
+    @property
+    def open(self) -> bool:
+        """Whether an untested candidate could still be the answer."""
+        return self.high - self.low > 1
+
+    @property
+    def found(self) -> int | None:
+        """The largest batch size that was run and fitted, or None if not even the smallest candidate did."""
+        if self.low < 0:
+            return None
+        found = self.candidates[self.low]
+        assert any(m.batch_size == found and m.fits for m in self.measurements)
+        return found
+
+
+def candidate_sizes(
+    upper: int, *, powers_of_two: bool, include: int | None = None, coarse: bool = False
+) -> list[int] | range:
+    """The batch sizes that a search may answer with, ascending, none above ``upper``.
+
+    Args:
+        upper: The largest size that bounds and data allow.
+        powers_of_two: Only powers of two, and ``include``.
+        include: A size that must be among them, such as the configured one that growth starts from.
+        coarse: Only sizes of four binary digits and zeros, and ``upper``: each at most an eighth above the one before.
+    """
+    assert upper >= 1, upper
+    if powers_of_two:
+        sizes = {2**k for k in range(upper.bit_length()) if 2**k <= upper}
+    elif coarse:
+        sizes = {digits << zeros for zeros in range(upper.bit_length()) for digits in range(1, 16)}
+        sizes = {size for size in sizes if size < upper} | {upper}
+    else:
+        return range(1, upper + 1)
+    if include is not None and include <= upper:
+        sizes.add(include)
+    return sorted(sizes)

@@ -1,0 +1,162 @@
+"""Put model and optimizers aside, and back, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from adaptive_batching.config import ConfigError
+from adaptive_batching.host_memory import free_host_bytes
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
+    """Restore trainable parameters, buffers, gradients, training mode and all of the optimizers, bit for bit."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters]
+    modes = [(module, module.training) for module in model.modules()]
+    states = [{p: dict(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
+    groups = [
+        [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    in_states = [v for state in states for entry in state.values() for v in entry.values()]
+    tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
+    with _Aside(tensors, scratch) as aside:
+        aside.put(tensors)
+        try:
+            yield
+        finally:
+            aside.restore(tensors)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for module, training in modes:
+                module.training = training
+            for optimizer, state, saved_groups in zip(optimizers, states, groups, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+                for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+                    for key in [k for k in group if k != "params" and k not in saved]:
+                        del group[key]
+                    group.update(saved)
+
+
+class _Aside:
+    """Copies of tensors, kept where they take no memory of the device: on the host, or for host tensors in a file.
+
+    Copies of a device's tensors go to a file, too, where the host's memory is short.
+
+    Args:
+        tensors: What is going to be put aside.
+        scratch: A folder for the file, should that for temporary files have no room.
+
+    Raises:
+        ConfigError: If there is no room in either.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], scratch: Path | None) -> None:
+        local = [_local(tensor) for tensor in tensors]
+        on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
+        on_device = sum(tensor.nbytes for tensor in local) - on_host
+        # Training needs memory of the host as well: for its data, and for pinned copies.
+        self._device_to_file = on_device > free_host_bytes() // 2
+        in_file = on_host + (on_device if self._device_to_file else 0)
+        folder = _folder_with_room(in_file, scratch)
+        where = f"{_gib(in_file)} in a file in {folder}, {_gib(on_device + on_host - in_file)} in the host's memory"
+        log.info("weights and optimizer states are put aside while probing: %s", where)
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed on exit)
+        self._folder = folder
+        self._copies: list[torch.Tensor | int] = []
+
+    def __enter__(self) -> _Aside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # what could not be written is of no use any more
+            self._file.close()
+        self._copies.clear()
+
+    @torch.no_grad()
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            for tensor in map(_local, tensors):
+                if tensor.device.type != "cpu" and not self._device_to_file:
+                    self._copies.append(tensor.detach().to("cpu", copy=True))
+                else:
+                    self._copies.append(self._file.tell())
+                    self._file.write(_as_bytes(tensor.cpu()))
+            self._file.flush()
+        except OSError as error:  # another process has filled the disk meanwhile
+            raise ConfigError(
+                f"the probe cannot put weights and optimizer states aside in {self._folder} ({error}); set the "
+                f"environment variable TMPDIR to a folder on a larger disk"
+            ) from None
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor, saved in zip(map(_local, tensors), self._copies, strict=True):
+            if isinstance(saved, torch.Tensor):
+                tensor.detach().copy_(saved)
+                continue
+            self._file.seek(saved)
+            raw = torch.from_numpy(np.fromfile(self._file, np.uint8, tensor.nbytes))
+            tensor.detach().copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
+    """The folder for temporary files, or ``scratch`` where that has no room for ``num_bytes`` of each rank here."""
+    num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    folders = [Path(tempfile.gettempdir()), *([] if scratch is None else [_existing(scratch)])]
+    for folder in folders:
+        if _free_bytes(folder) > num_bytes:
+            return folder
+    tried = ", ".join(f"{folder} has {_gib(_free_bytes(folder))} free" for folder in folders)
+    raise ConfigError(
+        f"the probe puts {_gib(num_bytes)} of weights and optimizer states aside, and {tried}; set the environment "
+        f"variable TMPDIR to a folder on a larger disk"
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes that a file in ``folder`` can take; in one that lives in the host's memory, half of what is free there."""
+    free = shutil.disk_usage(folder).free
+    mounts = Path("/proc/mounts")
+    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
+    # (mount point, type), the one that the folder is in
+    kinds = [(point, kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(point)]
+    _, kind = max(kinds, key=lambda mount: len(mount[0]), default=("", ""))
+    return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
+
+
+def _existing(folder: Path) -> Path:
+    """``folder``, or the nearest of those above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of ``tensor``."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _as_bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,203 @@
+"""Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
+
+Peak memory is not linear in the batch size b: it is the largest over the step's operations t of ``a_t + c_t * b``,
+because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. So the step is run
+twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 2 and b = 3, and the bytes alive after every
+operation are noted. Their difference, operation by operation, is c_t, and the whole curve follows.
+
+The traces run on fake *cpu* tensors, whatever the device: there the native attention has the memory of CUDA's fused
+kernels. The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from adaptive_batching.probe.sharded_trace import ShardedCopy
+from adaptive_batching.probe.trial import TrainingStep, has_states
+from adaptive_batching.ranks.fsdp import is_sharded
+
+TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
+
+
+class TraceError(RuntimeError):
+    """The training step cannot be traced, or its operations depend on the batch size."""
+
+
+class PeakMemoryCurve:
+    """Peak bytes of a training step as a function of the batch size b: ``max_t (a_t + c_t * b)``."""
+
+    def __init__(self, lower: Sequence[int], upper: Sequence[int], sizes: tuple[int, int] = TRACED_SIZES) -> None:
+        """From the bytes alive at the two traced sizes: before the step, then after every operation.
+
+        Raises:
+            TraceError: If the two traces differ in their number of operations.
+        """
+        if len(lower) != len(upper):
+            raise TraceError(f"the step has {len(lower)} operations at b={sizes[0]} and {len(upper)} at b={sizes[1]}")
+        low, high = torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64)
+        self._slope = (high - low) / (sizes[1] - sizes[0])
+        self._base = low - self._slope * sizes[0]
+
+    def peak_bytes(self, batch_size: int) -> int:
+        return int((self._base + self._slope * batch_size).max())
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes alive between steps: parameters, buffers and optimizer states."""
+        return int(self._base[0])
+
+
+def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:
+    """Trace ``step`` at two batch sizes; model, optimizers and the random state stay as they are.
+
+    Args:
+        step: The training step; optimizer states need not exist yet.
+        change: Applied to the fake copy of the model before tracing, to ask "what if".
+
+    Raises:
+        TraceError: If a trace is not possible: an operation without a fake implementation, or one that depends on
+            the data.
+    """
+    logs = []
+    for size in TRACED_SIZES:
+        try:
+            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+                logs.append(_bytes_alive(step, step.make_batch(size), change))
+        except Exception as error:  # whatever a foreign operation raises under fake tensors
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
+    try:
+        return PeakMemoryCurve(logs[0], logs[1])
+    except TraceError:
+        raise
+    except (RuntimeError, MemoryError) as error:  # of the host
+        raise TraceError(f"no memory to trace in: {error}") from error
+
+
+def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> list[int]:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    kept: Sequence[torch.Tensor]
+    if is_sharded(step.model):
+        sharded = ShardedCopy(step.model, step.optimizers, fake)
+        model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
+        for optimizer, original in zip(optimizers, step.optimizers, strict=True):
+            _complete(optimizer, original)
+    else:
+        model, optimizers = _fake_copy(step.model, step.optimizers, fake)
+        kept = list(model.parameters())
+    if change is not None:
+        change(model)
+    with fake:
+        run = step.bind(model, optimizers)
+        batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
+    alive = _BytesAlive()
+    for tensor in [*kept, *model.buffers(), *_state_tensors(optimizers)]:
+        alive.track(tensor)
+    for parameter in model.parameters():  # whole ones of a sharded model are not there, nor are views of them
+        alive.track(parameter, counts=False)
+    with fake, alive:
+        if not optimizers or not all(map(has_states, optimizers)):
+            run(batch)  # creates them
+        alive.restart()
+        run(batch)  # the steady state
+    return alive.log
+
+
+class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """``log[i]``: bytes of storage alive after operation i."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.log: list[int] = []
+        self._current = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def restart(self) -> None:
+        self.log = [self._current]
+
+    def track(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
+        for storage in get_untyped_storages(tensor):
+            key = storage._cdata
+            if key in self._seen:
+                continue
+            # Not rounded up to the allocator's blocks: at b = 2 and 3 that could double the slope of a small tensor.
+            size = storage.nbytes() if counts else 0
+            self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._free(key, size))  # type: ignore[misc]
+            self._current += size
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.pop(key, None)
+        self._current -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # A fake tensor has no value to read, as an optimizer does with its step count. Shapes are what matters
+            # here; should memory hang on the value, the verifying step will tell.
+            return 1 if args[0].dtype != torch.bool else True
+        out = func(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                self.track(value)
+        self.log.append(self._current)
+        return out
+
+
+def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    values = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _fake_copy(
+    model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Copy model and optimizers together, every tensor fake and on the cpu, the optimizers tied to the copy."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
+        copied = _fake_on_cpu(tensor, fake)
+        if isinstance(tensor, nn.Parameter):
+            with fake:
+                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+    with FakeCopyMode(fake):
+        copied_model, copied_optimizers = copy.deepcopy((model, list(optimizers)), memo)
+    for optimizer, original in zip(copied_optimizers, optimizers, strict=True):
+        _complete(optimizer, original)
+    return copied_model, copied_optimizers
+
+
+def _complete(copied: Optimizer, original: Optimizer) -> None:
+    for name, value in vars(original).items():  # an optimizer copies its states and groups, and nothing of its own
+        if name != "step":  # which a learning-rate scheduler binds to the original
+            vars(copied).setdefault(name, value)
+    _choose_implementation_of_device(copied, original)
+
+
+def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> None:
+    """Name what torch would choose by the device: for-loop on the cpu, foreach (with its temporaries) elsewhere."""
+    for group, original_group in zip(copied.param_groups, original.param_groups, strict=True):
+        on_cpu = all(parameter.device.type == "cpu" for parameter in original_group["params"])
+        if group.get("foreach", ...) is None and not group.get("fused"):
+            group["foreach"] = not on_cpu
+
+
+def _fake_on_cpu(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    """A fake cpu tensor of the same type, shape and strides; subclasses such as NF4 are faked from the inside."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _fake_on_cpu(getattr(tensor, name), fake) for name in names}
+        with fake:
+            return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -1,0 +1,212 @@
+"""Run real training steps to see what they take, and leave no trace of them.
+
+One exception: the states of a paged optimizer (bitsandbytes) live in memory that can never be given back. Where a trial
+has to make them, they are made as the optimizer would make them, and stay, at their first values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching.memory import MemoryMeter, is_out_of_memory
+from adaptive_batching.probe.sizes import Measurement
+from adaptive_batching.probe.snapshot import unchanged
+from adaptive_batching.random_state import unchanged_random_state
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step of a training program, as the probe and the trace run it."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    """One; several where each parameter has its own, as with optimizers stepped in the backward pass."""
+
+    make_batch: Callable[[int], Any]
+    """Batch size -> a batch of that many worst-case samples, as the loader would collate it."""
+
+    bind: Callable[[nn.Module, Sequence[Optimizer]], Run]
+    """(model, optimizers) -> a function that takes a batch through forward, backward, gradient clipping and the
+    optimizer step, and leaves no gradients behind. The trace binds copies, the trial the originals."""
+
+    discard: Callable[[], None] = lambda: None
+    """Drop what a step that broke off has left behind, other than gradients."""
+
+
+class Trial:
+    """A context in which training steps run for real, and after which nothing has changed.
+
+    On entry, everything that a step can change is put aside: trainable parameters, buffers, optimizer states and
+    settings, training mode, and the state of every random number generator. Optimizer states are then made to exist,
+    because a step needs memory beside them. On exit everything is put back, bit for bit, however a step ended.
+
+    Args:
+        step: The training step to run.
+        meter: Reads and bounds the memory of the device that the step runs on.
+        budget_bytes: Peak memory that a step may take.
+        scratch: A folder with room for what is put aside, should neither the host's memory nor the folder for
+            temporary files have it.
+        all_ready: Told whether this rank has the batch for a step; says whether all ranks do. A step that one of them
+            cannot begin is begun by none.
+        stopped_at_bytes: Memory at which a step is broken off; None for the budget. One that takes more than the budget
+            but less than that runs to its end, and does not fit.
+
+    Raises:
+        ConfigError: On entry, where there is no room for what is put aside.
+        torch.OutOfMemoryError, RuntimeError: On entry, where not even the optimizer states fit; see
+            :func:`~adaptive_batching.memory.is_out_of_memory`.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        meter: MemoryMeter,
+        budget_bytes: int,
+        scratch: Path | None = None,
+        all_ready: Callable[[bool], bool] = lambda here: here,
+        stopped_at_bytes: int | None = None,
+    ) -> None:
+        self._all_ready = all_ready
+        self._stopped_at_bytes = stopped_at_bytes
+        self._step = step
+        self._meter = meter
+        self.budget_bytes = budget_bytes
+        self._scratch = scratch
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Trial:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._meter.release)
+            stack.callback(self._step.discard)
+            stack.enter_context(unchanged_random_state(self._meter.device))
+            _make_states_that_stay(self._step.optimizers)
+            stack.enter_context(unchanged(self._step.model, self._step.optimizers, self._scratch))
+            self._meter.release()
+            with self._meter.limit(self._limit_bytes):
+                self._make_optimizer_states()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def measure(self, batch_size: int) -> Measurement:
+        """Run one full training step at ``batch_size``, with the allocator's cache empty, and say what it took.
+
+        Raises:
+            Exception: Whatever the step raises, other than running out of memory.
+        """
+        self._clear()
+        return self._measure(batch_size)
+
+    def measure_again(self, batch_size: int) -> Measurement:
+        """Run a step at the size that ran last, on the cache that it has left, as steps of training follow each other.
+
+        Raises:
+            Exception: Whatever the step raises, other than running out of memory.
+        """
+        return self._measure(batch_size)
+
+    def _measure(self, batch_size: int) -> Measurement:
+        run = self._step.bind(self._step.model, self._step.optimizers)
+        self._meter.reset_peak()
+        retries_before = self._meter.num_retries()
+        start = time.perf_counter()
+        batches: list[Any] = []
+        ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
+        # A rank that has no batch would leave the others waiting in the step's collectives.
+        ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
+        # Clean up here, outside of the except block: the traceback holds the step's tensors.
+        seconds = time.perf_counter() - start
+        retries = self._meter.num_retries() - retries_before
+        peak_bytes = None if ran_out else self._meter.peak_bytes()
+        overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
+        if ran_out:
+            self._clear()
+        self._drop_gradients()
+        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
+        took = "out of memory" if peak_bytes is None else f"peak {peak_bytes / 2**20:,.0f} MiB"
+        strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
+        log.info("trial step at batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
+        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
+
+    def _run(self, run: Run, batch: Any) -> None:
+        run(batch)
+        self._meter.synchronize()
+
+    def _runs_out(self, function: Callable[[], None]) -> bool:
+        """Call ``function`` within the budget, and return whether it ran out of memory."""
+        try:
+            with self._meter.limit(self._limit_bytes):
+                function()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return True
+        return False
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes
+
+    def _clear(self) -> None:
+        self._step.discard()
+        self._drop_gradients()
+        self._meter.release()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._step.model.parameters():
+            parameter.grad = None
+
+    def _make_optimizer_states(self) -> None:
+        """Step each optimizer once on zero gradients: the states get their memory without a forward pass."""
+        for optimizer in self._step.optimizers:
+            if has_states(optimizer):
+                continue
+            parameters = _trainable(optimizer)
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+
+
+def _make_states_that_stay(optimizers: Sequence[Optimizer]) -> None:
+    """Make the states of paged optimizers, at their first values.
+
+    They are managed memory, which bitsandbytes never frees: dropped after the probe, they would be lost, and training
+    would make them a second time.
+    """
+    for optimizer in optimizers:
+        if not getattr(optimizer, "is_paged", False) or not hasattr(optimizer, "init_state"):
+            continue
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and not optimizer.state[parameter]:
+                    optimizer.init_state(group, parameter, group_index, index)
+
+
+def has_states(optimizer: Optimizer) -> bool:
+    """True if ``optimizer`` has made the states of all its parameters, as it does in its first step."""
+    return all(parameter in optimizer.state for parameter in _trainable(optimizer))
+
+
+def _trainable(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

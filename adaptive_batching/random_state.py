@@ -1,0 +1,39 @@
+"""The state of random number generators: read, set, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@contextlib.contextmanager
+def unchanged_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random state of Python, numpy and torch, on the cpu and on ``device``."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    on_cpu = device.type == "cpu"
+    try:
+        with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of torch's random numbers on the cpu and on ``device``, as a checkpoint can hold it."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of :func:`random_state`; a state of another kind of device is skipped."""
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)

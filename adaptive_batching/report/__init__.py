@@ -1,0 +1,1 @@
+"""The record that a run leaves."""

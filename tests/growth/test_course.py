@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
+from adaptive_batching.growth.controller import BatchController
+from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
+from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
+from tests.growth.test_schedules import STATE
+
+
+def decide(controller: BatchController, epochs: int) -> list[int]:
+    sizes = []
+    for epoch in range(epochs):
+        decision = controller.decide(at(epoch))
+        controller.announce(decision)
+        sizes.append(decision.batch_size)
+    return sizes
+
+
+def at(epoch: int) -> GrowthState:
+    return dataclasses.replace(STATE, epoch=epoch)
+
+
+def test_growth_stays_within_the_maximum_and_warns_once_with_both_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    controller = BatchController(4, 9, "memory", fixed_increase(3), "f")
+    assert decide(controller, 5) == [4, 7, 7, 7, 7]
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "10" in warnings[0] and "9" in warnings[0] and "memory" in warnings[0]
+
+
+def test_a_smaller_increase_is_taken_after_a_larger_one_was_refused() -> None:
+    answers = iter([10, 2])
+    assert decide(BatchController(4, 7, increase=lambda epoch, size: next(answers)), 2) == [4, 6]
+
+
+@pytest.mark.parametrize("answer", [1.0, True, None, math.nan, -1, "2", np.float32(2), [1]])
+def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer: object) -> None:
+    controller = BatchController(4, 100, increase=lambda epoch, size: answer, name="pkg.f")
+    with pytest.raises(IncreaseFunctionError, match=r"pkg\.f\(epoch=3, current_batch_size=4\) returned .*>= 0"):
+        controller.decide(at(3))
+    assert controller.batch_size == 4
+
+
+def test_integers_of_other_libraries_are_accepted() -> None:
+    assert BatchController(4, 100, increase=lambda epoch, size: np.int64(2)).decide(STATE).batch_size == 6
+
+
+def test_an_error_in_the_function_names_it_and_keeps_its_cause() -> None:
+    def fails(epoch: int, current_batch_size: int) -> int:
+        raise KeyError("missing")
+
+    with pytest.raises(IncreaseFunctionError, match=r"f\(epoch=2, current_batch_size=4\) raised KeyError") as error:
+        BatchController(4, 8, increase=fails, name="f").decide(at(2))
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def course(increase: IncreaseFunction | None, size: int, maximum: int, **shape: Any) -> Course:
+    shape = {"epochs": 3, "samples": 100, "accumulation": 1, **shape}
+    return Course(BatchController(size, maximum, increase=increase, name="f"), RunShape(**shape))
+
+
+def test_a_function_of_two_arguments_is_asked_once_before_training_and_every_answer_is_kept() -> None:
+    calls: list[tuple[float, int]] = []
+
+    def record(epoch: float, current_batch_size: int) -> int:
+        calls.append((epoch, current_batch_size))
+        return 1
+
+    planned = course(record, 4, 100, decisions=2)
+    sizes = [epoch.batch_sizes for epoch in planned.plan()]
+    assert sizes == [[5, 6], [7, 8], [9, 10]]
+    assert calls == [(0, 4), (0.5, 5), (1, 6), (1.5, 7), (2, 8), (2.5, 9)]
+    assert follow(planned)[0] == sizes
+    assert len(calls) == 6
+
+
+def test_a_function_that_takes_state_is_asked_while_training_with_what_is_known_then() -> None:
+    seen: list[Any] = []
+
+    def record(epoch: float, current_batch_size: int, state: Any) -> int:
+        seen.append((state.epoch, state.samples_seen, state.steps, state.losses))
+        return current_batch_size
+
+    run = course(record, 10, 40, replicas=2)
+    assert [epoch.batch_sizes for epoch in run.plan()] == [[10]] * 3
+    assert not seen
+    sizes, *_ = follow(run, lambda: {"losses": (1.5,)})
+    assert sizes == [[20], [40], [40]]
+    assert seen == [(0, 0, 0, (1.5,)), (1, 200, 5, (1.5,)), (2, 360, 7, (1.5,))]
+    assert run.history == [(0, 20), (1, 40)]
+
+
+def follow(run: Course, observe: Any = dict) -> tuple[list[list[int]], list[int], list[int], list[int]]:
+    """Sizes, optimizer steps, samples of one replica, and schedule steps of each epoch, as a loader would give them."""
+    sizes, steps, samples, schedule = [], [], [], []
+    for epoch in range(run.shape.epochs):
+        run.start_epoch(epoch, observe)
+        sizes.append([run.controller.batch_size])
+        steps.append(0)
+        schedule.append(0)
+        left = run.shape.samples
+        while not run.epoch_is_over:
+            left -= run.controller.batch_size * run.accumulation
+            assert left >= 0, "no sample is seen twice"
+            schedule[-1] += run.take_step()
+            steps[-1] += 1
+            if run.decide_if_due(observe) is not None and sizes[-1][-1] != run.controller.batch_size:
+                sizes[-1].append(run.controller.batch_size)
+        samples.append(run.shape.samples - left)
+    return sizes, steps, samples, schedule
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "epochs": st.integers(1, 4), "samples": st.integers(1, 3000), "accumulation": st.integers(1, 4),
+        "replicas": st.integers(1, 3), "max_steps": st.one_of(st.none(), st.integers(1, 60)),
+        "decisions": st.integers(1, 10),
+    }
+)  # fmt: skip
+
+
+@given(
+    shape=shapes, size=st.integers(1, 64), maximum=st.integers(1, 512),
+    increases=st.lists(st.integers(0, 40), min_size=1, max_size=12), early=st.booleans(),
+)  # fmt: skip
+def test_what_is_planned_is_what_happens(
+    shape: dict[str, Any], size: int, maximum: int, increases: list[int], early: bool
+) -> None:
+    most = shape["samples"] // shape["accumulation"]
+    if size > min(most, maximum):
+        return
+    reference_steps = most // size
+    if shape["max_steps"] is not None:
+        reference_steps = min(reference_steps, shape["max_steps"])
+    shape |= {"reference_steps": reference_steps, "reference_samples": size * shape["accumulation"]}
+    answers = {}
+
+    def increase(epoch: float, current_batch_size: int) -> int:
+        return answers.setdefault(epoch, increases[len(answers) % len(increases)])
+
+    if early:
+        run = course(increase, size, min(most, maximum), **shape)
+    else:
+        run = course(lambda epoch, current_batch_size, state: increase(epoch, 0), size, min(most, maximum), **shape)
+    plan = run.plan()
+    sizes, steps, samples, schedule = follow(run)
+    if early:
+        assert [epoch.batch_sizes for epoch in plan] == sizes
+        assert [epoch.steps for epoch in plan] == steps
+        assert [epoch.samples for epoch in plan] == [n * shape["replicas"] for n in samples]
+    assert all(n >= 1 for n in steps), "no epoch is empty"
+    assert schedule == [reference_steps] * shape["epochs"], "the schedule ends each epoch where the stock run's does"
+    if shape["max_steps"] is None:
+        for seen, in_epoch in zip(samples, sizes, strict=True):
+            assert shape["samples"] - seen < in_epoch[-1] * shape["accumulation"], "less than a step is dropped"
+    else:
+        assert max(steps) <= shape["max_steps"]
+
+
+@given(
+    samples=st.integers(1, 5000), batch=st.integers(1, 64), growth=st.integers(1, 16), accumulation=st.integers(1, 4),
+    max_steps=st.one_of(st.none(), st.integers(1, 50)),
+)  # fmt: skip
+def test_the_schedule_neither_ends_early_nor_late_nor_goes_back(
+    samples: int, batch: int, growth: int, accumulation: int, max_steps: int | None
+) -> None:
+    def steps_of(size: int) -> int:
+        steps = samples // size // accumulation
+        return min(steps, max_steps or steps)
+
+    reference, grown = steps_of(batch), batch * growth
+    if not reference or not steps_of(grown):
+        return
+    run = course(
+        None, grown, grown, epochs=1, samples=samples, accumulation=accumulation, max_steps=max_steps,
+        reference_steps=reference, reference_samples=batch * accumulation,
+    )  # fmt: skip
+    run.start_epoch(0)
+    positions = [0]
+    while not run.epoch_is_over:
+        positions.append(positions[-1] + run.take_step())
+    assert len(positions) == steps_of(grown) + 1
+    assert positions[-1] == reference
+    assert positions == sorted(positions)
+    if growth == 1:
+        assert positions == list(range(reference + 1)), "a constant batch moves it one step at a time, as stock"
+    if max_steps is None:
+        seen = [min(done * growth, reference) for done in range(len(positions) - 1)]
+        assert positions[:-1] == seen, "the rate depends on the samples seen alone"
+
+
+def test_within_an_epoch_the_batch_grows_only_as_far_as_its_rest_has_samples() -> None:
+    run = course(step(every=0.25, gamma=2), 10, 100, epochs=2, decisions=4)
+    first, second = run.plan()
+    assert first.batch_sizes == [10, 20, 40]
+    assert (first.steps, first.samples) == (3 + 1 + 1, 30 + 20 + 40)
+    assert second.batch_sizes == [100]
+
+
+def test_the_plan_tells_the_learning_rate_at_the_end_of_each_epoch() -> None:
+    rates = [1 - i / 30 for i in range(31)]
+    controller = BatchController(10, 100, increase=step(every=1, gamma=2))
+    shape = RunShape(epochs=3, samples=100, accumulation=1, reference_steps=10, reference_samples=10)
+    run = Course(controller, shape, rates, lambda window: learning_rate_scale("sqrt", window / 10, 1.9))
+    ends = [epoch.last_lr for epoch in run.plan()]
+    assert ends == pytest.approx([rates[10], rates[20] * math.sqrt(2), 0])
+    run.start_epoch(2)
+    assert run.lr_scale == 1.9, "capped"
+
+
+def test_a_planned_function_knows_the_scheduled_rate() -> None:
+    rates = [0.0, 0.5, 1.0, *(1.0 * 0.5**i for i in range(1, 9))]  # warms up in two steps, then halves with each
+    controller = BatchController(10, 200, increase=replace_lr_decay(alpha=4))
+    shape = RunShape(epochs=1, samples=200, accumulation=1, decisions=10, reference_steps=20, reference_samples=10)
+    [epoch] = Course(controller, shape, rates).plan()
+    assert epoch.batch_sizes[:2] == [10, 40]
+
+
+def test_growth_can_wait_for_the_warm_up_to_end() -> None:
+    rates = [*(i / 15 for i in range(16)), *(1 - i / 15 for i in range(1, 16))]  # the peak is in the middle of epoch 1
+    shape = RunShape(epochs=3, samples=100, accumulation=1, reference_steps=10, reference_samples=10)
+
+    def sizes(**how: Any) -> list[list[int]]:
+        controller = BatchController(10, 100, increase=step(every=1, gamma=2))
+        return [epoch.batch_sizes for epoch in Course(controller, shape, rates, **how).plan()]
+
+    assert sizes() == [[10], [20], [40]]
+    assert sizes(grows_in_warmup=False) == [[10], [10], [40]]
+
+
+def test_a_global_batch_that_is_kept_is_accumulated_from_fewer_batches() -> None:
+    controller = BatchController(2, 12, increase=step(every=0.5, gamma=2), divides=12)
+    run = Course(controller, RunShape(epochs=2, samples=48, accumulation=6, decisions=2, kept_samples=12))
+    assert [epoch.batch_sizes for epoch in run.plan()] == [[2, 4], [6, 12]]  # 8 does not divide 12
+    assert all(epoch.steps == 4 for epoch in run.plan())
+    run.start_epoch(1)
+    assert run.accumulation == 2
+
+
+def test_the_rate_follows_the_batch_as_asked() -> None:
+    assert [learning_rate_scale(rule, 9, 4) for rule in ("none", "sqrt", "linear")] == [1, 3, 4]

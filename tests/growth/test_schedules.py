@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptive_batching import growth
+from adaptive_batching.growth.increase import (
+    GrowthState,
+    IncreaseFunction,
+    IncreaseFunctionError,
+    is_planned,
+    reads_noise_scale,
+    resolve,
+    takes_state,
+)
+
+STATE = GrowthState(
+    epoch=0, total_epochs=4, batch_size=4, initial_batch_size=4, maximum=64, global_batch_size=4, samples_seen=0,
+    steps=0, lr_decay=1.0,
+)  # fmt: skip
+
+
+def add_two(epoch: int, current_batch_size: int) -> int:
+    return 2
+
+
+def one_argument(epoch: int) -> int:
+    return 1
+
+
+def with_state(epoch: int, current_batch_size: int, state: GrowthState) -> int:
+    return state.maximum - current_batch_size
+
+
+def broken_factory(every: int) -> None:
+    raise RuntimeError("no")
+
+
+not_callable = 3
+
+
+def size(function: IncreaseFunction, **known: Any) -> int:
+    """What the batch is after ``function`` was asked."""
+    state = dataclasses.replace(STATE, **known)
+    arguments = {"state": state} if takes_state(function) else {}
+    return state.batch_size + function(state.epoch, state.batch_size, **arguments)
+
+
+EPOCHS = [0, 0.5, 1, 1.25, 2, 3, 3.75]
+FORMULAS = {
+    "step": (growth.step(every=1, gamma=2), lambda e: 4 * 2 ** math.floor(e)),
+    "step of half an epoch": (growth.step(every=0.5, gamma=1.5), lambda e: 4 * 1.5 ** math.floor(e / 0.5)),
+    "multistep": (growth.multistep([1, 2.5], gamma=3), lambda e: 4 * 3 ** ((e >= 1) + (e >= 2.5))),
+    "staged": (growth.staged({0: 5, 1: 8, "2.5": 20}), lambda e: 5 if e < 1 else 8 if e < 2.5 else 20),
+    "staged, first later": (growth.staged({2: 20}), lambda e: 4 if e < 2 else 20),
+    "linear": (growth.linear(end=40, ramp_epochs=2), lambda e: 4 + 36 * min(1, e / 2)),
+    "linear to the maximum": (growth.linear(), lambda e: 4 + 60 * e / 4),
+    "polynomial": (growth.polynomial(end=40, ramp_epochs=3, power=2), lambda e: 4 + 36 * min(1, e / 3) ** 2),
+    "cosine": (growth.cosine(end=40, ramp_epochs=3), lambda e: 40 - 36 * (1 + math.cos(math.pi * min(1, e / 3))) / 2),
+    "late_switch": (growth.late_switch(0.5), lambda e: 4 if e < 2 else 64),
+    "late_switch to a size": (growth.late_switch(0.3, end=9), lambda e: 4 if e < 1.2 else 9),
+    "constant": (growth.constant(), lambda e: 4),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_each_schedule_follows_its_formula(name: str) -> None:
+    function, formula = FORMULAS[name]
+    assert is_planned(function)
+    current = 0
+    for epoch in EPOCHS:
+        expected = max(min(math.floor(formula(epoch) + 1e-9), 64), current)
+        assert size(function, epoch=epoch, batch_size=max(current, 4)) == max(expected, 4)
+        current = expected
+
+
+@given(
+    name=st.sampled_from([*FORMULAS, "replace_lr_decay", "on_plateau", "noise", "norm_test"]),
+    initial=st.integers(1, 500), maximum=st.integers(1, 5000), total=st.integers(1, 50),
+    decays=st.lists(st.floats(0, 1), min_size=1, max_size=30), losses=st.lists(st.floats(0.1, 10), max_size=30),
+    noise=st.one_of(st.none(), st.floats(0, 1e6)),
+)  # fmt: skip
+def test_whatever_is_asked_a_schedule_never_shrinks_nor_exceeds_the_maximum_nor_compounds_what_was_clipped(
+    name: str, initial: int, maximum: int, total: int, decays: list[float], losses: list[float], noise: float | None
+) -> None:
+    others = {
+        "replace_lr_decay": growth.replace_lr_decay(),
+        "on_plateau": growth.on_plateau(),
+        "noise": growth.gradient_noise_scale(),
+        "norm_test": growth.norm_test(0.5),
+    }
+    function = others[name] if name in others else FORMULAS[name][0]
+    initial = min(initial, maximum)
+    current = initial
+    for i, decay in enumerate(sorted(decays, reverse=True)):
+        known = dict(
+            epoch=i * total / len(decays), total_epochs=total, initial_batch_size=initial, maximum=maximum,
+            global_batch_size=2 * current, lr_decay=decay, losses=tuple(losses[:i]), noise_scale=noise,
+        )  # fmt: skip
+        grown = size(function, batch_size=current, **known)
+        assert current <= grown <= maximum
+        if name not in ("noise", "norm_test"):
+            fresh = size(function, batch_size=initial, **known)
+            assert grown == max(fresh, current), "it depends on where the run is, not on how it came there"
+        current = grown
+
+
+def test_a_fixed_increase_adds_at_the_start_of_epochs() -> None:
+    every, some = growth.fixed_increase(3), growth.fixed_increase(3, epochs=[0, 2])
+    assert [every(epoch, 2) for epoch in (0, 0.5, 1, 1.5, 2)] == [0, 0, 3, 0, 3]
+    assert [some(epoch, 2) for epoch in (0, 0.5, 1, 1.5, 2)] == [3, 0, 0, 0, 3]
+
+
+def test_the_batch_grows_where_the_rate_would_have_fallen() -> None:
+    function = growth.replace_lr_decay(alpha=2)
+    assert is_planned(function)
+    assert [size(function, lr_decay=decay) for decay in (1, 0.51, 0.5, 0.25, 0.2, 0.03, 0)] == [4, 4, 8, 16, 16, 64, 64]
+
+
+def test_the_batch_grows_when_the_loss_has_stopped_to_fall() -> None:
+    def sizes(losses: list[float], **arguments: Any) -> list[int]:
+        function = growth.on_plateau(**arguments)
+        assert not is_planned(function)
+        return [size(function, losses=tuple(losses[: i + 1])) for i in range(len(losses))]
+
+    assert sizes([5, 4, 3, 2], patience=1) == [4, 4, 4, 4]
+    assert sizes([5, 4, 4, 4, 4, 4], patience=2) == [4, 4, 4, 8, 8, 16]
+    assert sizes([5, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2) == [4, 4, 4, 8, 8, 8, 8]
+    assert sizes([5, 4, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2)[-1] == 16
+    assert sizes([5, 4.999, 4.998], patience=1, min_delta=0.01, rate=3) == [4, 12, 36]
+    assert sizes([5, 4, 4, 3, 3], patience=2) == [4, 4, 4, 4, 4], "a better loss begins anew"
+
+
+def test_growth_by_the_noise_scale_is_held_back() -> None:
+    function = growth.gradient_noise_scale(multiplier=0.5, hysteresis=1.25)
+    assert reads_noise_scale(function) and not is_planned(function)
+    assert size(function, noise_scale=None) == 4
+    assert size(function, noise_scale=9.8) == 4, "below the hysteresis"
+    assert size(function, noise_scale=10) == 5
+    assert size(function, noise_scale=1000) == 8, "at most twice at once"
+    assert size(function, noise_scale=20, global_batch_size=8) == 5, "of the global batch"
+    assert size(growth.norm_test(eta=0.5), noise_scale=1.3) == 6  # ceil(5.2)
+
+
+def test_goodput_weighs_speed_against_what_a_sample_contributes() -> None:
+    def grown(noise_scale: float, fixed: float, gain: float = 1.05) -> int:
+        return size(growth.goodput(gain), noise_scale=noise_scale, seconds_per_step=lambda size: fixed + size)
+
+    assert grown(noise_scale=1e6, fixed=8) == 8, "16/16 against 4/12 of the time"
+    assert grown(noise_scale=0, fixed=8) == 4, "samples beyond the first contribute nothing"
+    assert grown(noise_scale=1e6, fixed=0) == 4, "no faster"
+    # from 4 / 12 to 8 / 16 samples in a second, each of which contributes (12 + 4) / (12 + 8): 1.2 times the progress
+    assert grown(noise_scale=12, fixed=8, gain=1.19) == 8
+    assert grown(noise_scale=12, fixed=8, gain=1.21) == 4
+    assert size(growth.goodput(), noise_scale=1e6) == 4, "how fast it is is not known"
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "message"),
+    [
+        ("step", {"every": 0}, "every=0"),
+        ("step", {"every": "2"}, "every='2'"),
+        ("step", {"every": True}, "every=True"),
+        ("step", {"gamma": 1}, "gamma=1"),
+        ("fixed_increase", {"increase": -1}, "increase=-1"),
+        ("fixed_increase", {"increase": 1, "epochs": [2, -1]}, "epochs=-1"),
+        ("multistep", {"milestones": 3}, "milestones=3"),
+        ("multistep", {"milestones": [1, -2]}, "milestones=-2"),
+        ("staged", {"stages": {}}, "stages="),
+        ("staged", {"stages": {"first": 2}}, "'first'"),
+        ("staged", {"stages": {0: 2.5}}, "stages=2.5"),
+        ("linear", {"end": 0}, "end=0"),
+        ("cosine", {"ramp_epochs": 0}, "ramp_epochs=0"),
+        ("polynomial", {"power": -1}, "power=-1"),
+        ("late_switch", {"fraction": 1}, "fraction=1"),
+        ("replace_lr_decay", {"alpha": 1.0}, "alpha=1.0"),
+        ("on_plateau", {"patience": 0}, "patience=0"),
+        ("on_plateau", {"min_delta": -0.1}, "min_delta=-0.1"),
+        ("gradient_noise_scale", {"multiplier": math.nan}, "multiplier=nan"),
+        ("gradient_noise_scale", {"hysteresis": 0.9}, "hysteresis=0.9"),
+        ("norm_test", {"eta": 0}, "eta=0"),
+        ("goodput", {"gain": 0.5}, "gain=0.5"),
+    ],
+)
+def test_factories_check_their_arguments(factory: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(growth, factory)(**arguments)
+
+
+def test_functions_and_factories_are_resolved_by_dotted_path() -> None:
+    assert resolve("tests.test_growth.add_two")[1](0, 4) == 2
+    assert not is_planned(resolve("tests.test_growth.with_state")[1])
+    name, function = resolve({"_component_": "adaptive_batching.growth.fixed_increase", "increase": 3})
+    assert name == "adaptive_batching.growth.fixed_increase"
+    assert function(1, 5) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("no_such_package.f", "cannot be imported"),
+        ("tests.test_growth.no_such_function", "cannot be imported"),
+        ("not a path", "cannot be imported"),
+        ("tests.test_growth.not_callable", "not callable but of type int"),
+        ("tests.test_growth.one_argument", r"cannot be called with \(epoch, current_batch_size\)"),
+        ("adaptive_batching.growth.step", r"a factory.*_component_"),
+        ({"_component_": "tests.test_growth.broken_factory", "every": 2}, "failed with the arguments"),
+        ({"_component_": "adaptive_batching.growth.step", "evry": 2}, "evry"),
+        ({"_component_": "builtins.dict"}, "must return a function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_before_training(value: Any, message: str) -> None:
+    with pytest.raises(IncreaseFunctionError, match=message):
+        resolve(value)

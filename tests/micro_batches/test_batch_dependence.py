@@ -1,0 +1,430 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torchtune.models.llama2 import llama2
+from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.training import set_activation_checkpointing
+
+from adaptive_batching.micro_batches.batch_dependence import find_batch_dependent_module
+
+BATCH, LENGTH, WIDTH = 3, 7, 8
+Tensor = torch.Tensor
+
+
+class Apply(nn.Module):
+    """A module that computes ``function``."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class MinusMean(Apply):
+    """Depends on the other samples, without a batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x - x.mean(0, keepdim=True))
+
+
+class PerChannel(nn.Module):
+    """A layer for [b, c, s] where the model has [b, s, c]."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class MixtureOfExperts(nn.Module):
+    """Which tokens, and how many, an expert gets depends on all samples; what a token becomes does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)  # [b * s, d]
+        chosen = self.router(tokens).argmax(-1)
+        out = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            out[chosen == index] = expert(tokens[chosen == index])
+        return out.view_as(x)
+
+
+def alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The two batches with sample 0 of the first."""
+    second[0] = first[0]
+    return first, second
+
+
+def vectors() -> tuple[Tensor, Tensor]:
+    return alike(torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    return alike(torch.randint(50, (BATCH, LENGTH)), torch.randint(50, (BATCH, LENGTH)))
+
+
+def found_in(*layers: nn.Module) -> str | None:
+    model = nn.Sequential(*layers)
+    return find_batch_dependent_module(model, model, *vectors())
+
+
+def llama() -> Any:
+    return llama2(
+        vocab_size=50, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=16, max_seq_len=16, attn_dropout=0.5
+    )
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.RMSNorm(WIDTH),
+        nn.GroupNorm(1, LENGTH),
+        nn.InstanceNorm1d(LENGTH),
+        nn.InstanceNorm1d(LENGTH, track_running_stats=True),
+        PerChannel(nn.BatchNorm1d(WIDTH).eval()),
+        nn.Dropout(0.5),
+        nn.MultiheadAttention(WIDTH, 2, batch_first=True).eval(),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        nn.ReLU(inplace=True),
+        MixtureOfExperts(),
+        Apply(lambda x: F.dropout(x, 0.5) + random.random() + np.random.rand()),
+        Apply(lambda x: (x, None, {"length": x.shape[1]})),
+        Apply(lambda x: None),
+        Apply(lambda x: x.transpose(0, 1)),  # [s, b, d]
+        Apply(lambda x: torch.view_as_complex(x.unflatten(-1, (-1, 2)))),
+        Apply(lambda x: x.long()),
+        Apply(lambda x: x > 0),
+        Apply(lambda x: x.sum((1, 2))),
+        Apply(lambda x: x.sum()),
+        Apply(lambda x: x.masked_fill(x > 0, -torch.inf)),
+        Apply(lambda x: x.masked_fill(x > 0, torch.nan)),
+        Apply(lambda x: x[:, :0]),
+        Apply(torch.zeros_like),
+    ],
+)
+def test_a_module_that_treats_each_sample_by_itself_is_not_named(layer: nn.Module) -> None:
+    if isinstance(layer, nn.MultiheadAttention):
+        attention, layer = layer, Apply(lambda x: attention(x, x, x)[0])
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
+    assert find_batch_dependent_module(model, model, *vectors()) is None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x - x.mean((0, 1)),
+        lambda x: x / x.norm(dim=0),
+        lambda x: x.sub_(x.mean(0)),
+        lambda x: torch.complex(x, x - x.mean(0)),
+        lambda x: (torch.zeros_like(x), x - x.mean(0)),
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.scaled_dot_product_attention(*[x.transpose(0, 1)] * 3).transpose(0, 1),
+        lambda x: torch.einsum("bsd,csd->bc", x, x),  # similarities, as in contrastive losses
+        lambda x: (None, {"scores": x, "ranks": x.argsort(0)}),
+        lambda x: x.softmax(0) > 1 / BATCH,
+        lambda x: torch.where(x == x.max(0).values, torch.nan, x),
+    ],
+)
+def test_a_module_that_computes_over_the_batch_is_named(function: Callable[[Tensor], Any]) -> None:
+    assert found_in(nn.Linear(WIDTH, WIDTH), Apply(function)) == "1 (Apply)"
+
+
+def test_the_module_is_named_rather_than_those_before_it_after_it_or_around_it() -> None:
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), MinusMean(), nn.LayerNorm(WIDTH))
+    assert found_in(nn.Linear(WIDTH, WIDTH), inner, MinusMean()) == "1.1 (MinusMean)"
+
+
+def test_a_module_that_computes_over_the_batch_is_named_rather_than_its_children() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(WIDTH, WIDTH)
+            self.after = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            after: Tensor = self.after(x - x.mean(0))
+            return after
+
+    assert found_in(nn.Linear(WIDTH, WIDTH), Centred()) == "1 (Centred)"
+    model = Centred()
+    assert find_batch_dependent_module(model, model, *vectors()) == "model (Centred)"
+
+
+@pytest.mark.parametrize("reshape", [lambda x: x.transpose(0, 1), lambda x: x.flatten(0, 1)], ids=["s,b,d", "b*s,d"])
+def test_where_samples_are_not_in_dimension_0_the_parent_is_named(reshape: Callable[[Tensor], Tensor]) -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Apply(lambda x: x - x.mean((0, 1) if x.dim() == 3 else 0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            changed: Tensor = self.child(reshape(x))
+            return changed.transpose(0, 1) if changed.dim() == 3 else changed.view_as(x)
+
+    assert found_in(nn.Linear(WIDTH, WIDTH), Parent(), MinusMean()) == "1 (Parent)"
+
+
+def test_a_sample_is_followed_through_nested_and_keyword_arguments() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = Apply(lambda state, *, scale: {"x": [state["x"][0] * scale]})
+            self.second = Apply(lambda *, state: (state["x"][0] - state["x"][0].mean(0), None))
+            self.third = Apply(lambda unchanged, *, other: unchanged + other)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            x = batch["x"]
+            changed, _ = self.second(state=self.first({"x": [x]}, scale=2.0))
+            return self.third(x, other=changed)  # type: ignore[no-any-return]
+
+    first, second = vectors()
+    model = Model()
+    assert find_batch_dependent_module(model, model, {"x": first}, {"x": second}) == "second (Apply)"
+
+
+def test_each_call_of_a_module_is_compared_with_its_own() -> None:
+    class Twice(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.shared = Apply(function)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.shared(self.shared(x) + 1)  # type: ignore[no-any-return]
+
+    assert found_in(Twice(torch.relu)) is None
+    assert found_in(Twice(lambda x: x - x.mean(0) if (x < 0).any() else x)) == "0.shared (Apply)"
+
+
+def test_runs_that_reach_different_modules_are_compared_where_they_meet() -> None:
+    class Choose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.choices = nn.ModuleList(Apply(lambda x, scale=scale: x * scale) for scale in (1, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.choices[int(x[1, 0, 0] > 0)](x)  # type: ignore[no-any-return]
+
+    first, second = vectors()
+    first[1, 0, 0], second[1, 0, 0] = -1, 1
+    model = Choose()
+    assert find_batch_dependent_module(model, model, first, second) == "model (Choose)"
+
+
+def test_a_forward_that_raises_inside_a_try_does_not_hide_the_module_around_it() -> None:
+    class Forgiving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.failing = Apply(lambda x: x.view(-1, 999))
+
+        def forward(self, x: Tensor) -> Any:
+            try:
+                return self.failing(x.flatten())
+            except RuntimeError:
+                return x - x.mean(0)
+
+    assert found_in(nn.Linear(WIDTH, WIDTH), Forgiving()) == "1 (Forgiving)"
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.BatchNorm1d(4, track_running_stats=False).eval()],
+)
+def test_a_batch_normalisation_is_named_although_these_batches_do_not_reach_it(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"unused": norm}))
+    expected = f"1.unused ({type(norm).__name__})"
+    assert find_batch_dependent_module(model, model[0], *vectors()) == expected
+
+
+def test_a_batch_normalisation_in_evaluation_mode_is_named_only_if_it_has_no_running_statistics() -> None:
+    assert found_in(PerChannel(nn.BatchNorm1d(WIDTH)).eval()) is None
+    assert found_in(PerChannel(nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()) == "0.norm (BatchNorm1d)"
+
+
+def prepared(how: str, mlp_norm: nn.Module | None = None) -> Any:
+    model = llama()
+    if mlp_norm is not None:
+        model.layers[1].mlp_norm = mlp_norm
+    if "checkpointed" in how:
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    if "compiled layers" in how:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    return torch.compile(model, backend="aot_eager") if how == "compiled" else model
+
+
+PREFIXES = {
+    "plain": "layers.1.",
+    "checkpointed": "layers.1._checkpoint_wrapped_module.",
+    "compiled layers": "layers.1.",
+    "checkpointed, compiled layers": "layers.1._checkpoint_wrapped_module.",
+    "compiled": "_orig_mod.layers.1.",
+}
+
+
+@pytest.mark.parametrize("how", PREFIXES)
+def test_nothing_is_named_in_a_language_model_with_dropout(how: str) -> None:
+    model = prepared(how)
+    assert find_batch_dependent_module(model, model, *tokens()) is None
+
+
+@pytest.mark.parametrize("how", PREFIXES)
+def test_a_language_model_with_batch_normalisation_is_found_out(how: str) -> None:
+    prefix = PREFIXES[how]
+    model = prepared(how, PerChannel(nn.BatchNorm1d(16)))
+    assert find_batch_dependent_module(model, model, *tokens()) == f"{prefix}mlp_norm.norm (BatchNorm1d)"
+    model = prepared(how, MinusMean())
+    assert find_batch_dependent_module(model, model, *tokens()) == f"{prefix}mlp_norm (MinusMean)"
+
+
+def test_the_caller_says_what_a_forward_is() -> None:
+    model = llama()
+
+    def run(batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["tokens"])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    first, second = ({"tokens": x, "labels": x} for x in tokens())
+    assert find_batch_dependent_module(model, run, first, second) is None
+    model.norm = MinusMean()
+    assert find_batch_dependent_module(model, run, first, second) == "norm (MinusMean)"
+
+
+def test_checkpointing_that_reenters_the_forward_does_not_hide_a_module() -> None:
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), MinusMean())
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    assert found_in(Checkpointed()) == "0.inner.1 (MinusMean)"
+
+
+def test_hooks_of_others_are_part_of_what_a_module_does() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer)
+    for register in (layer.register_forward_pre_hook, layer.register_forward_hook):
+        handle = register(lambda module, args, *_: args[0] - args[0].mean(0))
+        assert find_batch_dependent_module(model, model, *vectors()) == "1 (Linear)"
+        handle.remove()
+    assert find_batch_dependent_module(model, model, *vectors()) is None
+
+
+def test_compiled_layers_are_not_compiled_again() -> None:
+    model = llama()
+    backend = CompileCounterWithBackend("aot_eager")
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    batches = tokens()
+    model(batches[0])
+    compiled = backend.frame_count
+    assert compiled > 0
+    assert find_batch_dependent_module(model, model, *batches) is None
+    model(batches[1])
+    assert backend.frame_count == compiled
+
+
+def rounding(epsilon: float) -> nn.Module:
+    """Rounds otherwise in each run, as experts do that get other numbers of tokens."""
+    numbers = torch.Generator()
+    return Apply(lambda x: x * (1 + epsilon * torch.randn(x.shape, generator=numbers)))
+
+
+def test_rounding_is_no_dependence_even_where_it_sends_a_token_to_another_expert() -> None:
+    route = Apply(lambda x: x * (1 + 0.5 * (x.mean(-1, keepdim=True) > 0)))
+    assert found_in(*[nn.Sequential(rounding(2**-8), route) for _ in range(4)]) is None  # as in bfloat16
+
+
+def test_a_module_is_named_also_where_its_input_is_rounded_otherwise() -> None:
+    assert found_in(rounding(2**-24), MinusMean()) == "1 (MinusMean)"
+    assert found_in(rounding(2**-8), MinusMean()) == "model (Sequential)"  # found, if not where
+
+
+class Remembers(nn.Module):
+    """Changes all that a forward can change: buffers in place and anew, attributes, random numbers, its mode."""
+
+    rows: Tensor
+    mean: Tensor
+
+    def __init__(self, error: type[BaseException] | None = None) -> None:
+        super().__init__()
+        self.norm = PerChannel(nn.InstanceNorm1d(WIDTH, track_running_stats=True))
+        self.register_buffer("mean", torch.tensor([-0.0, torch.nan]))  # bits that arithmetic would not keep
+        self.register_buffer("rows", torch.zeros(1))
+        self.num_rows = 1
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += x.mean()
+        if len(self.rows) < len(x):  # a cache that grows
+            self.rows, self.num_rows = torch.zeros(len(x)), len(x)
+        assert len(self.rows) == self.num_rows
+        self.register_buffer("new", torch.zeros(1))
+        self.num_calls = 1
+        x = self.norm(x) * random.random() * np.random.rand() * torch.rand(())
+        self.eval()
+        if self.error is not None:
+            raise self.error("in forward")
+        return x
+
+
+def state(model: Remembers) -> tuple[Any, ...]:
+    buffers = {name: (id(buffer), buffer.numpy().tobytes()) for name, buffer in model.named_buffers()}
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+    attributes = [{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in model.modules()]
+    numbers = (torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state()))
+    return buffers, hooks, attributes, numbers
+
+
+@pytest.mark.parametrize("error", [None, ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_no_trace_is_left_also_where_the_run_raises(error: type[BaseException] | None) -> None:
+    model = Remembers(error)
+    batches = vectors()
+    before = state(model)
+    if error is None:
+        assert find_batch_dependent_module(model, model, *batches) is None
+    else:
+        with pytest.raises(error, match="in forward"):
+            find_batch_dependent_module(model, model, *batches)
+    assert state(model) == before
+
+
+def test_no_gradients_are_taken_and_none_are_lost() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    gradient = model.weight.grad
+    outputs = []
+    assert find_batch_dependent_module(model, lambda batch: outputs.append(model(batch)), *vectors()) is None
+    assert [output.requires_grad for output in outputs] == [False, False]
+    assert model.weight.grad is gradient
+    assert torch.is_grad_enabled()

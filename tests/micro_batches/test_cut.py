@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import random
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaptive_batching.micro_batches.cut import (
+    Capacity,
+    Cut,
+    cut_by_length,
+    cut_in_order,
+    in_known_sizes,
+    length_in_chunks,
+    padded_tokens,
+)
+from adaptive_batching.micro_batches.forward_cost import ForwardCost
+from adaptive_batching.micro_batches.limits import TokenLimit
+
+lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
+
+
+def tokens(cut: Cut, lengths: list[int]) -> list[int]:
+    return [padded_tokens([lengths[i] for i in micro_batch]) for micro_batch in cut]
+
+
+def cost(cut: Cut, lengths: list[int], forward_cost: float) -> float:
+    return sum(tokens(cut, lengths)) + forward_cost * len(cut)
+
+
+def in_order_within(lengths: list[int], max_tokens: int) -> Cut:
+    """Samples as they come, each micro-batch filled as far as the budget allows."""
+    cut: Cut = [[]]
+    for index, length in enumerate(lengths):
+        if cut[-1] and padded_tokens([*(lengths[i] for i in cut[-1]), length]) > max_tokens:
+            cut.append([])
+        cut[-1].append(index)
+    return cut
+
+
+@settings(max_examples=300, deadline=None)
+@given(lengths_of_samples, st.integers(1, 5000), st.floats(0, 1000))
+def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_samples(
+    lengths: list[int], max_tokens: int, forward_cost: float
+) -> None:
+    cut = cut_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
+    assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch, count in zip(cut, tokens(cut, lengths), strict=True):
+        assert count <= max_tokens or len(micro_batch) == 1
+    in_order = in_order_within(lengths, max_tokens)
+    assert cost(cut, lengths, forward_cost) <= cost(in_order, lengths, forward_cost)
+    least_padding = cut_by_length(lengths, Capacity.of_tokens(max_tokens))
+    assert sum(tokens(least_padding, lengths)) <= sum(tokens(in_order, lengths))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 200), st.integers(0, 60))
+def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_cost: int) -> None:
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    ends = range(1, len(order))
+    every_cut = [
+        [order[a:b] for a, b in zip((0, *inner), (*inner, len(order)), strict=True)]
+        for count in range(len(order))
+        for inner in combinations(ends, count)
+    ]
+    allowed = [
+        cut
+        for cut in every_cut
+        if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(cut, lengths), cut, strict=True))
+    ]
+    found = cut_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
+    assert cost(found, lengths, forward_cost) == min(cost(cut, lengths, forward_cost) for cut in allowed)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths_of_samples, st.integers(1, 8), st.lists(st.floats(1, 4), max_size=3))
+def test_short_samples_may_take_more_tokens_where_they_were_found_to_fit(
+    lengths: list[int], most: int, gains: list[float]
+) -> None:
+    points = [(600, most)]
+    for gain in gains:  # as where attention takes memory by the square of the length
+        length, count = points[-1]
+        points.append((length // 2, int(2 * count * gain)))
+    capacity = Capacity(tuple(points))
+    assert all(capacity.samples(length) == count for length, count in points[-1:])
+    assert all(capacity.samples(length) >= count for length, count in points)
+    cut = cut_by_length(lengths, capacity)
+    assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch in cut:
+        longest = max(lengths[i] for i in micro_batch)
+        # some point is as long and has at least as many tokens
+        fits = any(at >= longest and len(micro_batch) * longest <= at * count for at, count in points)
+        assert fits or len(micro_batch) == 1
+    assert len(cut_by_length([40] * 64, capacity)) <= len(cut_by_length([40] * 64, Capacity(((600, most),))))
+
+
+def test_a_sample_beyond_the_longest_is_bound_by_the_longest_point() -> None:
+    capacity = Capacity(((400, 3), (200, 10)))
+    assert [capacity.samples(n) for n in (2000, 600, 401, 400, 201, 200, 100)] == [1, 2, 2, 3, 5, 10, 20]
+
+
+def test_equal_lengths_are_cut_evenly_and_the_longest_run_first() -> None:
+    assert [len(m) for m in cut_by_length([10] * 9, Capacity.of_tokens(30))] == [3, 3, 3]
+    assert [len(m) for m in cut_by_length([10] * 10, Capacity.of_tokens(70), forward_cost=20)] == [5, 5]
+    assert cut_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]]
+    assert cut_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_dear_forward_makes_micro_batches_larger() -> None:
+    lengths = [10, 20, 30, 40]
+    assert len(cut_by_length(lengths, Capacity.of_tokens(1000), forward_cost=0)) == 4
+    assert len(cut_by_length(lengths, Capacity.of_tokens(1000), forward_cost=1000)) == 1
+
+
+def test_the_cost_of_a_forward_is_found_in_noisy_times() -> None:
+    generator = random.Random(0)
+    cost = ForwardCost()
+    assert cost.in_tokens(default=7.0) == 7.0
+    for step in range(200):
+        tokens = generator.randint(100, 4000)
+        seconds = (0.02 + 1e-5 * tokens) * generator.uniform(0.9, 1.1)
+        cost.observe(tokens, seconds + (step < 3) * 5)  # the first ones pay for warming up
+    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.2)
+
+
+@given(st.integers(1, 400), st.integers(0, 20))
+def test_a_padded_length_comes_in_all_chunks(length: int, num_chunks: int) -> None:
+    padded = length_in_chunks(length, num_chunks)
+
+    def chunks(tokens: int) -> int:  # as torch.chunk, which this module does not import
+        return len(range(0, tokens, -(-tokens // num_chunks)))
+
+    if num_chunks < 2:
+        assert padded == length
+        return
+    assert chunks(padded) == num_chunks
+    assert all(chunks(shorter) != num_chunks for shorter in range(length, padded)), "no longer than need be"
+    assert length < num_chunks * (num_chunks - 1) or padded == length
+
+
+@pytest.mark.parametrize("compiled_at", [3, 4, 5, 30])
+@pytest.mark.parametrize("tokens", [100, 1000, 4000])
+def test_what_was_compiled_is_no_measurement(compiled_at: int, tokens: int) -> None:
+    """A minute of compiling, wherever it falls, must not be taken for the cost of a forward, nor for none."""
+    cost = ForwardCost()
+    generator = random.Random(1)
+    for step in range(40):
+        sampled = tokens if step == compiled_at else generator.randint(100, 4000)
+        cost.observe(sampled, 0.02 + 1e-5 * sampled + (60 if step == compiled_at else 0))
+    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.01)
+
+
+def test_a_cost_is_stored_and_goes_on() -> None:
+    first, second = ForwardCost(), ForwardCost()
+    for step in range(20):
+        first.observe(100 * step, 0.1 + 0.01 * step)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    first.observe(5000, 0.7), second.observe(5000, 0.7)
+    assert first.line() == second.line() is not None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.integers(1, 8))
+def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_sizes: int) -> None:
+    known: set[int] = set()
+    for size in asked:
+        parts = in_known_sizes(size, known, max_sizes)
+        assert sum(parts) == size
+        assert parts[0] >= size * 2 / 3
+        known.update(parts)
+    round_sizes = {factor << k for factor in (1, 3) for k in range(8)}
+    assert len(known - round_sizes) <= max_sizes
+
+
+def test_without_a_slope_the_cost_stays_unknown() -> None:
+    cost = ForwardCost(warm_up=0)
+    for _ in range(50):
+        cost.observe(512, 0.1)
+    assert cost.in_tokens(default=7.0) == 7.0
+    falling = ForwardCost(warm_up=0)
+    for tokens in range(100, 200):
+        falling.observe(tokens, 1.0 / tokens)
+    assert falling.in_tokens(default=7.0) == 7.0
+
+
+def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None:
+    limit = TokenLimit(steps_to_recover=2)
+    limit.step_done()
+    assert limit.max_tokens is None
+    limit.shrink(1000)
+    assert limit.max_tokens == 500
+    seen = []
+    for _ in range(4):
+        limit.step_done()
+        seen.append(limit.max_tokens)
+    assert seen == [500, 1000, 1000, None], "and beyond what failed it is lifted"
+    limit.shrink(900)
+    for _ in range(10):
+        limit.step_done()
+    assert limit.max_tokens == 999, "900 and 1000 have failed: two failures at or below 1000"
+    assert limit.num_recoveries == 2

@@ -1,0 +1,168 @@
+"""The probe on a model of a GPU, whose limit counts what its allocator reserves, and not what is allocated of that."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from adaptive_batching.config import AdaptiveBatchingConfig, MemoryAmount
+from adaptive_batching.probe import find as find_module
+from adaptive_batching.probe.find import DoesNotFitError, Remedy, find_maximum_batch_size
+from adaptive_batching.probe.result import ProbeResult
+from adaptive_batching.probe.trial import TrainingStep
+from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
+
+EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
+
+
+class Curve:
+    """The memory curve that a trace of a device's steps would give."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.resting_bytes = device.allocator.allocated
+
+    def peak_bytes(self, batch_size: int) -> int:
+        return self._device.peak_allocated(batch_size * self._device.length)
+
+
+def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find_module, "_trace", lambda step, **_: Curve(device) if traced else None)
+        return find_maximum_batch_size(device.training_step(), config, device, upper=upper)
+
+
+def runs_twice(device: Device, batch_size: int) -> bool:
+    """True if training at ``batch_size`` can go on without the allocator starting over."""
+    again = Device(device.total_bytes, device.layers, device.length, device.libraries_bytes, device.overhead)
+    try:
+        for _ in range(2):
+            again.step(batch_size * device.length)
+    except RuntimeError:
+        return False
+    return again.allocator.retries == 0
+
+
+layers = st.lists(
+    st.builds(
+        Layer,
+        weights=st.integers(2 * MIB, 64 * MIB),
+        kept_per_token=st.integers(1, 64).map(lambda n: n * KIB),
+        passing_per_token=st.integers(0, 128).map(lambda n: n * KIB // 2),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
+)  # shrinking takes minutes
+@given(
+    layers=layers,
+    room=st.integers(64 * MIB, 12 * GIB),
+    libraries=st.sampled_from([0, 24 * MIB, 400 * MIB]),
+    upper=st.integers(1, 400),
+    traced=st.booleans(),
+    powers=st.booleans(),
+)
+def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
+    layers: list[Layer], room: int, libraries: int, upper: int, traced: bool, powers: bool
+) -> None:
+    total = 4 * sum(layer.weights for layer in layers) + libraries + room
+    device = Device(total, layers, libraries_bytes=libraries)
+    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": powers, "headroom": 0})
+    sizes = [2**k for k in range(10) if 2**k <= upper] if powers else range(1, upper + 1)
+    try:
+        found = find(device, upper, config, traced=traced)
+    except DoesNotFitError:
+        assert not runs_twice(device, 1)
+        return
+    assert runs_twice(device, found.batch_size), "it fits, step after step"
+    above = min((size for size in sizes if size > found.batch_size), default=None)
+    assert above is None or not runs_twice(device, above), "and the next does not"
+    # These few layers of unlike sizes leave up to half of what is reserved unused, which no curve can tell.
+    assert device.errors <= 10
+    assert found.num_steps == len(device.steps) <= 26
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@given(
+    weights=st.integers(8 * MIB, 64 * MIB),
+    kept=st.integers(8, 64),
+    passing=st.integers(0, 64),
+    depth=st.integers(12, 32),
+    room=st.integers(4 * GIB, 40 * GIB),
+    libraries=st.sampled_from([0, 400 * MIB]),
+)
+def test_where_layers_are_alike_a_curve_makes_the_walk_short(
+    weights: int, kept: int, passing: int, depth: int, room: int, libraries: int
+) -> None:
+    layers = [Layer(weights, kept * KIB, passing * KIB)] * depth
+    device = Device(4 * depth * weights + libraries + room, layers, libraries_bytes=libraries)
+    found = find(device, upper=4096)
+    assert runs_twice(device, found.batch_size)
+    assert found.batch_size == 4096 or not runs_twice(device, found.batch_size + 1)
+    assert device.errors <= 3 and found.num_steps <= 10, [m.batch_size for m in found.measurements]
+
+
+@pytest.mark.parametrize("room_gib", [3, 7, 13, 29, 60])
+@pytest.mark.parametrize("overhead", [1.02, 1.06, 1.18, 1.4])
+def test_what_is_reserved_beyond_what_is_allocated_costs_no_error(room_gib: int, overhead: float) -> None:
+    layers = [Layer(40 * MIB, 40 * KIB, 20 * KIB)] * 16
+    device = Device(3 * GIB + room_gib * GIB, layers, libraries_bytes=300 * MIB, overhead=overhead)
+    found = find(device, upper=4096)
+    assert runs_twice(device, found.batch_size) and not runs_twice(device, found.batch_size + 1)
+    assert device.errors <= 1, "at most the one that proves that no more fits"
+    assert found.num_steps <= 4
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_measured: bool) -> None:
+    """Reserved memory is 1.4 times what is allocated, and only that is predicted."""
+    total = 100 * GIB if is_measured else 2 * GIB
+    device = Device(total, [Layer(40 * MIB, 40 * KIB, 20 * KIB)] * 8, length=2048, overhead=1.4)
+    assert device.peak_allocated(device.length) < 2 * GIB
+    if is_measured:  # by a device that cannot be limited
+        device.limit = lambda num_bytes: nullcontext()  # type: ignore[method-assign]
+    config = replace(EXACT, memory_limit=MemoryAmount(num_bytes=2 * GIB))
+    less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
+        patch.setattr(find_module, "_trace", lambda step, **_: Curve(device))
+        patch.setattr(find_module, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
+        find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
+    message = str(error.value)
+    if is_measured:
+        assert re.search(r"does not fit in 2.00 GiB: it took 2\.\d+ GiB, \d+ MiB more\.", message), message
+    else:
+        assert re.search(r"does not fit in 2.00 GiB: it ran out of memory, though only about 1.\d+ GiB", message), (
+            message
+        )
+    assert " 0 MiB more" not in message
+    assert "half the length: about" in message and "would fit" in message
+
+
+def test_the_budget_is_what_is_left_once_libraries_are_loaded() -> None:
+    device = Device(8 * GIB, [Layer(MIB, 64 * KIB, 0)], libraries_bytes=2 * GIB)
+    found = find(device, upper=4096)
+    assert found.budget_bytes <= 6 * GIB
+    assert found.peak_bytes <= 6 * GIB
+    assert device.errors <= 1
+
+
+def test_a_size_at_which_the_allocator_starts_over_is_not_taken() -> None:
+    """One step of it runs, from an empty cache; the next one has to empty the cache first."""
+    layers = [Layer(30 * MIB, 30 * KIB, 0), Layer(9 * MIB, 7 * KIB, 90 * KIB)]
+    taken = []
+    for total in range(600, 2600, 40):
+        device = Device(total * MIB, layers)
+        found = find(device, upper=256)
+        assert runs_twice(device, found.batch_size)
+        taken.append(any(m.retries and m.peak_bytes is not None for m in found.measurements))
+    assert any(taken), "some sizes could run only so"

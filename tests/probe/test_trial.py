@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching.config import ConfigError
+from adaptive_batching.host_memory import CpuMeter
+from adaptive_batching.probe import snapshot
+from adaptive_batching.probe.trial import TrainingStep, Trial
+
+BUDGET = 2**40
+
+
+class Model(nn.Module):
+    """Dropout draws random numbers, batch norm changes buffers; ``fail_in`` raises where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.fail_in = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](x)
+        if self.fail_in == "forward":
+            raise torch.OutOfMemoryError("out of memory in forward")
+        if self.fail_in == "backward":
+            hidden.register_hook(self._fail)
+        return self.layers[1:](hidden).sum()
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+class HalfwayOptimizer(torch.optim.AdamW):
+    """Runs out of memory after half of the parameters have been updated, as a foreach optimizer can."""
+
+    fail = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.fail:
+            super().step()
+            return
+        with torch.no_grad():
+            for parameter in list(self.state)[:2]:
+                parameter.add_(1.0)
+                self.state[parameter]["exp_avg"].add_(1.0)
+        self.param_groups[0]["lr"] = 7.0
+        raise MemoryError
+
+
+def training_step(model: Model, optimizer: Optimizer) -> TrainingStep:
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
+        def run(batch: torch.Tensor) -> None:
+            random.random(), np.random.rand()
+            model.train()
+            model(batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    return TrainingStep(model, [optimizer], lambda batch_size: torch.randn(batch_size, 8), bind)
+
+
+def everything(model: Model, optimizer: Optimizer) -> dict[str, Any]:
+    return copy.deepcopy(
+        {
+            "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            "gradients": [p.grad for p in model.parameters()],
+            "training": [m.training for m in model.modules()],
+            "optimizer": optimizer.state_dict(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state()[1],
+        }
+    )
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    """Equal bit for bit, signs of zeros and NaN included."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype
+        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+    elif isinstance(ours, np.ndarray):
+        assert ours.tobytes() == theirs.tobytes()
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert_equal(ours[key], theirs[key])
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_equal(a, b)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("fail_in", ["", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_trial_leaves_no_trace_wherever_it_runs_out_of_memory(fail_in: str, trained_before: bool) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    with torch.no_grad():
+        model.layers[0].weight[0, :2] = torch.tensor([-0.0, torch.nan])  # bits that arithmetic would not keep
+    optimizer = HalfwayOptimizer(model.parameters(), lr=0.1)
+    step = training_step(model, optimizer)
+    if trained_before:
+        step.bind(model, [optimizer])(torch.randn(4, 8))
+    model.layers[2].eval()
+    before = everything(model, optimizer)
+
+    with Trial(step, CpuMeter(), BUDGET) as trial:
+        assert trial.measure(3).fits
+        model.fail_in, optimizer.fail = fail_in, fail_in == "optimizer"
+        measurement = trial.measure(5)
+        assert measurement.fits == (not fail_in)
+        assert (measurement.peak_bytes is None) == bool(fail_in)
+        model.fail_in, optimizer.fail = "", False
+        assert trial.measure(2).fits, "a trial works after one that ran out of memory"
+
+    assert_equal(everything(model, optimizer), before)
+
+
+def test_other_errors_come_through_and_leave_no_trace_either() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = training_step(model, optimizer)
+    before = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match="shapes"), Trial(step, CpuMeter(), BUDGET) as trial:
+        trial.measure(2)
+        step.bind(model, [optimizer])(torch.randn(2, 9))
+    assert_equal(everything(model, optimizer), before)
+
+
+def test_a_step_over_budget_does_not_fit_although_it_ran() -> None:
+    class Meter(CpuMeter):
+        def limit(self, num_bytes: int) -> Any:
+            return nullcontext()  # a device that enforces nothing
+
+    model = Model()
+    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Trial(step, Meter(), budget_bytes=2**20) as trial:
+        measurement = trial.measure(2)
+    assert not measurement.fits
+    assert measurement.peak_bytes is not None and measurement.peak_bytes > 2**20
+
+
+def test_optimizer_states_are_there_during_the_trial_and_gone_after_it() -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Trial(training_step(model, optimizer), CpuMeter(), BUDGET):
+        assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
+    assert not optimizer.state
+
+
+class PagedAdam(torch.optim.Optimizer):
+    """As bitsandbytes' paged optimizers: states are made by ``init_state``, in memory that nothing gives back."""
+
+    is_paged = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.allocated: list[torch.Tensor] = []
+
+    def init_state(self, group: Any, parameter: torch.Tensor, group_index: int, index: int) -> None:
+        assert self.param_groups[group_index]["params"][index] is parameter
+        moments = torch.zeros_like(parameter)
+        self.allocated.append(moments)
+        self.state[parameter] |= {"step": 0, "state1": moments}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group_index, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
+                    self.init_state(group, parameter, group_index, index)
+                self.state[parameter]["step"] += 1
+                self.state[parameter]["state1"].lerp_(parameter.grad, 0.1)
+                parameter.sub_(self.state[parameter]["state1"], alpha=group["lr"])
+
+
+def test_states_that_cannot_be_freed_are_made_once_and_start_training_at_their_first_values() -> None:
+    def train(probes: bool) -> tuple[PagedAdam, list[torch.Tensor]]:
+        torch.manual_seed(1)
+        model = Model()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = PagedAdam(trained)
+        step = training_step(model, optimizer)
+        if probes:
+            with Trial(step, CpuMeter(), BUDGET) as trial:
+                assert trial.measure(3).fits
+        for _ in range(3):
+            step.bind(model, [optimizer])(torch.ones(4, 8))
+        return optimizer, trained
+
+    (probed, weights), (plain, expected) = train(True), train(False)
+    assert len(probed.allocated) == len(weights), "each was made once"
+    for ours, theirs in zip(weights, expected, strict=True):
+        assert torch.equal(ours, theirs)
+        assert_equal(probed.state[ours], plain.state[theirs])
+
+
+def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(model, optimizer)
+    step.bind(model, [optimizer])(torch.randn(4, 8))
+    before = everything(model, optimizer)
+    full = Path(tempfile.gettempdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if path == full else 2**40))
+    with caplog.at_level("INFO"), Trial(step, CpuMeter(), BUDGET, tmp_path / "not" / "there" / "yet") as trial:
+        assert trial.measure(3).fits
+    assert f"in a file in {tmp_path}" in caplog.text
+    assert_equal(everything(model, optimizer), before)
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2))
+    with pytest.raises(ConfigError, match=r"puts 0\.00 GiB .* aside, and .* has 0\.00 GiB free; set .* TMPDIR"):
+        Trial(step, CpuMeter(), BUDGET, tmp_path).__enter__()
+    assert_equal(everything(model, optimizer), before)
+
+
+def test_a_disk_that_fills_while_the_snapshot_is_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(model, optimizer)
+    before = everything(model, optimizer)
+    full = Path("/dev/full").open("wb")  # noqa: SIM115 (the snapshot closes it)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
+    with pytest.raises(ConfigError, match=r"cannot put weights and optimizer states aside in .* TMPDIR"):
+        Trial(step, CpuMeter(), BUDGET).__enter__()
+    assert_equal(everything(model, optimizer), before)
+
+
+@pytest.mark.parametrize(("free", "in_file"), [(2**40, False), (3, True)])
+def test_copies_of_a_device_stay_on_the_host_where_it_has_room(
+    free: int, in_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnDevice(torch.Tensor):
+        """Says that it is on a device."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 0)
+
+    weights = torch.randn(5).as_subclass(OnDevice)
+    values = torch.tensor(weights.tolist())
+    monkeypatch.setattr(snapshot, "free_host_bytes", lambda: free)
+    with snapshot._Aside([weights], None) as aside:
+        aside.put([weights])
+        assert isinstance(aside._copies[0], int) == in_file, "a place in the file, or a tensor"
+        weights.zero_()
+        aside.restore([weights])
+    assert torch.equal(weights.as_subclass(torch.Tensor), values)
+
+
+def test_another_step_at_a_size_runs_on_what_the_first_has_left() -> None:
+    released: list[int] = []
+
+    class Meter(CpuMeter):
+        def release(self) -> None:
+            released.append(1)
+            super().release()
+
+    model = Model()
+    with Trial(training_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), Meter(), BUDGET) as trial:
+        trial.measure(3)
+        before = len(released)
+        assert trial.measure_again(3).fits
+        assert len(released) == before
+        trial.measure(3)
+        assert len(released) == before + 1
+
+
+def test_what_a_step_that_ran_out_leaves_behind_is_gone_before_memory_is_released() -> None:
+    """As activations that a context has moved to the host: it knows of them until it is told to forget."""
+    stash: list[torch.Tensor] = []
+    held_at_release: list[int] = []
+
+    class Meter(CpuMeter):
+        def release(self) -> None:
+            held_at_release.append(len(stash))
+            super().release()
+
+    model = Model()
+    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = dataclasses.replace(step, discard=stash.clear)
+    with Trial(step, Meter(), BUDGET) as trial:
+        model.fail_in = "backward"
+        model.layers[0].register_forward_hook(lambda module, args, output: stash.append(output.detach()))
+        assert not trial.measure(3).fits
+        assert held_at_release[-1] == 0 and stash == []
+
+
+def test_a_step_that_another_rank_cannot_begin_is_not_begun() -> None:
+    """The others would wait in its collectives for the rank that had no memory for the batch."""
+    model = Model()
+    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    began: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: began.append(1))
+    with Trial(step, CpuMeter(), BUDGET, all_ready=lambda here: False) as trial:
+        measured = trial.measure(3)
+    assert (measured.fits, measured.peak_bytes, began) == (False, None, [])
+
+
+def test_a_folder_in_memory_has_no_more_room_than_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(snapshot, "free_host_bytes", lambda: 2**20)
+    mounts = f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n"
+    read_text = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *args: mounts if path == Path("/proc/mounts") else read_text(path, *args)
+    )
+    assert snapshot._free_bytes(tmp_path) == 2**19
+    assert snapshot._free_bytes(tmp_path.parent) > 2**20

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adaptive_batching.config import ConfigError
+from adaptive_batching.growth.course import PlannedEpoch
+from adaptive_batching.report.plots import draw
+from adaptive_batching.report.record import Report, read_events
+from tests.probe.test_result import RESULT
+
+
+def write_run(report: Report, epochs: range, changes: bool = False) -> None:
+    for epoch in epochs:
+        size = 4 * 2**epoch
+        report.epoch(epoch=epoch, step=2 * epoch, batch_size=size, global_batch_size=size, steps=2, samples=2 * size,
+                     dropped_samples=1, reason="kept")  # fmt: skip
+        for step in range(2):
+            report.step(epoch, 2 * epoch + step + 1, size, 5.0 - epoch - 0.5 * step, 0.1)
+            if changes and step == 0:
+                report.change(epoch=epoch + 0.5, step=2 * epoch + 1, batch_size=8, global_batch_size=8, reason="added")
+
+
+def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.probe(RESULT, sequence_length=64)
+    write_run(report, range(2))
+    table = "\n".join(report.table())
+    assert "8, bound by memory" in table
+    assert "20 of 32 tokens, 45 of 16 tokens" in table
+    assert "3 training steps, 1 out of memory" in table
+    assert "64 tokens per sample; 16 would take about 2 MiB" in table
+    assert "4.750" in table and "3.750" in table, "the mean loss of each epoch"
+    assert str(tmp_path / "report.jsonl") in table
+
+
+def test_a_change_within_an_epoch_has_a_line_of_its_own(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    write_run(report, range(1), changes=True)
+    lines = [line.split() for line in report.table()]
+    assert ["0", "4", "1", "4", "5.000", "1.00e-01", "kept"] in lines
+    assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in lines
+
+
+def test_the_plan_is_logged_as_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    epochs = [PlannedEpoch(0, [4], [8], 10, 80, 3, 1e-3), PlannedEpoch(1, [4, 8, 16], [8, 16, 32], 5, 80, 3, 0.0)]
+    Report(tmp_path).plan(epochs, decided=True)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "15 optimizer steps" in message
+    assert ["1", "4-16", "8-32", "5", "80", "3", "0"] in [line.split() for line in message.splitlines()]
+
+
+def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(3))
+    write_run(Report(tmp_path, resume=True), range(1, 4))
+    resumed = Report(tmp_path, resume=True)
+    write_run(resumed, range(3, 4))
+    events = read_events(tmp_path / "report.jsonl")
+    assert [e["epoch"] for e in events["epoch"]] == [0, 1, 2, 3]
+    assert len(events["step"]) == 8
+    whole = Report(tmp_path / "whole")
+    write_run(whole, range(4))
+    assert resumed.table()[:-1] == whole.table()[:-1], "the table is that of the uninterrupted run"
+
+
+def test_the_first_event_of_a_new_run_replaces_the_record(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(3))
+    report = Report(tmp_path)
+    assert len(read_events(report.path)["epoch"]) == 3, "a run that does not begin takes nothing"
+    write_run(report, range(1))
+    assert len(read_events(report.path)["epoch"]) == 1
+
+
+def test_a_run_that_had_nothing_to_do_has_a_table(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.maximum(16, "max_batch_size=16")
+    assert report.table()[-1].endswith("report.jsonl")
+
+
+def test_every_line_of_the_record_is_json(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.maximum(16, "max_batch_size=16")
+    write_run(report, range(1))
+    kinds = [json.loads(line)["event"] for line in report.path.read_text().splitlines()]
+    assert kinds == ["maximum", "epoch", "step", "step"]
+
+
+@pytest.mark.parametrize("cut_off", ['{"event": "step", "epoch": 0, "st', "\x00\x00", "[]", '{"event": "other"}'])
+def test_lines_that_were_cut_off_are_passed_over_and_stay_alone(cut_off: str, tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(1))
+    with (tmp_path / "report.jsonl").open("a") as file:
+        file.write(cut_off)
+    report = Report(tmp_path, resume=True)
+    write_run(report, range(1, 2))
+    assert [e["epoch"] for e in read_events(report.path)["epoch"]] == [0, 1]
+    report.finish()
+
+
+@pytest.mark.parametrize("directory", ["/proc/nowhere", "/dev/null/report"])
+def test_a_directory_that_cannot_be_written_is_an_error_before_training(directory: str) -> None:
+    with pytest.raises(ConfigError, match=f"adaptive_batching.report_dir='{directory}' cannot be written .*; set it"):
+        Report(Path(directory))
+    Report(Path(directory), writes=False)
+
+
+def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = Report(tmp_path)
+    report.path.symlink_to("/dev/full")
+    caplog.set_level("INFO")
+    write_run(report, range(2))
+    report.finish()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "No space left on device" in warnings[0]
+    assert "4.750" in caplog.text and "3.750" in caplog.text, "the mean loss of each epoch"
+    report.path.unlink()
+    write_run(report, range(2, 3))
+    assert len(read_events(report.path)["step"]) == 2, "it goes on when there is room again"
+
+
+def test_pictures_that_cannot_be_drawn_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    report = Report(tmp_path)
+    write_run(report, range(1))
+    (tmp_path / "training.png").mkdir()
+    report.finish()
+    assert "what was decided, and why" in caplog.text
+    assert "no pictures: matplotlib failed (IsADirectoryError" in caplog.text
+    (tmp_path / "training.png").rmdir()
+    report.finish()
+    assert f"pictures: {tmp_path / 'training.png'}" in caplog.text
+
+
+def test_pictures_are_drawn_of_what_the_record_holds(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.probe(RESULT, sequence_length=64)
+    write_run(report, range(3))
+    paths = draw(read_events(report.path), tmp_path)
+    assert [path.name for path in paths] == ["training.png", "probe.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    assert draw({"step": [], "probe": [], "epoch": []}, tmp_path) == []

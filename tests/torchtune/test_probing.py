@@ -1,0 +1,69 @@
+"""When a stored probe may be used again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchtune
+from omegaconf import OmegaConf
+
+from adaptive_batching.torchtune.probing import what_memory_may_depend_on
+from adaptive_batching.torchtune.settings import read_settings
+
+STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
+
+
+def changed(**settings: Any) -> bool:
+    cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
+    for key, value in settings.items():
+        OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
+    keys = [what_memory_may_depend_on(each, read_settings(each)) for each in (cfg, other)]
+    return keys[0] != keys[1]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"fsdp_cpu_offload": True},
+        {"fsdp_reshard_after_forward": False},
+        {"custom_sharded_layers": ["output"]},
+        {"ac_mode": "selective"},
+        {"ac_option": 2},
+        {"tensor_parallel_dim": 2},
+        {"optimizer__fused": False},
+        {"model___component_": "torchtune.models.llama3_2.llama3_2_1b"},
+        {"enable_activation_offloading": True},
+        {"enable_async_checkpointing": True},
+        {"dataset__packed": True},
+        {"a_setting_of_next_year": 1},
+        {"micro_batch_size": 1},
+        {"micro_batch_size": "auto"},
+        {"adaptive_batching": {"memory_limit": "40GiB"}},
+        {"adaptive_batching": {"headroom": "1%"}},
+        {"adaptive_batching": {"search": "binary_search"}},
+    ],
+    ids=str,
+)
+def test_whatever_may_change_what_training_takes_calls_for_another_probe(setting: dict[str, Any]) -> None:
+    assert changed(**setting)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"output_dir": "/elsewhere"},
+        {"seed": 3},
+        {"optimizer__lr": 1e-4},
+        {"epochs": 7},
+        {"resume_from_checkpoint": True},
+        {"checkpointer__checkpoint_files": ["another"]},
+        {"metric_logger__log_dir": "/elsewhere"},
+        {"batch_size": 16},
+        {"adaptive_batching": {"report_dir": "/elsewhere"}},
+    ],
+    ids=str,
+)
+def test_what_cannot_does_not(setting: dict[str, Any]) -> None:
+    assert not changed(**setting)
