@@ -18,7 +18,7 @@ stock = load_stock("full_finetune_single_device")
 
 
 class FullFinetuneRecipeSingleDevice(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[name-defined]
-    """Stock's full fine-tuning; the loss is stock's ``_loss_step``."""
+    """Stock's full fine-tuning."""
 
 
 @config.parse

@@ -10,10 +10,9 @@ To launch from an installed package, in any directory:
 import sys
 
 from omegaconf import DictConfig
-from torch.distributed import init_process_group
-from torchtune import config, training
+from torchtune import config
 
-from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, load_stock, run_recipe
+from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, load_stock, run_recipe, start_process_group
 
 stock = load_stock("lora_finetune_distributed")
 
@@ -24,13 +23,7 @@ class LoRAFinetuneRecipeDistributed(AdaptiveBatching, ManyDevices, stock.LoRAFin
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    if training.is_distributed():
-        offloads = cfg.get("fsdp_cpu_offload", False)
-        if offloads:
-            training.set_torch_num_threads()  # as stock does: the optimizer runs on the host
-        # Stock asks for NCCL whatever the device.
-        gathers_on_host = cfg.device != "cpu"
-        init_process_group(training.get_distributed_backend(cfg.device, offload_ops_to_cpu=gathers_on_host))
+    start_process_group(cfg)
     run_recipe(LoRAFinetuneRecipeDistributed, cfg)
 
 

@@ -1,4 +1,4 @@
-"""Who decides on a batch size: an increase function, within a maximum. Standard library only."""
+"""Decide on batch sizes: ask an increase function, within a maximum. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from adaptive_batching.growth.accumulation import Accumulation, FixedAccumulation, KeepGlobal
 from adaptive_batching.growth.increase import (
     GrowthState,
     IncreaseFunction,
@@ -22,29 +23,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """A batch size, and why."""
+    """A batch size and the reason for it."""
 
     epoch: float
-    """Where it is made, in epochs."""
+    """Time of the decision, in epochs."""
 
     previous: int
     batch_size: int
     reason: str
     warning: str = ""
-    """Why it is not what was asked for, where the user should know."""
+    """Why the size is not the one asked for, if the user should know."""
 
 
 class BatchController:
-    """Holds the current batch size and decides on the next.
+    """Hold the current batch size and decide on the next.
 
     Args:
         batch_size: The size before the first decision of this run.
-        maximum: No size exceeds it; ``batch_size <= maximum``.
+        maximum: The largest size allowed; ``batch_size <= maximum``.
         maximum_reason: Where the maximum comes from, for messages.
         increase: The increase function; None keeps the size.
-        name: What messages call the increase function.
-        divides: Every size divides this number, the global batch where that is to stay; None: any size will do.
-        ask: Calls the function; on several ranks it lets one of them do so.
+        name: The increase function's name in messages.
+        accumulation: Says which sizes are possible.
+        ask: Calls the function; on several ranks only one of them does.
     """
 
     def __init__(
@@ -54,23 +55,23 @@ class BatchController:
         maximum_reason: str = "",
         increase: IncreaseFunction | None = None,
         name: str = "",
-        divides: int | None = None,
+        accumulation: Accumulation = FixedAccumulation(),  # noqa: B008 (immutable)
         ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     ) -> None:
         assert 1 <= batch_size <= maximum, (batch_size, maximum)
-        assert divides is None or divides % batch_size == 0, (batch_size, divides)
+        assert accumulation.allowed(batch_size) == batch_size, (batch_size, accumulation)
         self.batch_size = batch_size
         self.maximum = maximum
         self.maximum_reason = maximum_reason
         self.name = name
         self._increase = increase
-        self._divides = divides
+        self._accumulation = accumulation
         self._ask_one = ask
         self._warned = False
 
     @property
     def decides_early(self) -> bool:
-        """Whether all decisions can be made before training."""
+        """True if all decisions can be made before training."""
         return self._increase is None or is_planned(self._increase)
 
     def without_growth(self) -> BatchController:
@@ -83,8 +84,8 @@ class BatchController:
         """Ask the increase function and apply its answer where the sum stays within the maximum.
 
         Args:
-            state: What is known of the run.
-            room: The largest size that the rest of the epoch has samples for; None: no matter.
+            state: The run so far.
+            room: The largest size that the rest of the epoch has samples for; None for no limit.
 
         Raises:
             IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
@@ -93,9 +94,10 @@ class BatchController:
         increase = self._ask(state) if self._increase is not None else 0
         wanted = previous + increase
         note = ""
-        if self._divides is not None and self._divides % wanted:
-            note = f" (asked for {increase}: {wanted} does not divide the global batch {self._divides})"
-            wanted = largest_divisor(self._divides, at_most=wanted)
+        allowed = self._accumulation.allowed(wanted)
+        if isinstance(self._accumulation, KeepGlobal) and allowed != wanted:
+            note = f" (asked for {increase}: {wanted} does not divide the global batch {self._accumulation.samples})"
+        wanted = allowed
 
         def keep(reason: str, warning: str = "") -> Decision:
             return Decision(state.epoch, previous, previous, f"kept{reason}", warning)
@@ -142,8 +144,3 @@ class BatchController:
         if number < 0:
             raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy} (a batch never shrinks)")
         return number
-
-
-def largest_divisor(number: int, *, at_most: int) -> int:
-    """The largest divisor of ``number`` that is no more than ``at_most``; both at least 1."""
-    return next(size for size in range(min(at_most, number), 0, -1) if number % size == 0)

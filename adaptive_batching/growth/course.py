@@ -14,20 +14,21 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from adaptive_batching.growth.accumulation import Accumulation
 from adaptive_batching.growth.controller import BatchController, Decision
 from adaptive_batching.growth.increase import GrowthState
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What a run is laid out for. Samples are those of one replica: a device that sees samples of its own."""
+    """The size of a run. Samples are those of one replica: a device that sees different samples from the others."""
 
     epochs: int
     samples: int
     """Of an epoch, on one replica."""
 
-    accumulation: int
-    """Batches of an optimizer step."""
+    accumulation: Accumulation
+    """Batches of an optimizer step, as the batch size grows."""
 
     replicas: int = 1
     max_steps: int | None = None
@@ -42,21 +43,10 @@ class RunShape:
     reference_samples: int = 1
     """Samples of each of them, on one replica."""
 
-    kept_samples: int | None = None
-    """Samples of each optimizer step on one replica, where these stay whatever the batch size; else None."""
-
-    def window(self, batch_size: int) -> int:
-        """Samples of an optimizer step on one replica."""
-        return batch_size * self.accumulation_at(batch_size)
-
-    def accumulation_at(self, batch_size: int) -> int:
-        """Batches of an optimizer step at a batch size."""
-        return self.accumulation if self.kept_samples is None else self.kept_samples // batch_size
-
 
 @dataclass
 class _Epoch:
-    """How far an epoch is, in samples, optimizer steps and the schedule's steps."""
+    """Progress of an epoch in samples, optimizer steps and steps of the schedule."""
 
     shape: RunShape
     seen: int = 0
@@ -79,7 +69,7 @@ class _Epoch:
         return left if self.shape.max_steps is None else min(left, self.shape.max_steps - self.steps)
 
     def set_window(self, window: int) -> None:
-        """Steps have another size from here on, until the next change or the epoch's end."""
+        """Set the samples of a step from here on, until the next change or the end of the epoch."""
         # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
         # left of its share in the schedule is spread evenly over them.
         left = max(self.shape.reference_steps * self.shape.reference_samples - self._exact, Fraction(0))
@@ -90,7 +80,7 @@ class _Epoch:
         self._rate = rate if ends_early else min(Fraction(1), rate)
 
     def advance(self, window: int) -> int:
-        """An optimizer step was taken; returns how many steps the schedule takes with it."""
+        """Record an optimizer step and return how many steps the schedule takes with it."""
         before = self.reference
         self.seen += window
         self.steps += 1
@@ -112,7 +102,7 @@ class _Epoch:
 
 @dataclass
 class PlannedEpoch:
-    """An epoch as it is expected."""
+    """The expected course of an epoch."""
 
     epoch: int
     batch_sizes: list[int]
@@ -133,11 +123,11 @@ class Course:
 
     Args:
         controller: Decides.
-        shape: What the run is laid out for.
+        shape: The size of the run.
         rates: Learning rate of the stock run before each of its steps, and after the last.
-        scale: What the learning rate is multiplied by at a number of samples per optimizer step on one replica.
-        initial_batch_size: What the run began with, if it is resumed; None: the controller's.
-        grows_in_warmup: Ask for growth while the learning rate still rises to its peak, too.
+        scale: Samples of an optimizer step on one replica -> factor of the learning rate.
+        initial_batch_size: Size that a resumed run began with; None for the controller's.
+        grows_in_warmup: Also ask for growth while the learning rate still rises to its peak.
     """
 
     def __init__(
@@ -169,16 +159,16 @@ class Course:
     @property
     def window(self) -> int:
         """Samples of an optimizer step on one replica."""
-        return self.shape.window(self.controller.batch_size)
+        return self.shape.accumulation.window(self.controller.batch_size)
 
     @property
     def accumulation(self) -> int:
         """Batches of an optimizer step."""
-        return self.shape.accumulation_at(self.controller.batch_size)
+        return self.shape.accumulation.batches_at(self.controller.batch_size)
 
     @property
     def lr_scale(self) -> float:
-        """What the scheduled learning rate is multiplied by."""
+        """Factor of the scheduled learning rate."""
         return self._scale(self.window)
 
     @property
@@ -202,13 +192,13 @@ class Course:
         return self._decide(number, observe)
 
     def take_step(self) -> int:
-        """An optimizer step was taken; returns how many steps the schedule takes with it."""
+        """Record an optimizer step and return how many steps the schedule takes with it."""
         self.samples_seen += self.window * self.shape.replicas
         self.steps += 1
         return self._epoch.advance(self.window)
 
     def decide_if_due(self, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision | None:
-        """Decide on the size of the next steps, where it is time to; an epoch's end is the next one's start."""
+        """Decide on the size of the next steps if a decision is due; the end of an epoch is the start of the next."""
         due = self._epoch.due
         if due < self._epoch.decided or self.epoch_is_over:
             return None
@@ -216,22 +206,22 @@ class Course:
         return self._decide(self._number + due / self.shape.decisions, observe)
 
     def plan(self, first_epoch: int = 0) -> list[PlannedEpoch]:
-        """Go through what is left of the run, with all decisions that can be made before training."""
+        """Plan the rest of the run, with all decisions that can be made before training."""
         trial = self._trial()
         return [trial._plan_epoch(number) for number in range(first_epoch, self.shape.epochs)]
 
     def expected(self) -> PlannedEpoch:
-        """This epoch, from its start, as far as it is decided."""
+        """Return this epoch from its start, as far as it is decided."""
         return self._trial()._plan_epoch(self._number)
 
     def steps_left(self) -> int:
-        """Optimizer steps that are left of the run, as far as it is decided."""
+        """Count the optimizer steps left in the run, as far as it is decided."""
         later = self._trial()
         rest = sum(later._plan_epoch(number).steps for number in range(self._number + 1, self.shape.epochs))
         return self.steps_per_epoch - self._epoch.steps + rest
 
     def _trial(self) -> Course:
-        """A copy to go ahead with; decisions that can be made early are made once, for both."""
+        """Return a copy to run ahead with; decisions that can be made early are made once, for both."""
         trial = copy.copy(self)
         trial.history = []
         if self.controller.decides_early:
@@ -286,13 +276,13 @@ class Course:
             history=tuple(self.history),
         )
         room = None
-        if self._epoch.seen > 0 and self.shape.kept_samples is None:
-            room = (self.shape.samples - self._epoch.seen) // self.shape.accumulation
+        if self._epoch.seen > 0:
+            room = self.shape.accumulation.room(self.shape.samples - self._epoch.seen)
         return self.controller.decide(dataclasses.replace(state, **observed), room)
 
 
 def learning_rate_scale(rule: str, growth: float, at_most: float) -> float:
-    """What the learning rate is multiplied by where the global batch is ``growth`` times the configured one.
+    """Return the factor of the learning rate where the global batch is ``growth`` times the configured one.
 
     Args:
         rule: ``"none"``, ``"linear"`` (Goyal et al. 2017, arXiv:1706.02677, for SGD) or ``"sqrt"`` (Malladi et al.

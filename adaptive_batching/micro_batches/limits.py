@@ -67,7 +67,7 @@ class TokenLimit:
         self._clean_steps = 0
         self.max_tokens = max(max_tokens, 1)
 
-    def step_done(self) -> None:
+    def note_clean_step(self) -> None:
         """An optimizer step ended without running out of memory."""
         if self.max_tokens is None:
             return

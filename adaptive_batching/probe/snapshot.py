@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from adaptive_batching.config import ConfigError
 from adaptive_batching.host_memory import free_host_bytes
+from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching.config import ConfigError
 from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.growth.noise_scale import NoiseEstimate
 from adaptive_batching.micro_batches.fastest import Exploration
 from adaptive_batching.probe.result import ProbeResult
+from adaptive_batching.report.watcher import Watcher
+from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class _Row:
         )
 
 
-class Report:
+class Report(Watcher):
     """Gathers what was decided, and writes it to ``report.jsonl`` as it happens.
 
     Args:

@@ -1,8 +1,9 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
+from adaptive_batching.torchtune.checkpoints import ThroughClient
 from adaptive_batching.torchtune.launch import run_recipe
-from adaptive_batching.torchtune.many_devices import ManyDevices
+from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.stock import load_stock
 
-__all__ = ["AdaptiveBatching", "ManyDevices", "load_stock", "run_recipe"]
+__all__ = ["AdaptiveBatching", "ManyDevices", "ThroughClient", "load_stock", "run_recipe", "start_process_group"]

@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
 from torch.optim import Optimizer
 from torchtune import training
+from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
+
+from adaptive_batching.torchtune.host import optimizers_of
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +40,10 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
-    """Inside, stock saves the checkpoint of ``epoch``: weights first, then the recipe's state over the last one.
+    """Keep the last checkpoint usable while stock saves that of ``epoch``: weights first, then state over the old one.
 
-    That is put aside meanwhile, where there is room for both, so that weights and state of the last checkpoint belong
-    together whatever happens; after a kill :func:`restore_state` puts it back.
+    The old state is put aside meanwhile, if there is room for both, so that weights and state of the last checkpoint
+    belong together whatever happens; after a kill :func:`restore_state` puts it back.
 
     Raises:
         CheckpointError: If the disk is full; what was written of this checkpoint is gone then.
@@ -68,7 +73,7 @@ def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
 
 
 def restore_state(output_dir: Path) -> None:
-    """Put the state that was put aside back, unless a new one is complete, as the last epoch writes none."""
+    """Put back the state that was put aside, unless a new one is complete; the last epoch writes none."""
     state = _state_in(output_dir)
     if _aside(state).exists() and not (state.is_file() and zipfile.is_zipfile(state)):
         _aside(state).replace(state)
@@ -112,6 +117,68 @@ def _what_stands(output_dir: Path, state: Path) -> str:
     )
 
 
+@contextlib.contextmanager
+def unchanged_weights(model: nn.Module | None) -> Iterator[None]:
+    """Restore the frozen weights of ``model``, into which stock merges adapters to save them; None for nothing to do.
+
+    Otherwise the next epoch would start from merged weights with the adapters on top, and a resumed run would not.
+    """
+    frozen = [] if model is None else [p for p in model.parameters() if not p.requires_grad]
+    base = [p for p in frozen if type(p.data) is torch.Tensor]
+    saved = [p.detach().clone() for p in base]
+    yield
+    with torch.no_grad():
+        for parameter, before in zip(base, saved, strict=True):
+            parameter.copy_(before)
+
+
+class ThroughClient:
+    """Mixed into a stock recipe that saves through a checkpoint client, before the recipe.
+
+    The client's checkpoints get the state of our loader, and asynchronous ones what resuming needs.
+    """
+
+    # Set by the stock recipe
+    _checkpoint_client: Any
+    _dataloader: Any
+    _model: nn.Module
+    _optimizer: Any
+    _optim_ckpt_wrapper: Any
+    _optimizer_in_bwd: bool
+    _enable_async_checkpointing: bool
+    seed: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+
+    def __init__(self, cfg: DictConfig) -> None:
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        self._async = AsyncCheckpoint(self._checkpoint_client) if self._enable_async_checkpointing else None
+
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        if self._async is not None:
+            epoch = ckpt_dict[training.EPOCHS_KEY] - 1
+            ckpt_dict[training.DATALOADER_KEY] = self._async.load(epoch, optimizers_of(self))
+        super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
+
+    def save_checkpoint(self, epoch: int) -> None:
+        loader_state = self._dataloader.state_dict()
+        if self._async is not None and self.epochs_run < self.total_epochs:  # the last one is not asynchronous
+            self._async.save(epoch, loader_state, optimizers_of(self))
+        self._checkpoint_client.save_checkpoint(
+            model=self._model,
+            optimizer=self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer,
+            training_progress=TrainingProgress(
+                seed=self.seed,
+                epochs_run=self.epochs_run,
+                total_epochs=self.total_epochs,
+                max_steps_per_epoch=self.max_steps_per_epoch,
+                dataloader_state_dict=loader_state,
+            ),
+            epoch=epoch,
+        )
+
+
 class AsyncCheckpoint:
     """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
 
@@ -126,7 +193,7 @@ class AsyncCheckpoint:
         self._prefix = Path(checkpointer._output_dir, checkpointer._checkpoint_dir_prefix)
 
     def save(self, epoch: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Store next to the checkpoint of ``epoch`` what stock does not read back from it."""
+        """Store, next to the checkpoint of ``epoch``, what stock does not read back from it."""
         if dist.get_rank() == 0:
             path = self._file(epoch)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from torch.nn import functional
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler
@@ -14,7 +13,10 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
 from tqdm import tqdm
 
-from adaptive_batching.config import ConfigError
+from adaptive_batching.values import ConfigError
+
+if TYPE_CHECKING:
+    from adaptive_batching.torchtune.objective import Objective
 
 Sample = dict[str, Any]
 STATE_KEY = "adaptive_batching"
@@ -23,13 +25,13 @@ _PACKED_KEYS = frozenset({"input_pos", "seq_lens"})
 
 
 class SampleLoader:
-    """A stock loader that yields lists of *samples*; they are collated later, when they are run.
+    """A stock loader that yields lists of *samples*, which are collated later, when they run.
 
     The order of the samples is that of the stock loader, whatever the batch size.
 
     Args:
         stock: The loader that the stock recipe built: its data set, sampler and collate function are used.
-        extra_state: What a checkpoint is to hold beside the loader's own state; None adds nothing.
+        extra_state: Returns what a checkpoint holds in addition to the loader's own state, or None.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class SampleLoader:
 
 
 class _Batches(BatchSampler):
-    """Stock's batches of indices, but of whatever size is set when one is drawn."""
+    """Stock's batches of indices, each of the size that is set when it is drawn."""
 
     def __init__(self, sampler: Any, batch_size: int) -> None:
         super().__init__(sampler, batch_size, drop_last=True)
@@ -100,38 +102,13 @@ class _IndexedSample(Sample):
 
 
 def index_of(sample: Sample) -> int | None:
-    """The number of a loaded sample in its data set, from 0; None for one that no loader has yielded."""
+    """Return the index of a loaded sample in its data set; None for one that no loader has yielded."""
     return getattr(sample, "index", None)
 
 
-def is_multimodal(sample: Sample) -> bool:
-    """Whether a sample has more than text: images, or whatever else its tokens refer to."""
-    return not set(sample) <= TEXT_KEYS | _PACKED_KEYS
-
-
-def sizes(samples: Sequence[Sample], length_in_forward: Callable[[int], int] = lambda length: length) -> list[int]:
-    """Return the share of a micro-batch that each sample takes: its tokens, or 1 if multimodal, where they say little.
-
-    Args:
-        samples: Text or multimodal ones.
-        length_in_forward: Gives the tokens that a sample of some length takes in a forward, with what it is padded by.
-    """
-    return [1 if is_multimodal(sample) else length_in_forward(len(sample["tokens"])) for sample in samples]
-
-
-def pad_to(batch: dict[str, Any], length: int, ignore_index: int) -> dict[str, Any]:
-    """Text that has been collated, padded on the right to ``length`` with labels to be ignored.
-
-    That is exact: under a causal mask no token before sees the padding, and it has no part in the loss. What has more
-    than tokens and labels stays as it is.
-    """
-    missing = length - batch["tokens"].shape[1]  # tokens: [b, s]
-    if missing <= 0 or set(batch) != {"tokens", "labels"}:
-        return batch
-    return {
-        "tokens": functional.pad(batch["tokens"], (0, missing)),
-        "labels": functional.pad(batch["labels"], (0, missing), value=ignore_index),
-    }
+def is_text(sample: Sample) -> bool:
+    """Return True if ``sample`` has text alone: no images, or other things that its tokens refer to."""
+    return set(sample) <= TEXT_KEYS | _PACKED_KEYS
 
 
 def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:
@@ -150,19 +127,25 @@ def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int
 
 
 def is_packed(dataset: Any) -> bool:
-    """Whether samples are packs of one length, in one data set or several."""
+    """Return True if samples are packs of one length, in one data set or several."""
     return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
 
 
 def worst_case_sample(
-    dataset: Any, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
-) -> tuple[Sample, int]:
-    """A sample as long as training can meet, and its length in tokens.
+    dataset: Any,
+    objective: Objective,
+    *,
+    sequence_length: int | None,
+    tokenizer_max: int | None,
+    model_max: int | None,
+) -> Sample:
+    """Return a sample as long as training can meet.
 
     Args:
         dataset: The training data; packed data have one length only.
-        sequence_length: The length asked for; None: ``tokenizer_max``, else that of the longest sample.
-        tokenizer_max: What the tokenizer truncates to, if it does.
+        objective: Knows the tokens of a sample, and how to stretch one.
+        sequence_length: The length asked for. None for ``tokenizer_max``, else the length of the longest sample.
+        tokenizer_max: The length that the tokenizer truncates to, if any.
         model_max: The longest sample that the model takes, if it has a limit.
 
     Raises:
@@ -171,10 +154,9 @@ def worst_case_sample(
     """
     sample = dict(dataset[0])
     packed = is_packed(dataset)
-    fixed = packed or not set(sample) <= TEXT_KEYS  # tokens that refer to images cannot be repeated or cut
-    if fixed:
-        sample = sample if packed else _longest(dataset)
-        length = len(sample["tokens"])
+    if objective.stretch(sample, len(objective.tokens(sample))) is None:  # as with tokens that refer to images
+        sample = sample if packed else _longest(dataset, objective)
+        length = len(objective.tokens(sample))
         if sequence_length is not None and sequence_length != length:
             kind = "packed" if packed else "multimodal"
             raise ConfigError(
@@ -183,18 +165,23 @@ def worst_case_sample(
             )
     elif sequence_length is not None or tokenizer_max is not None:
         length = sequence_length or min(n for n in (tokenizer_max, model_max) if n is not None)
-        sample = stretch(sample, length)
+        sample = objective.stretch(sample, length) or sample
     else:
-        sample = _longest(dataset)
-        length = len(sample["tokens"])
+        sample = _longest(dataset, objective)
+        length = len(objective.tokens(sample))
     if model_max is not None and length > model_max:
         source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
         raise ConfigError(f"{source} {length} tokens, and the model takes {model_max}; set tokenizer.max_seq_len")
-    return sample, length
+    return sample
 
 
-def stretch(sample: Sample, length: int) -> Sample:
-    """A copy of ``sample`` with its tokens repeated or cut to ``length``, at least one of them a target."""
+def stretch(sample: Sample, length: int) -> Sample | None:
+    """Return a copy of ``sample`` with its tokens repeated or cut to ``length``, at least one of them a target.
+
+    None if ``sample`` is a pack, or has more than text.
+    """
+    if not set(sample) <= TEXT_KEYS:
+        return None
 
     def fit(values: Any) -> list[Any]:
         repeated: list[Any] = list(values) * (length // len(values) + 1)
@@ -207,15 +194,15 @@ def stretch(sample: Sample, length: int) -> Sample:
 
 
 def repeat(sample: Sample, count: int) -> list[Sample]:
-    """``count`` copies, so that a collate function that changes its input does no harm."""
+    """Return ``count`` copies, so that a collate function that changes its input does no harm."""
     return [copy.copy(sample) for _ in range(count)]
 
 
-def _longest(dataset: Any) -> Sample:
+def _longest(dataset: Any, objective: Objective) -> Sample:
     longest: Sample = {}
     for index in tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True):
         sample = dataset[index]
-        if not longest or len(sample["tokens"]) > len(longest["tokens"]):
+        if not longest or len(objective.tokens(sample)) > len(objective.tokens(longest)):
             longest = dict(sample)
     return longest
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adaptive_batching.growth.controller import BatchController, largest_divisor
+from adaptive_batching.growth.accumulation import Accumulation
+from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.micro_batches.fastest import Exploration, NothingRanError, explore
 from adaptive_batching.micro_batches.forward_cost import ForwardCost
 from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.probe.find import DoesNotFitError
 from adaptive_batching.random_state import unchanged_random_state
-from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
-from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed
-from adaptive_batching.torchtune.gradients import gather_gradients
+from adaptive_batching.report.record import Report
+from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching.torchtune.data import Sample, is_packed
+from adaptive_batching.torchtune.gradients import gather_gradients, held_back
+from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.recovery import remedy
+from adaptive_batching.values import ByLength, CutSize, Fixed
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ MIN_RATIO = 1.4
 
 
 def sizes_to_time(batch_size: int, largest: int) -> list[int]:
-    """Divisors of ``batch_size`` that are at most ``largest``, ascending, thinned where they lie close."""
+    """Return divisors of ``batch_size`` that are at most ``largest``, ascending, thinned where they lie close."""
     divisors = [size for size in range(min(batch_size, largest), 0, -1) if batch_size % size == 0]
     chosen = divisors[:1]
     for size in divisors[1:]:
@@ -39,73 +43,102 @@ def sizes_to_time(batch_size: int, largest: int) -> list[int]:
     return chosen[::-1]
 
 
-def settle_micro_batch_size(recipe: Any, controller: BatchController) -> None:
-    """Settle on a ``micro_batch_size``: that of the run that is resumed, or the fastest."""
-    assert recipe.report is not None and recipe.samples_per_forward is not None
-    chosen = recipe.stored.get("explored")
-    same_batch = recipe.stored.get("configured_batch_size") == recipe.reference_batch_size
-    if isinstance(chosen, int) and chosen > recipe.samples_per_forward:
+def settle_micro_batch_size(
+    host: Host,
+    run: StockRun,
+    controller: BatchController,
+    accumulation: Accumulation,
+    execution: Execution,
+    stored: Mapping[str, Any],
+    report: Report,
+) -> CutSize:
+    """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        controller: Knows the sizes that the batch can have.
+        accumulation: How optimizer steps are made up.
+        execution: The capacity of a forward. What a forward costs is learned.
+        stored: State of the run that is resumed, or an empty mapping.
+        report: Records the result, and takes it into its folder.
+
+    Raises:
+        DoesNotFitError: If every candidate runs out of memory.
+    """
+    most = execution.most_samples
+    assert most is not None, "explored without a probe"
+    chosen = stored.get("explored")
+    same_batch = stored.get("configured_batch_size") == run.batch_size
+    if isinstance(chosen, int) and chosen > most:
         same_batch = False  # nor is the device that of the run that is resumed
     if chosen is not None and same_batch:
         log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
     else:
-        recipe.forward_cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
-        meter = memory_meter(recipe._device)
+        execution.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
+        meter = memory_meter(host.device)
         # A batch that grows is explored at the size that fills memory, as far as it can grow.
-        batch_size = max(controller.batch_size, min(controller.maximum, recipe.samples_per_forward))
-        accumulation = recipe._gradient_accumulation_steps
-        if recipe.settings.keep_global_batch:
-            samples = recipe.reference_batch_size * recipe.reference_accumulation
-            batch_size = largest_divisor(samples, at_most=batch_size)
-            accumulation = samples // batch_size
-        result = explore_micro_batches(recipe, batch_size, accumulation, meter)
+        batch_size = accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
+        result = explore_micro_batches(host, batch_size, accumulation.batches_at(batch_size), execution, meter)
         chosen = result.recommended.candidate
-        path = recipe.report.directory / "explored.yaml"
-        recipe.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
-        recipe.report.exploration(result)
+        path = report.directory / "explored.yaml"
+        host.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
+        report.exploration(result)
         log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
-    recipe.explored = chosen
-    recipe.settings = replace(recipe.settings, micro_batch_size=chosen)
+    return _cut_size(chosen)
 
 
-def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter: MemoryMeter) -> Exploration:
-    """Time each candidate on the same samples and find the fastest; weights, gradients, random state and data order
-    are left as they were.
+def _cut_size(candidate: int | str) -> CutSize:
+    return Fixed(candidate) if isinstance(candidate, int) else ByLength()
+
+
+def explore_micro_batches(
+    host: Host, batch_size: int, batches: int, execution: Execution, meter: MemoryMeter
+) -> Exploration:
+    """Time each candidate on the same samples and find the fastest.
+
+    Weights, gradients, random state and data order are left as they were.
 
     Args:
-        recipe: A recipe that has been set up and probed.
+        host: A recipe that has been probed.
         batch_size: The batch size to run; micro-batches divide it.
-        accumulation: Batches of an optimizer step.
+        batches: Batches of an optimizer step.
+        execution: The capacity of a forward. What a forward costs is learned.
         meter: The device's memory.
 
     Raises:
         DoesNotFitError: If every candidate runs out of memory.
     """
-    sizes: list[int | str] = [*sizes_to_time(batch_size, recipe.samples_per_forward)]
-    dataset = recipe._dataloader.dataset
-    same_lengths = is_packed(dataset) or is_multimodal(dataset[0])  # where every cut by length is one by number
-    if not same_lengths and batch_size * accumulation > 1:
-        sizes.append("auto")
-    windows = _windows(dataset, batch_size, accumulation, recipe.ranks.rank)
+    most = execution.most_samples
+    assert most is not None, "explored without a probe"
+    sizes: list[int | str] = [*sizes_to_time(batch_size, most)]
+    dataset = host.loader.dataset
+    # where every cut by length is one by number
+    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])
+    if not same_lengths and batch_size * batches > 1:
+        sizes.append(str(ByLength()))
+    windows = _windows(dataset, batch_size, batches, host.ranks.rank)
     seen: list[list[list[Sample]]] = []
-    # One for all: what a forward of any candidate takes tells "auto" where to cut.
-    cutters = {size: Cutter(recipe, size, recipe.forward_cost, TokenLimit(), learns=True) for size in sizes}
+    # One cost for all: what a forward of any candidate takes tells "auto" where to cut.
+    cutters = {
+        size: Cutter(host, replace(execution, size=_cut_size(size), limit=TokenLimit()), learns=True) for size in sizes
+    }
     warm: set[int | str] = set()
 
     def measure(size: int | str, round_: int) -> float | None:
         if round_ == len(seen):
             seen.append(next(windows))
-        batches = seen[round_]
-        if size == "auto":
-            batches = [[sample for batch in batches for sample in batch]]
+        window = seen[round_]
+        if isinstance(_cut_size(size), ByLength):
+            window = [[sample for batch in window for sample in batch]]
         cutter = cutters[size]
-        micro_batches = [micro_batch for batch in batches for micro_batch in cutter.cut(batch)]
+        micro_batches = [micro_batch for batch in window for micro_batch in cutter.cut(batch)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
-            first = micro_batches if recipe._compile else micro_batches[:1]  # shapes may be compiled one by one
-            if _seconds(recipe, cutter, first, meter) is None:
+            first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one
+            if _seconds(host, cutter, first, meter) is None:
                 return None
         warm.add(size)
-        return _seconds(recipe, cutter, micro_batches, meter)
+        return _seconds(host, cutter, micro_batches, meter)
 
     log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
     try:
@@ -113,32 +146,35 @@ def explore_micro_batches(recipe: Any, batch_size: int, accumulation: int, meter
             result = explore(sizes, measure)
     except NothingRanError as error:
         raise DoesNotFitError(
-            f"{error}, though {recipe.samples_per_forward} samples in a forward fitted when probed: something else has "
-            f"taken memory since, or the data have longer samples. Free the device, or set {remedy(recipe)}"
+            f"{error}, though {most} samples in a forward fitted when probed: something else has "
+            f"taken memory since, or the data have longer samples. Free the device, or set {remedy(host)}"
         ) from error
     log.info("explored\n%s", "\n".join(table(result)))
     return result
 
 
-def _seconds(recipe: Any, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
-    """Time of forward and backward of all ``micro_batches`` on the slowest rank; None if one ran out of memory."""
+def _seconds(host: Host, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
+    """Return the time of forward and backward of all ``micro_batches`` on the slowest rank.
+
+    None if one ran out of memory.
+    """
     meter.synchronize()
     start = time.perf_counter()
-    with recipe.gate.closed():
-        failed = gather_gradients(recipe, micro_batches, cutter.timed).failed
+    with held_back(host, is_last=False):
+        failed = gather_gradients(host, micro_batches, cutter.timed).failed
     meter.synchronize()
     seconds = time.perf_counter() - start
-    for parameter in recipe._model.parameters():
+    for parameter in host.model.parameters():
         parameter.grad = None
     if failed:
         cutter.forget_timings()
         return None
     cutter.read_timings()
-    return recipe.ranks.largest(seconds)  # type: ignore[no-any-return]
+    return host.ranks.largest(seconds)
 
 
 def _windows(dataset: Any, batch_size: int, accumulation: int, rank: int) -> Iterator[list[list[Sample]]]:
-    """The batches of one optimizer step after the other, drawn from the data by a generator of their own."""
+    """Yield the batches of one optimizer step after another, drawn from the data by a separate generator."""
     assert batch_size * accumulation <= len(dataset), (batch_size, accumulation, len(dataset))
     generator = torch.Generator().manual_seed(rank)
     while True:
@@ -151,7 +187,7 @@ def _windows(dataset: Any, batch_size: int, accumulation: int, rank: int) -> Ite
 
 
 def table(result: Exploration) -> list[str]:
-    """A line for each candidate."""
+    """Return a line for each candidate."""
     lines = [f"  {'micro_batch_size':>16} {'s/step':>8} {'x base':>7} {'runs':>5}  confidence"]
     for estimate in result.estimates:
         mark = "  <- recommended" if estimate is result.recommended else ""
@@ -163,7 +199,7 @@ def table(result: Exploration) -> list[str]:
 
 
 def store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
-    """Write the table, as comments, and the line to paste into a config; where that is not possible, warn."""
+    """Write the table, as comments, and the line to paste into a config; warn if that is not possible."""
     comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
     comments += [*table(result), "", "Paste this into the config, and the next run need not explore:"]
     text = "".join(f"# {line}".rstrip() + "\n" for line in comments)

@@ -4,49 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torchtune import training, utils
-from torchtune.training import OffloadActivations
 
 from adaptive_batching.memory import num_allocation_retries, release_cached_memory
 from adaptive_batching.micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching.ranks.fsdp import is_sharded
+from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune.compiling import compiles_each_size
 from adaptive_batching.torchtune.cutting import MicroBatch
+from adaptive_batching.torchtune.host import Host
+from adaptive_batching.torchtune.objective import Batch, Sums
 
 _PINS_MEMORY = ("cuda", "xpu")
 
-Sums = tuple[torch.Tensor, torch.Tensor]
-"""The loss summed over tokens, and their number; both scalars."""
 
-
-def in_backward(recipe: Any) -> bool:
-    """Whether each parameter is stepped in the backward pass; the LoRA recipes do not know the option."""
-    return bool(getattr(recipe, "_optimizer_in_bwd", False))
-
-
-def lr_holder(recipe: Any) -> Any:
-    """What torchtune reads the learning rate from."""
-    return recipe._optim_ckpt_wrapper if in_backward(recipe) else recipe._optimizer
-
-
-def optimizers_of(recipe: Any) -> list[Optimizer]:
-    """The recipe's optimizer, or those of its parameters."""
-    return list(recipe._optim_ckpt_wrapper.optim_map.values()) if in_backward(recipe) else [recipe._optimizer]
-
-
-def to_device(batch: dict[str, Any], device: torch.device) -> None:
+def to_device(batch: Batch, device: torch.device) -> None:
     """Move a batch in place, without waiting for the device.
 
-    A copy from ordinary memory would wait until all that the device has been given is done, so that the next
-    micro-batch could not be collated meanwhile.
+    A copy from ordinary memory would wait until the device has finished all its work, so that the next micro-batch
+    could not be collated meanwhile.
     """
     pins = device.type in _PINS_MEMORY  # elsewhere a copy that is not waited for could outlive its source
     if pins:
@@ -56,80 +38,57 @@ def to_device(batch: dict[str, Any], device: torch.device) -> None:
             to_device(value, device)
         elif isinstance(value, torch.Tensor):
             batch[key] = value.to(device, non_blocking=pins)
-        else:  # a mask of blocks; whatever else is an error
+        else:  # a mask of blocks; anything else is an error
             moved = {key: value}
             utils.batch_to_device(moved, device)
             batch[key] = moved[key]
 
 
-def _pin(batch: dict[str, Any]) -> None:
+def _pin(batch: Batch) -> None:
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and value.device.type == "cpu":
             batch[key] = value.pin_memory()
 
 
-def gathered_chunks(model: nn.Module) -> int:
-    """Chunks of tokens for each of which a forward of ``model`` gathers its output layer; 0 if that does not happen.
-
-    It does where that layer is sharded on its own (``custom_sharded_layers``) and the loss takes its logits in chunks.
-    """
-    decoder: Any = getattr(model, "decoder", model)  # of a multimodal model
-    output = getattr(decoder, "output", None)
-    on_its_own = isinstance(output, nn.Module) and is_sharded(output)
-    return int(getattr(decoder, "num_output_chunks", 0)) if on_its_own else 0
-
-
-def discard(recipe: Any) -> None:
+def discard(host: Host) -> None:
     """Drop what forwards and backwards have left behind, gradients included, and really release its memory.
 
     Not to be called in an ``except`` block: the traceback holds tensors.
     """
-    for parameter in recipe._model.parameters():
+    for parameter in host.model.parameters():
         parameter.grad = None
-    reset_offloading(recipe)
-    release_cached_memory(recipe._device)
+    host.objective.forget()
+    release_cached_memory(host.device)
 
 
-def reset_offloading(recipe: Any) -> None:
-    """Forget the activations of a forward that did not end; torchtune's context keeps track of them by itself."""
-    context = recipe.activations_handling_ctx
-    if not isinstance(context, OffloadActivations):
-        return
-    # Its hooks refer to it, so that it lives on until the garbage is collected; what it holds need not.
-    for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
-        getattr(context, name, {}).clear()
-    recipe.activations_handling_ctx = OffloadActivations()
-
-
-def forward_backward(recipe: Any, batch: dict[str, Any], weight: float | None = None) -> Sums:
+def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> Sums:
     """Run one micro-batch.
 
     Args:
-        recipe: The recipe; its ``_loss_step`` gives a mean over tokens.
-        batch: The collated samples.
-        weight: What the mean loss is multiplied by; None: the number of labels.
+        host: The recipe.
+        batch: The collated samples, on the host or the device.
+        weight: Share of a part of a batch; see :meth:`Objective.loss`.
 
     Returns:
-        The weighted loss, and the number of labels. With optimizers in the backward pass, those of all ranks.
+        Its sums. With optimizers in the backward pass of several ranks, those of all ranks.
     """
-    to_device(batch, recipe._device)
-    num_tokens = (batch["labels"] != recipe._loss_fn.ignore_index).sum()
-    # The loss is a mean over tokens. Times their number it can be summed over micro-batches, and the gradient divided
-    # by all tokens of the step.
-    loss = recipe._loss_step(batch) * (num_tokens if weight is None else weight)
-    total = loss.detach()
-    if in_backward(recipe) and recipe.ranks.size > 1:
-        total = sum_over_ranks(recipe, total.clone())
-        num_tokens = sum_over_ranks(recipe, num_tokens.clone())  # the loss's own is kept for its backward
-        loss = loss * (recipe.ranks.size / num_tokens)  # as there is no other moment to divide; FSDP takes the mean
-    loss.backward()
-    return total, num_tokens
+    to_device(batch, host.device)
+    loss, sums = host.objective.loss(host.model, batch, weight)
+    if host.steps_in_backward and host.ranks.size > 1:
+        sums = sum_over_ranks(sums.map(torch.clone), host.ranks)  # copies: backward needs the loss's own values
+        divisor = host.objective.divisor(sums)
+        if divisor is not None:  # there is no other moment to divide; FSDP takes the mean over ranks
+            loss = loss * (host.ranks.size / divisor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return sums
 
 
 def gather_gradients(
-    recipe: Any,
+    host: Host,
     micro_batches: Sequence[MicroBatch],
     around: Callable[[MicroBatch], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext(),
+    *,
+    counts_retries: bool = True,
 ) -> Outcome[Sums]:
     """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank.
 
@@ -137,65 +96,75 @@ def gather_gradients(
     attention are made on the device itself, which has to be waited for; so packs are collated before any of them runs.
 
     Args:
-        recipe: The recipe.
-        micro_batches: Those of this rank.
+        host: The recipe.
+        micro_batches: The micro-batches of this rank.
         around: Gives the context that each of them runs in.
+        counts_retries: Notice when the allocator frees its cache to find room, which takes time to ask for.
     """
-
-    collated: list[dict[str, Any]] = []
+    collated: list[Batch] = []
 
     def run(micro_batch: MicroBatch, *, is_last: bool) -> Sums:
         if not collated:
-            ahead = micro_batches if compiles_each_size(recipe._dataloader.dataset) else [micro_batch]
-            collated.extend(recipe.collate(each.samples) for each in ahead)
+            ahead = micro_batches if compiles_each_size(host.loader.dataset) else [micro_batch]
+            collated.extend(host.objective.collate(each.samples) for each in ahead)
         batch = collated.pop(0)
-        with around(micro_batch), contextlib.nullcontext() if is_last else recipe.gate.closed():
-            loss, num_tokens = forward_backward(recipe, batch, micro_batch.weight)
-        if is_last and len(micro_batches) > 1:
-            recipe.gate.flush()
-        return loss, num_tokens if micro_batch.num_labels is None else torch.full_like(
-            num_tokens, micro_batch.num_labels
-        )
+        with around(micro_batch), held_back(host, is_last=is_last):
+            sums = forward_backward(host, batch, micro_batch.weight)
+        if is_last and len(micro_batches) > 1 and host.gate is not None:
+            host.gate.flush()
+        if micro_batch.num_tokens is None:
+            return sums
+        return replace(sums, tokens=torch.full_like(sums.tokens, micro_batch.num_tokens))
 
     return run_micro_batches(
         [partial(run, each, is_last=number == len(micro_batches)) for number, each in enumerate(micro_batches, 1)],
-        recipe.ranks,
-        recipe.collectives,
-        partial(discard, recipe),
-        # Counting takes time; a run that is as stock is left alone, however slow.
-        (lambda: num_allocation_retries(recipe._device)) if recipe.settings.enabled else (lambda: 0),
+        host.ranks,
+        host.collectives,
+        partial(discard, host),
+        (lambda: num_allocation_retries(host.device)) if counts_retries else (lambda: 0),
     )
 
 
-def sum_over_ranks(recipe: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of ``tensor``, in place, over the ranks of the recipe, as stock takes it."""
-    if recipe.ranks.size > 1:
-        dist.all_reduce(tensor)
-    return tensor
+def held_back(host: Host, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which optimizers of the backward pass wait, unless a step's last micro-batch runs."""
+    return contextlib.nullcontext() if is_last or host.gate is None else host.gate.closed()
 
 
-def apply_gradients(
-    recipe: Any, num_tokens: torch.Tensor, before_clipping: Callable[[], None] = lambda: None
-) -> torch.Tensor | None:
-    """Take the optimizer step on the gradients gathered over ``num_tokens`` tokens of all ranks; none are left behind.
+def sum_over_ranks(sums: Sums, ranks: Ranks) -> Sums:
+    """Return the sums of all ranks, added up in place, as stock does."""
+    if ranks.size == 1:
+        return sums
+
+    def summed(value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return value
+
+    return sums.map(summed)
+
+
+def apply_gradients(host: Host, sums: Sums, before_clipping: Callable[[], None] = lambda: None) -> torch.Tensor | None:
+    """Take the optimizer step on the gathered gradients, and drop them.
 
     Args:
-        recipe: The recipe.
-        num_tokens: What the sum of gradients is divided by.
+        host: The recipe.
+        sums: Those of the step, of all ranks.
         before_clipping: Called when the mean gradient is complete.
 
     Returns:
         The norm of the gradient before clipping, or None where the config does not clip.
     """
-    if in_backward(recipe):
+    if host.steps_in_backward:
         return None  # done already, parameter by parameter
     grad_norm = None
-    training.scale_grads(recipe._model, recipe.ranks.size / num_tokens)  # FSDP has taken the mean over ranks
+    divisor = host.objective.divisor(sums)
+    if divisor is not None:
+        training.scale_grads(host.model, host.ranks.size / divisor)  # FSDP has taken the mean over ranks
     before_clipping()
-    if recipe._clip_grad_norm is not None:
-        grad_norm = torch.nn.utils.clip_grad_norm_(recipe._model.parameters(), max_norm=float(recipe._clip_grad_norm))
+    if host.clip_norm is not None:
+        grad_norm = torch.nn.utils.clip_grad_norm_(host.model.parameters(), max_norm=host.clip_norm)
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
-    recipe._optimizer.step()
-    recipe._optimizer.zero_grad(set_to_none=True)
+    for optimizer in host.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return grad_norm

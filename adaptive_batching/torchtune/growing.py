@@ -1,37 +1,85 @@
-"""The batch size of a recipe while it trains: its course followed, and what decisions need to know gathered."""
+"""The batch size while training: its course followed, and the observations that decisions need gathered."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
-from adaptive_batching.growth.controller import BatchController, Decision, largest_divisor
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.growth.accumulation import Accumulation, FixedAccumulation, KeepGlobal
+from adaptive_batching.growth.controller import BatchController, Decision
 from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
-from adaptive_batching.torchtune.cutting import MicroBatch
+from adaptive_batching.growth.increase import IncreaseFunction, reads_noise_scale, resolve
+from adaptive_batching.growth.noise_scale import NoiseEstimate
+from adaptive_batching.torchtune.cutting import Execution, MicroBatch
+from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.learning_rate import LearningRate, rule_for
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
-from adaptive_batching.torchtune.probing import find_maximum
+from adaptive_batching.torchtune.probing import Probed
+from adaptive_batching.values import ByLength, ConfigError
 
 log = logging.getLogger(__name__)
+
+_STEPS_BETWEEN_MEASUREMENTS = 5
+
+
+@dataclass(frozen=True)
+class Increase:
+    """An increase function, by name, and the measurements that it needs."""
+
+    name: str = ""
+    function: IncreaseFunction | None = None
+    noise_scale_every: int | None = None
+    """Optimizer steps from one measurement of the gradient noise scale to the next; None for no measurement."""
+
+    @property
+    def reader(self) -> str:
+        """Name for messages of the setting that needs the noise scale."""
+        return self.name or "noise_scale_every"
+
+
+def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
+    """Import the increase function of a config.
+
+    Raises:
+        IncreaseFunctionError: If it cannot be imported or called.
+        ConfigError: If it decides on the global batch, which is kept.
+    """
+    every = settings.noise_scale_every if settings.enabled else None
+    if settings.batch_increase_function is None:
+        return Increase(noise_scale_every=every)
+    name, function = resolve(settings.batch_increase_function)
+    if not reads_noise_scale(function):
+        return Increase(name, function, every)
+    if settings.keep_global_batch:
+        raise ConfigError(
+            f"batch_increase_function={name!r} decides on the global batch, and "
+            f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
+        )
+    return Increase(name, function, every or _STEPS_BETWEEN_MEASUREMENTS)
+
+
+def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
+    """Return how optimizer steps are made up as the batch grows."""
+    return KeepGlobal(run.window) if settings.keep_global_batch else FixedAccumulation(run.accumulation)
 
 
 @dataclass
 class _Interval:
-    """What this rank has run since the last decision."""
+    """Sums on this rank since the last decision."""
 
     samples: int = 0
     loss: float = 0.0
     """Sum over samples."""
 
     timed_steps: int = 0
-    """All but the first of the run, which pays for what is set up once; what follows is of these."""
+    """All steps but the first of the run, which pays for one-time set-up. The fields below count these alone."""
 
     timed_samples: int = 0
     forwards: int = 0
@@ -42,44 +90,62 @@ class _Interval:
 
 
 class Growth:
-    """Makes loader, accumulation and learning rate of a recipe follow its course.
+    """Makes loader and learning rate follow the course of a run.
 
     Args:
-        recipe: A recipe that has been set up.
+        host: The recipe.
+        run: The run as stock has laid it out.
         course: The batch sizes of the run.
-        noise: What measures the gradient noise scale; None: it is not measured.
-        stored: What :meth:`state_dict` gave in the run that is resumed.
+        execution: The way in which batches are cut, and what a forward costs.
+        noise: Measures the gradient noise scale; None for no measurement.
+        stored: The :meth:`state_dict` of the run that is resumed, or an empty mapping.
     """
 
-    def __init__(self, recipe: Any, course: Course, noise: NoiseMeter | None, stored: dict[str, Any]) -> None:
-        self._recipe = recipe
+    def __init__(
+        self,
+        host: Host,
+        run: StockRun,
+        course: Course,
+        execution: Execution,
+        noise: NoiseMeter | None,
+        stored: Mapping[str, Any],
+    ) -> None:
         self.course = course
         self.noise = noise
-        self.learning_rate = LearningRate(recipe)
+        self.learning_rate = LearningRate(run.scheduler, host.optimizers)
+        self._loader = host.loader
+        self._execution = execution
         self._is_warm = False
         self._losses: list[float] = list(stored.get("losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
-        course.samples_seen, course.steps = stored.get("samples_seen", 0), recipe.global_step
+        course.samples_seen, course.steps = stored.get("samples_seen", 0), run.first_step
         course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
         if noise is not None and "noise_scale" in stored:
             noise.scale.load_state_dict(stored["noise_scale"])
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that the optimizer sees in a step."""
+        return self.course.window * self.course.shape.replicas
+
     def start_epoch(self, number: int) -> Decision:
-        """Settle on the size that an epoch starts with."""
+        """Decide on the size that an epoch starts with."""
         decision = self.course.start_epoch(number, self._observe)
         self._apply(decision)
         return decision
 
-    def take_step(self, num_tokens: torch.Tensor) -> None:
-        """The optimizer has taken a step, on ``num_tokens`` targets of all devices."""
-        if self.noise is not None:
-            shown = self.noise.step_done(num_tokens, self.course.window * self.course.shape.replicas)
-            if shown is not None:
-                self._recipe.report.noise(self._recipe.global_step + 1, shown, self.noise.scale.samples)
-        self.learning_rate.advance(self.course.take_step())
+    def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
+        """Advance the course and the schedule by an optimizer step on ``num_tokens`` targets of all devices.
 
-    def step_done(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
-        """A step is over, with its record; returns what is decided for those that follow, if anything is."""
+        Returns:
+            The estimate of the gradient's noise, if this step was measured.
+        """
+        shown = None if self.noise is None else self.noise.estimate(num_tokens, self.global_batch_size)
+        self.learning_rate.advance(self.course.take_step())
+        return shown
+
+    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
+        """Take note of a step that is over, and return what is decided for those that follow, if anything is."""
         interval = self._interval
         interval.samples += self.course.window
         interval.loss += loss * self.course.window
@@ -95,8 +161,17 @@ class Growth:
             self._apply(decision)
         return decision
 
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged in addition to stock's metrics."""
+        metrics: dict[str, float] = {
+            "batch_size": self.course.controller.batch_size,
+            "global_batch_size": self.global_batch_size,
+        }
+        noise_scale = None if self.noise is None else self.noise.scale.samples
+        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale": noise_scale}
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold."""
+        """Return what a checkpoint holds."""
         return {
             "samples_seen": self.course.samples_seen,
             "history": [list(change) for change in self.course.history],
@@ -106,11 +181,9 @@ class Growth:
         }
 
     def _apply(self, decision: Decision) -> None:
-        recipe, course = self._recipe, self.course
+        course = self.course
         course.controller.announce(decision)
-        recipe._dataloader.set_batch_size(decision.batch_size)
-        recipe._gradient_accumulation_steps = course.accumulation
-        recipe._steps_per_epoch = course.steps_per_epoch
+        self._loader.set_batch_size(decision.batch_size)
         self.learning_rate.set_scale(course.lr_scale)
         if decision.batch_size != decision.previous and not course.controller.decides_early:
             log.info("about %d optimizer steps are left, if the size stays", course.steps_left())
@@ -128,12 +201,12 @@ class Growth:
         }
 
     def _seconds_per_step(self, interval: _Interval) -> Callable[[int], float] | None:
-        """Seconds of an optimizer step as a function of the batch size, or None.
+        """Return seconds of an optimizer step as a function of the batch size, or None while that is not known.
 
         The time of a step is a fixed part, for the optimizer, and the forwards and backwards, each with a fixed part of
         its own and a part for its tokens.
         """
-        line = self._recipe.forward_cost.line()
+        line = self._execution.cost.line()
         if line is None or interval.timed_steps == 0:
             return None
         per_forward, per_token = line
@@ -141,89 +214,107 @@ class Growth:
         tokens_per_forward = interval.tokens / interval.forwards
         in_forwards = interval.forwards * per_forward + interval.tokens * per_token
         fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
-        micro_batch_size = self._recipe.settings.micro_batch_size or self._recipe.samples_per_forward
+        accumulation = self.course.shape.accumulation
+        by_length = isinstance(self._execution.size, ByLength)
 
         def seconds_at(batch_size: int) -> float:
-            window = self.course.shape.window(batch_size)
-            if micro_batch_size == "auto":
+            window = accumulation.window(batch_size)
+            if by_length:
                 forwards = math.ceil(window * tokens_per_sample / tokens_per_forward)
             else:
-                batches = self.course.shape.accumulation_at(batch_size)
-                forwards = batches * math.ceil(batch_size / (micro_batch_size or batch_size))
+                per_batch = math.ceil(batch_size / (self._execution.most_samples or batch_size))
+                forwards = accumulation.batches_at(batch_size) * per_batch
             seconds: float = fixed + forwards * per_forward + window * tokens_per_sample * per_token
             return seconds
 
         return seconds_at
 
 
-def make_controller(recipe: Any, cfg: DictConfig) -> BatchController:
-    """Find the maximum, and what decides within it."""
-    settings = recipe.settings
-    maximum, reason = find_maximum(recipe, cfg)
-    divides = None
-    if settings.keep_global_batch:
-        divides = recipe.reference_batch_size * recipe.reference_accumulation
-        maximum = largest_divisor(divides, at_most=maximum)
-    if recipe.increase is None:
-        start = maximum if settings.use_maximum_batch_size else int(cfg.batch_size)
+def make_controller(
+    host: Host,
+    run: StockRun,
+    settings: AdaptiveBatchingConfig,
+    increase: Increase,
+    accumulation: Accumulation,
+    probed: Probed,
+    stored: Mapping[str, Any],
+) -> BatchController:
+    """Return the controller that decides on batch sizes within the maximum.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        settings: The user's settings.
+        increase: The increase function, if there is one.
+        accumulation: How optimizer steps are made up.
+        probed: The maximum.
+        stored: State of the run that is resumed, or an empty mapping.
+    """
+    configured, reason = run.batch_size, probed.reason
+    maximum = accumulation.allowed(probed.maximum)
+    if increase.function is None:
+        start = maximum if settings.use_maximum_batch_size else configured
         maximum = start
-        if start != cfg.batch_size:
-            log.info("batch size %d -> %d (%s)", cfg.batch_size, start, reason)
+        if start != configured:
+            log.info("batch size %d -> %d (%s)", configured, start, reason)
     else:
-        start = _size_before_this_run(recipe, cfg)
-        if recipe.stored and recipe.stored["maximum"] != maximum:
-            log.info("the maximum was %d in the run that is resumed; now it is %d", recipe.stored["maximum"], maximum)
-        if divides is not None:
-            start = largest_divisor(divides, at_most=start)  # a stored one may be of another accumulation
+        start = _size_before_this_run(configured, stored)
+        if stored and stored["maximum"] != maximum:
+            log.info("the maximum was %d in the run that is resumed; now it is %d", stored["maximum"], maximum)
+        start = accumulation.allowed(start)  # a stored one may be of another accumulation
         if start > maximum:
             log.warning("batch size %d is above the maximum %d (%s); starting at %d", start, maximum, reason, maximum)
             start = maximum
         elif settings.use_maximum_batch_size:
             log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
     # One rank alone is asked: a function that is random or keeps a state cannot split them.
-    return BatchController(
-        start, maximum, reason, recipe.increase, recipe.increase_name, divides, recipe.ranks.on_first
-    )
+    return BatchController(start, maximum, reason, increase.function, increase.name, accumulation, host.ranks.on_first)
 
 
-def make_growth(recipe: Any, cfg: DictConfig, controller: BatchController) -> Growth:
-    """Lay the run out."""
-    settings = recipe.settings
-    reference = recipe.reference_batch_size * recipe.reference_accumulation
+def make_growth(
+    host: Host,
+    run: StockRun,
+    settings: AdaptiveBatchingConfig,
+    increase: Increase,
+    controller: BatchController,
+    accumulation: Accumulation,
+    execution: Execution,
+    stored: Mapping[str, Any],
+) -> Growth:
+    """Lay out the course of a run, and return what follows it; the arguments are those of :func:`make_controller`."""
     shape = RunShape(
-        epochs=recipe.total_epochs,
-        samples=len(recipe._dataloader.sampler),
-        accumulation=recipe._gradient_accumulation_steps,
-        replicas=recipe.num_replicas,
-        max_steps=recipe.max_steps_per_epoch,
+        epochs=run.epochs,
+        samples=host.samples_per_rank,
+        accumulation=accumulation,
+        replicas=host.num_replicas,
+        max_steps=run.max_steps_per_epoch,
         decisions=settings.decisions_per_epoch,
-        reference_steps=recipe.reference_steps_per_epoch,
-        reference_samples=reference,
-        kept_samples=reference if settings.keep_global_batch else None,
+        reference_steps=run.steps_per_epoch,
+        reference_samples=run.window,
     )
-    rule = rule_for(settings.lr_scaling, recipe)
+    rule = rule_for(settings.lr_scaling, host.optimizers[0])
     course = Course(
         controller,
         shape,
-        recipe.rates,
-        lambda window: learning_rate_scale(rule, window / reference, settings.max_lr_scale),
-        initial_batch_size=min(int(cfg.batch_size), controller.maximum),
+        run.rates,
+        lambda window: learning_rate_scale(rule, window / run.window, settings.max_lr_scale),
+        initial_batch_size=min(run.batch_size, controller.maximum),
         grows_in_warmup=settings.grow_during_warmup,
     )
-    every = recipe.noise_scale_every
-    noise = None if every is None else NoiseMeter(recipe, every)
-    return Growth(recipe, course, noise, recipe.stored.get("growth", {}))
+    every = increase.noise_scale_every
+    noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
+    return Growth(host, run, course, execution, noise, stored.get("growth", {}))
 
 
-def _size_before_this_run(recipe: Any, cfg: DictConfig) -> int:
-    """The batch size that the next increase adds to: the stored one on resume, unless the user has changed it."""
-    stored = recipe.stored.get("batch_size")
-    if stored is None:
-        return int(cfg.batch_size)
-    if recipe.stored["configured_batch_size"] != cfg.batch_size:
+def _size_before_this_run(configured: int, stored: Mapping[str, Any]) -> int:
+    """Return the batch size that the next increase adds to: the stored one, unless the user has changed the size."""
+    last = stored.get("batch_size")
+    if last is None:
+        return configured
+    if stored["configured_batch_size"] != configured:
         log.info(
             "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
-            cfg.batch_size, recipe.stored["configured_batch_size"], cfg.batch_size, stored,
+            configured, stored["configured_batch_size"], configured, last,
         )  # fmt: skip
-        return int(cfg.batch_size)
-    return int(stored)
+        return configured
+    return int(last)

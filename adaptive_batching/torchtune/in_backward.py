@@ -21,8 +21,8 @@ class Gate:
 
     def __init__(self) -> None:
         self.updated = False
-        """True once a parameter has been updated, until set to False: from then on, what runs out of memory cannot run
-        again."""
+        """True once a parameter has been updated, until set to False. After that a step that runs out of memory cannot
+        run again."""
         self._times_closed = 0
         self._optimizers: dict[Any, Optimizer] = {}
 

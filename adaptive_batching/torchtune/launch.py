@@ -1,4 +1,4 @@
-"""What a recipe file calls when it is run."""
+"""Run a recipe from its file: logging, errors in one line, and a clean exit."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batching.config import ConfigError
 from adaptive_batching.growth.increase import IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.micro_batches.run import CannotRecoverError
 from adaptive_batching.probe.find import DoesNotFitError
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
+from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
-# What says by itself what is wrong and what to do.
+# Errors whose message says what is wrong and what to do.
 _CLEAR = (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError, CheckpointError)
 
 

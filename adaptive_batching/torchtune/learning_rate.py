@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch.optim import Optimizer
 from torchtune import config
-
-from adaptive_batching.torchtune.gradients import optimizers_of
 
 
 class LearningRate:
-    """Moves a recipe's schedule and multiplies what it says.
+    """Moves a schedule and multiplies its rate by a factor.
 
-    The schedule never sees the factor: many schedulers compute a rate from the last one. So what it has set is put
-    back before each of its steps, and multiplied after it; and checkpoints hold the rate without the factor.
+    The schedule never sees the factor: many schedulers compute a rate from the last one. So the rate that it has set is
+    put back before each of its steps, and multiplied after it; and checkpoints hold the rate without the factor.
 
     Args:
-        recipe: A recipe that has been set up.
+        scheduler: One of torch's schedulers; None for a constant rate.
+        optimizers: Those whose rate it sets.
     """
 
-    def __init__(self, recipe: Any) -> None:
-        self._scheduler = recipe._lr_scheduler
-        self._groups = [group for optimizer in optimizers_of(recipe) for group in optimizer.param_groups]
+    def __init__(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
+        self._scheduler = scheduler
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._scale = 1.0
         self._scheduled: list[Any] = []
 
@@ -65,7 +65,7 @@ class LearningRate:
 
 
 def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial_lr: float) -> list[float]:
-    """The learning rate before each of the stock run's steps, and after the last."""
+    """Return the learning rate before each step of the stock run, and after the last."""
     if cfg_lr_scheduler is None:
         return [initial_lr]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=initial_lr)
@@ -79,11 +79,11 @@ def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial
     return [*rates, float(optimizer.param_groups[0]["lr"])]
 
 
-def rule_for(lr_scaling: str, recipe: Any) -> str:
-    """``lr_scaling`` with ``auto`` decided: linear for SGD, the square root for what divides by a gradient's size."""
+def rule_for(lr_scaling: str, optimizer: Optimizer) -> str:
+    """Return ``lr_scaling`` with ``auto`` decided: linear for SGD, and sqrt for optimizers that normalize gradients."""
     if lr_scaling != "auto":
         return lr_scaling
-    return "linear" if "sgd" in type(optimizers_of(recipe)[0]).__name__.lower() else "sqrt"
+    return "linear" if "sgd" in type(optimizer).__name__.lower() else "sqrt"
 
 
 def _copy(rate: Any) -> Any:

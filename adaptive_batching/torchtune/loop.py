@@ -5,136 +5,190 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torchtune import training
-from torchtune.training.lr_schedulers import get_lr
 from tqdm import tqdm
 
+from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
-from adaptive_batching.torchtune.gradients import (
-    apply_gradients,
-    gather_gradients,
-    in_backward,
-    lr_holder,
-    sum_over_ranks,
-)
+from adaptive_batching.torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching.torchtune.growing import Growth
+from adaptive_batching.torchtune.host import Host, Outlet, StockRun
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
+from adaptive_batching.torchtune.objective import Sums
 from adaptive_batching.torchtune.recovery import Recovery
 
 log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
-    """Trains a recipe that has been set up.
+    """Trains a model.
 
     With adaptive batching off it does what stock's loop does, operation by operation, and so gives the same bits:
     gradients of an accumulation window that an epoch leaves unfinished are carried into the next one, as in stock.
     With it on, an epoch ends with its last full window.
 
-    A *window* is the batches of one optimizer step, ``gradient_accumulation_steps`` of them. Each runs as one
-    micro-batch or several, which changes the gradient by no more than rounding: losses are sums over tokens, and the
-    sum over the window is divided by all of its tokens.
+    A *window* is the batches of one optimizer step. Each runs as one micro-batch or several, which changes the gradient
+    by no more than rounding.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        outlet: Takes what stock itself must see.
+        cutter: Cuts batches into micro-batches.
+        recovery: Decides what runs again.
+        growth: Makes the batch follow its course; None for the batches of stock.
+        together: Sort the samples of all batches of a step and cut them together.
+        watchers: Are told what happens.
+        limited: Gives a context for the training of an epoch, in which memory is limited.
     """
 
-    def __init__(self, recipe: Any) -> None:
-        self._recipe = recipe
-        self._growth: Growth | None = recipe.growth
-        times_forwards = self._growth is not None and not self._growth.course.controller.decides_early
-        cost, limit = recipe.forward_cost, recipe.token_limit
-        self._cutter = Cutter(recipe, recipe.settings.micro_batch_size, cost, limit, learns=times_forwards)
-        self._recovery = Recovery(recipe, limit)
+    def __init__(
+        self,
+        host: Host,
+        run: StockRun,
+        outlet: Outlet,
+        cutter: Cutter,
+        recovery: Recovery,
+        growth: Growth | None = None,
+        *,
+        together: bool = False,
+        watchers: Sequence[Watcher] = (),
+        limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._host = host
+        self._run = run
+        self._outlet = outlet
+        self._cutter = cutter
+        self._recovery = recovery
+        self._growth = growth
+        self._together = together
+        self._watchers = watchers
+        self._limited = limited
+        self.global_step = run.first_step
         self._start_window()
 
+    @property
+    def accumulation(self) -> int:
+        """Batches of an optimizer step."""
+        return self._run.accumulation if self._growth is None else self._growth.course.accumulation
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of this epoch, if the size does not change any more."""
+        return self._run.steps_per_epoch if self._growth is None else self._growth.course.steps_per_epoch
+
     def run(self) -> None:
-        recipe = self._recipe
-        if recipe.ranks.size > 1 and recipe._device.type != "cpu":
+        """Train all epochs that are left, and save a checkpoint after each."""
+        host, run = self._host, self._run
+        if host.ranks.size > 1 and host.device.type != "cpu":
             training.cleanup_before_training()  # as stock does on many devices
-        if recipe._compile:
+        if host.is_compiled:
             log.info("the model is compiled in its first forward: expect a slow first step")
-        if not in_backward(recipe):
-            recipe._optimizer.zero_grad()
-        recipe._profiler.start()
-        for epoch in range(recipe.epochs_run, recipe.total_epochs):
-            recipe.start_epoch(epoch)
-            with recipe.within_memory_limit():
+        if not host.steps_in_backward:
+            for optimizer in host.optimizers:
+                optimizer.zero_grad()
+        if run.profiler is not None:
+            run.profiler.start()
+        for epoch in range(run.first_epoch, run.epochs):
+            self._start_epoch(epoch)
+            with self._limited():
                 self._run_epoch(epoch)
-            recipe.epochs_run += 1
+            self._note_progress(epochs_run=epoch + 1)
             start = time.perf_counter()
-            with recipe.checkpointing(epoch):
-                recipe.save_checkpoint(epoch=epoch)
+            with contextlib.nullcontext() if self._growth is None else self._growth.learning_rate.unscaled():
+                self._outlet.save_epoch(epoch)
             log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
-        recipe._profiler.stop()
+        if run.profiler is not None:
+            run.profiler.stop()
+
+    def _start_epoch(self, epoch: int) -> None:
+        if self._growth is None:
+            return
+        decision = self._growth.start_epoch(epoch)
+        expected = self._growth.course.expected()
+        for watcher in self._watchers:
+            watcher.epoch(
+                epoch=epoch, step=self.global_step, batch_size=decision.batch_size,
+                global_batch_size=self._growth.global_batch_size, steps=expected.steps, samples=expected.samples,
+                dropped_samples=expected.dropped_samples, reason=decision.reason,
+            )  # fmt: skip
+        self._note_progress(epochs_run=epoch)
+
+    def _note_progress(self, *, epochs_run: int) -> None:
+        self._outlet.note_progress(
+            epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=self.steps_per_epoch
+        )
 
     def _run_epoch(self, epoch: int) -> None:
-        recipe, growth = self._recipe, self._growth
-        recipe._dataloader.sampler.set_epoch(epoch)
-        is_first = recipe.ranks.is_first
+        host, run, growth = self._host, self._run, self._growth
+        host.loader.sampler.set_epoch(epoch)
         steps_done = batches = 0
         if growth is not None:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
-        with tqdm(total=recipe._steps_per_epoch, dynamic_ncols=True, disable=not is_first) as progress:
-            for index, batch in enumerate(recipe._dataloader):
+        with tqdm(total=self.steps_per_epoch, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
+            for index, batch in enumerate(host.loader):
                 with self._memory_history(epoch, index):
                     batches += 1
-                    ends_window = batches == recipe._gradient_accumulation_steps
+                    ends_window = batches == self.accumulation
                     self._run_batch(batch, ends_window=ends_window)
                     if ends_window:
                         batches = 0
                         steps_done += 1
                         self._finish_step(epoch, progress)
-                if ends_window or not recipe.profiles_steps:  # as in stock
-                    recipe._profiler.step()
-                if growth.course.epoch_is_over if growth is not None else steps_done == recipe.max_steps_per_epoch:
+                if run.profiler is not None and (ends_window or not run.profiles_steps):  # as in stock
+                    run.profiler.step()
+                if growth.course.epoch_is_over if growth is not None else steps_done == run.max_steps_per_epoch:
                     break
 
     def _start_window(self) -> None:
         """Begin the batches of an optimizer step."""
         self._window: list[list[Sample]] = []
         self._window_start = time.perf_counter()
-        self._loss: Any = 0
-        self._num_tokens: Any = 0
+        self._sums: Sums | None = None
         self._ran: list[MicroBatch] = []
 
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
-        """Gather the gradients of a batch; if it runs out of memory, those of its window anew, in smaller parts."""
+        """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
             self._recovery.remember()
+            self._host.objective.begin_step(self.global_step, self.accumulation * len(batch))
             if self._noise is not None:
-                self._noise.start_step(self._recipe.global_step)
+                self._noise.start_step(self.global_step)
         self._window.append(batch)
         waiting = [batch]
-        if self._recipe.settings.cuts_by_length:
-            waiting = self._window  # all samples of the step are sorted together
+        if self._together:
+            waiting = self._window
             if not ends_window:
                 return
         while not self._gather(waiting):
-            self._loss = self._num_tokens = 0
+            self._sums = None
             self._ran = []
             waiting = self._window
 
     def _gather(self, batches: list[list[Sample]]) -> bool:
         """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
         noise = self._noise if self._noise is not None and self._noise.measures else None
-        by_length = self._recipe.settings.cuts_by_length
-        apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and by_length else 0
+        apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and self._together else 0
         if apart:
             cuts = self._cutter.cut_apart(batches, apart)
-        elif by_length:
+        elif self._together:
             cuts = [self._cutter.cut_together(batches)]
         else:
-            min_parts = 1 if noise is None else noise.min_parts(self._recipe._gradient_accumulation_steps)
+            min_parts = 1 if noise is None else noise.min_parts(self.accumulation)
             cuts = [self._cutter.cut(batch, min_parts, in_order=noise is not None) for batch in batches]
         for number, micro_batches in enumerate(cuts):
             if apart and number == 1 and noise is not None:
                 noise.see_part(self._ran)
-            if not micro_batches:  # samples without targets
+            if not micro_batches:  # samples without anything to learn from
                 continue
-            outcome = gather_gradients(self._recipe, micro_batches, self._around)
+            # Counting takes time; a run that is as stock is left alone, however slow.
+            counts_retries = self._growth is not None
+            outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
             if outcome.failed:
                 self._cutter.forget_timings()
                 if noise is not None:
@@ -143,9 +197,8 @@ class TrainingLoop:
                 return False
             self._recovery.note(micro_batches, outcome)
             self._ran += micro_batches
-            for loss, num_tokens in outcome.results:
-                self._loss = self._loss + loss
-                self._num_tokens = self._num_tokens + num_tokens
+            for sums in outcome.results:
+                self._sums = sums if self._sums is None else self._sums + sums
         return True
 
     @property
@@ -154,68 +207,80 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """What goes on beside a forward and backward."""
+        """Time and watch a forward and backward."""
         watch = contextlib.nullcontext() if self._noise is None else self._noise.watch(micro_batch)
         with self._cutter.timed(micro_batch), watch:
             yield
 
     def _finish_step(self, epoch: int, progress: Any) -> None:
-        recipe, growth = self._recipe, self._growth
-        if not in_backward(recipe):  # else they are summed already
-            self._num_tokens = sum_over_ranks(recipe, self._num_tokens)
-            self._loss = sum_over_ranks(recipe, self._loss)
+        host, growth = self._host, self._growth
+        assert self._sums is not None
+        # With optimizers in the backward pass they are summed already.
+        sums = self._sums if host.steps_in_backward else sum_over_ranks(self._sums, host.ranks)
         with self._recovery.fatal():
             see_gradient = (lambda: None) if self._noise is None else self._noise.see_gradient
-            grad_norm = apply_gradients(recipe, self._num_tokens, see_gradient)
+            grad_norm = apply_gradients(host, sums, see_gradient)
         self._cutter.read_timings()
-        self._recovery.step_done()
+        self._recovery.end_step()
         if growth is not None:
-            growth.take_step(self._num_tokens)
-        elif recipe._lr_scheduler is not None:
-            recipe._lr_scheduler.step()
-        recipe.global_step += 1
-        loss = self._loss.item() / self._num_tokens
+            shown = growth.take_step(sums.tokens)
+            if shown is not None and growth.noise is not None:
+                for watcher in self._watchers:
+                    watcher.noise(self.global_step + 1, shown, growth.noise.scale.samples)
+        elif self._run.scheduler is not None:
+            self._run.scheduler.step()
+        self.global_step += 1
+        loss = host.objective.mean_loss(sums)
         if growth is not None:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         progress.update(1)
-        progress.set_description(f"{epoch + 1}|{recipe.global_step}|Loss: {loss}")
-        if recipe.global_step % recipe._log_every_n_steps == 0 and recipe.ranks.is_first:
-            self._log_metrics(loss, grad_norm)
-        recipe.record_step(epoch, loss, get_lr(lr_holder(recipe)), self._recovery.num_recoveries)
+        progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {loss}")
+        if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
+            self._log_metrics(loss, sums, grad_norm)
+        recoveries = self._recovery.num_recoveries
+        for watcher in self._watchers:
+            samples = sum(map(len, self._window)) * host.num_replicas
+            watcher.step(epoch, self.global_step, samples, float(loss), float(self._outlet.learning_rate()), recoveries)
         if growth is not None:
-            decision = growth.step_done(loss, seconds, self._ran)
+            decision = growth.record_step(loss, seconds, self._ran)
             if decision is not None:
-                recipe.record_change(decision)
-                progress.total = recipe._steps_per_epoch
+                progress.total = self.steps_per_epoch
+                if decision.batch_size != decision.previous:
+                    for watcher in self._watchers:
+                        watcher.change(
+                            epoch=decision.epoch, batch_size=decision.batch_size,
+                            global_batch_size=growth.global_batch_size, step=self.global_step, reason=decision.reason,
+                        )  # fmt: skip
         self._start_window()
 
-    def _log_metrics(self, loss: torch.Tensor | float, grad_norm: torch.Tensor | None) -> None:
-        recipe = self._recipe
+    def _log_metrics(self, loss: torch.Tensor | float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
+        host = self._host
         metrics = {
             "loss": loss,
-            "lr": get_lr(lr_holder(recipe)),
-            "tokens_per_second_per_gpu": self._num_tokens
-            / ((time.perf_counter() - self._window_start) * recipe.ranks.size),
+            "lr": self._outlet.learning_rate(),
+            "tokens_per_second_per_gpu": sums.tokens / ((time.perf_counter() - self._window_start) * host.ranks.size),
+            **host.objective.metrics(sums),
         }
-        if recipe._device.type != "cpu" and recipe._log_peak_memory_stats:
-            metrics.update(training.get_memory_stats(device=recipe._device))
+        if self._run.logs_peak_memory:
+            metrics.update(training.get_memory_stats(device=host.device))
         if grad_norm is not None:
             metrics["grad_norm"] = grad_norm
-        metrics.update(recipe.batch_metrics(), **self._recovery.metrics())
-        recipe.log_metrics(metrics)
+        if self._growth is not None:
+            metrics.update(self._growth.metrics())
+        if self._growth is not None or self._recovery.num_recoveries > 0:  # else as in stock
+            metrics.update(self._recovery.metrics())
+        self._outlet.log_metrics(metrics, self.global_step)
 
     @contextlib.contextmanager
     def _memory_history(self, epoch: int, index: int) -> Iterator[None]:
         """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to."""
-        recipe = self._recipe
-        first = last = -1
-        # Only the first rank of a stock recipe knows of its profiler's settings.
-        if epoch == 0 and recipe.ranks.is_first and recipe.profiler_profile_memory and recipe._device.type == "cuda":
-            first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
-            last = first + recipe.profiler_active_steps
-        if index == first:
+        history = self._run.memory_history
+        if history is None or epoch > 0 or not self._host.ranks.is_first:
+            yield
+            return
+        if index == history.first:
             torch.cuda.memory._record_memory_history()
         yield
-        if index == last:
+        if index == history.last:
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,31 +1,29 @@
-"""What the recipes for many devices have of their own."""
+"""What the recipes for several devices need in addition."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 
-from adaptive_batching.config import ConfigError
+from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.micro_batches.cut import length_in_chunks
 from adaptive_batching.probe.find import DoesNotFitError
 from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
-from adaptive_batching.torchtune.data import is_packed
-from adaptive_batching.torchtune.gradients import forward_backward, gathered_chunks, in_backward
+from adaptive_batching.torchtune.gradients import forward_backward
+from adaptive_batching.torchtune.host import Host
 from adaptive_batching.torchtune.recovery import remedy
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
+from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
-
-_SHORT = 8
 
 _NO_STATS: dict[str, Callable[..., Any]] = {
     "get_memory_stats": lambda *args, **kwargs: {},
@@ -34,21 +32,17 @@ _NO_STATS: dict[str, Callable[..., Any]] = {
 
 
 class ManyDevices:
-    """Mixed into a stock distributed recipe, between :class:`AdaptiveBatching` and the recipe."""
+    """Mixed into a stock distributed recipe, between ``AdaptiveBatching`` and the recipe."""
 
     # Set by the stock recipe
     _device: torch.device
-    _model: Any
-    _loss_fn: Any
-    activations_handling_ctx: contextlib.AbstractContextManager[None]
-    ignore_labels_cache: torch.Tensor
 
     profiles_steps = True
 
     def __init__(self, cfg: DictConfig) -> None:
         if not training.is_distributed():
             raise ConfigError("this recipe runs on several devices; launch it with tune run --nproc_per_node <number>")
-        # Where the host gathers beside the device, stock asks for gloo twice if both are the cpu.
+        # With an offloaded optimizer the host takes part, and stock asks for gloo twice if both devices are the cpu.
         on_cpu = {"get_distributed_backend": lambda *args, **kwargs: "gloo"} if cfg.device == "cpu" else {}
         with replaced_in_torchtune(**on_cpu):
             super().__init__(cfg=cfg)  # type: ignore[call-arg]
@@ -58,88 +52,87 @@ class ManyDevices:
         with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
             return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
-    def _loss_step(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The mean loss over the targets of ``batch``, operation by operation what stock's loop computes."""
-        labels = batch.pop("labels")  # [b, s]
-        with self.activations_handling_ctx:
-            logits = self._model(**batch)  # [b, s, vocabulary], or a list of chunks of s
-        labels = torch.hstack((labels[..., 1:], self.ignore_labels_cache[: labels.shape[0]]))
-        if not isinstance(logits, list):
-            labels = labels.reshape(-1)
-            logits = logits.reshape(-1, logits.size(-1))
-        loss: torch.Tensor = self._loss_fn(logits, labels)
-        return loss
+
+def start_process_group(cfg: DictConfig) -> None:
+    """Start the process group of a recipe that expects one, if the launcher has made several processes."""
+    if not training.is_distributed():
+        return
+    if cfg.get("fsdp_cpu_offload", False):
+        training.set_torch_num_threads()  # as stock does: the optimizer runs on the host
+    # Stock asks for NCCL whatever the device.
+    gathers_on_host = cfg.device != "cpu"
+    dist.init_process_group(training.get_distributed_backend(cfg.device, offload_ops_to_cpu=gathers_on_host))
 
 
-def record_collectives(recipe: Any) -> MicroBatchCollectives | None:
-    """Make running out of memory survivable on every rank, where that is possible and wanted; say so where it is not.
+def record_collectives(
+    host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
+) -> tuple[MicroBatchCollectives | None, str]:
+    """Make running out of memory survivable on every rank, if that is possible and wanted; say so if it is not.
 
     The sequence of collectives is recorded in a forward and backward of a few tokens, which leaves nothing behind.
+
+    Args:
+        host: A recipe on several ranks.
+        settings: The user's settings.
+        measures_noise: The gradient noise scale is to be measured.
+
+    Returns:
+        The collectives, and nothing; or None, and the reason if there is one.
 
     Raises:
         ConfigError: If a probe is asked for that could not survive running out of memory.
         DoesNotFitError: If not even that forward and backward fit.
     """
-    settings = recipe.settings
-    if in_backward(recipe):
-        why = "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
-    elif getattr(recipe, "tensor_parallel_dim", 1) > 1:
-        why = "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
-    elif not is_sharded(recipe._model):
-        why = "the model is not sharded by FSDP2"
-    elif not can_drain():
-        why = f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
-    else:
-        why = ""
+    why = _why_not_possible(host)
     if why and settings.probes:
         raise ConfigError(
             f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False, and "
             f"adaptive_batching.max_batch_size to grow"
         )
-    if why and recipe.noise_scale_every is not None:
+    if why and measures_noise:
         raise ConfigError(
             f"the gradient noise scale cannot be measured on several devices: {why}. Leave noise_scale_every unset, "
             f"and take an increase function that does not need it"
         )
     if why:
-        recipe.why_no_recovery = why
         if settings.recover_from_oom:
             log.warning("recovery from running out of memory is off: %s", why)
-        return None
-    if not settings.recover_from_oom and not settings.probes and recipe.noise_scale_every is None:
-        return None
-    if not settings.enabled and (failure := recipe.ranks.connect()):
+        return None, why
+    if not settings.recover_from_oom and not settings.probes and not measures_noise:
+        return None, ""
+    if not settings.enabled and (failure := host.ranks.connect()):
         # What asks for more than stock does cannot go on without; this can.
-        recipe.why_no_recovery = str(GroupError(failure))
-        if recipe.ranks.is_first:
-            log.warning("recovery from running out of memory is off: %s", recipe.why_no_recovery)
-        return None
-    collectives = MicroBatchCollectives(recipe._model)
-    tokens = torch.arange(1, _length_to_record(recipe) + 1, device=recipe._device)[None]  # [1, s]; any text will do
+        why = str(GroupError(failure))
+        if host.ranks.is_first:
+            log.warning("recovery from running out of memory is off: %s", why)
+        return None, why
+    assert is_sharded(host.model)
+    collectives = MicroBatchCollectives(host.model)
+    batch = host.objective.smallest_batch(host.loader.dataset)
     try:
-        with unchanged_random_state(recipe._device), torch.compiler.set_stance("force_eager"):
+        with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
             collectives.start()
-            forward_backward(recipe, {"tokens": tokens, "labels": tokens})
+            forward_backward(host, batch)
             collectives.finish()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
-            f"out of memory in a first forward and backward, of {tokens.numel()} tokens; nothing larger will fit. Use "
-            f"more devices, or {remedy(recipe)}"
+            f"out of memory in a first forward and backward, of a single short sample; nothing larger will fit. Use "
+            f"more devices, or {remedy(host)}"
         ) from error
-    for parameter in recipe._model.parameters():
+    for parameter in host.model.parameters():
         parameter.grad = None
-    return collectives
+    return collectives, ""
 
 
-def _length_to_record(recipe: Any) -> int:
-    """Tokens of a short sample whose forward issues the collectives that those of training do."""
-    chunks = gathered_chunks(recipe._model)
-    dataset = recipe._dataloader.dataset
-    if chunks > 1 and is_packed(dataset):  # packs cannot be padded, and need not be: they have one length
-        length = len(dataset[0]["tokens"])
-        fewer = -(-length // -(-length // chunks))
-        if fewer < chunks:
-            return fewer  # tokens, each a chunk
-    return length_in_chunks(_SHORT, chunks)
+def _why_not_possible(host: Host) -> str:
+    if host.steps_in_backward:
+        return "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
+    if host.tensor_parallel:
+        return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
+    if not is_sharded(host.model):
+        return "the model is not sharded by FSDP2"
+    if not can_drain():
+        return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
+    return ""

@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale of a recipe while it trains."""
+"""Measure the gradient noise scale while training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
-from adaptive_batching.config import ConfigError
 from adaptive_batching.growth.noise_scale import NoiseEstimate, NoiseScale
-from adaptive_batching.torchtune.cutting import MicroBatch, count_labels
+from adaptive_batching.torchtune.cutting import MicroBatch
+from adaptive_batching.torchtune.host import Host
+from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ PART = 0.25
 
 
 class NoiseMeter:
-    """Takes the norms of gradients in every few optimizer steps.
+    """Takes the norms of gradients every few optimizer steps.
 
     Micro-batches that hold the samples as they come are groups drawn alike. On one device, hooks see the gradient of
     each parameter before it is added to those of earlier micro-batches. Where FSDP2 shards the model, a rank's gradient
@@ -35,14 +36,15 @@ class NoiseMeter:
     parts cut by length, and the gradient gathered up to then is compared with the whole.
 
     Args:
-        recipe: A recipe that has been set up.
+        host: The recipe.
         every: Optimizer steps from one measurement to the next.
+        steps_per_epoch: Optimizer steps of an epoch of the stock run.
     """
 
-    def __init__(self, recipe: Any, every: int) -> None:
-        self._recipe = recipe
+    def __init__(self, host: Host, every: int, steps_per_epoch: int) -> None:
+        self._host = host
         self._every = every
-        steps = recipe.reference_steps_per_epoch
+        steps = steps_per_epoch
         # 0.99 for each step, as is usual, and less where an epoch has so few steps that it would be over before
         self.scale = NoiseScale(window=max(min(100, steps / 5) / every, 5))
         self._measures = False
@@ -53,12 +55,12 @@ class NoiseMeter:
         self._norm_squared = 0.0
 
     def start_step(self, step: int) -> None:
-        """An optimizer step begins, the ``step``-th of the run."""
+        """Begin an optimizer step, the ``step``-th of the run."""
         self.forget()
         self._measures = step % self._every == 0
 
     def forget(self) -> None:
-        """The step is broken off: what runs instead is cut otherwise."""
+        """Do not measure a step that is broken off: its samples run again, cut differently."""
         self._measures = False
         self._groups = []
         self._apart = False
@@ -66,19 +68,21 @@ class NoiseMeter:
 
     @property
     def measures(self) -> bool:
-        """Whether this step is measured."""
+        """True if this step is measured."""
         return self._measures
 
     def samples_apart(self, window: int) -> int:
-        """How many of the ``window`` samples of a step that is cut by length are to run before the others; 0: none,
-        as a single sample can only be compared with those of other devices."""
+        """Return how many of the ``window`` samples of a step that is cut by length run before the others.
+
+        0 for a single sample, which can only be compared with those of other devices.
+        """
         first = min(max(round(PART * window), 1), window - 1)
         self._apart = first > 0
         return first
 
     def min_parts(self, num_batches: int) -> int:
-        """Into how many micro-batches each of ``num_batches`` has to be cut, so that there are two to compare."""
-        return 2 if num_batches * self._recipe.num_replicas < 2 else 1
+        """Return the least number of parts of each of ``num_batches``, so that there are two to compare."""
+        return 2 if num_batches * self._host.num_replicas < 2 else 1
 
     @contextlib.contextmanager
     def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -86,31 +90,31 @@ class NoiseMeter:
         if not self._measures or self._apart or micro_batch.is_filler:
             yield
             return
-        if self._recipe.collectives is not None:
-            with self._recipe.collectives.squared_norms() as squares:
+        if self._host.collectives is not None:
+            with self._host.collectives.squared_norms() as squares:
                 yield
         else:
-            with _squared_norms(self._recipe._model) as squares:
+            with _squared_norms(self._host.model) as squares:
                 yield
         weight = micro_batch.weight
         if weight is None:
-            weight = float(count_labels(self._recipe, micro_batch.samples))
+            weight = float(self._host.objective.counts(micro_batch.samples).weight)
         if squares and weight > 0:
             self._groups.append((torch.stack(squares).sum(), weight))
 
     def see_part(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The samples that run before the others have run, in these ``micro_batches`` on this rank."""
+        """Measure the part that runs before the others; it has run, in these ``micro_batches`` on this rank."""
         # FSDP has taken the mean over ranks
-        square = self._gradient_here() * self._recipe.ranks.size**2
+        square = self._gradient_here() * self._host.ranks.size**2
         self._part = (square, sum(micro_batch.weight or 0.0 for micro_batch in micro_batches))
 
     def see_gradient(self) -> None:
-        """The step's mean gradient is complete, and not clipped yet."""
+        """Measure the step's mean gradient, which is complete and not clipped yet."""
         if self._measures:
             self._norm_squared = self._gradient_here()
 
-    def step_done(self, num_tokens: torch.Tensor, num_samples: int) -> NoiseEstimate | None:
-        """The optimizer step is done; returns what was measured in it.
+    def estimate(self, num_tokens: torch.Tensor, num_samples: int) -> NoiseEstimate | None:
+        """Return the estimate from the step that is done, or None if nothing was measured.
 
         Args:
             num_tokens: Targets of the step, on all devices.
@@ -125,7 +129,7 @@ class NoiseMeter:
             *self._part,
             self._norm_squared,
         )
-        groups, small, in_groups, part, in_part, big = map(sum, zip(*self._recipe.ranks.gather(here), strict=True))
+        groups, small, in_groups, part, in_part, big = map(sum, zip(*self._host.ranks.gather(here), strict=True))
         self.forget()
         if groups > 1:
             shown = NoiseEstimate.of_groups(int(groups), small / in_groups, big, in_groups, num_samples)
@@ -140,14 +144,14 @@ class NoiseMeter:
         return shown
 
     def _gradient_here(self) -> float:
-        """Squared norm of the gradient, or of this rank's shard of it; the ranks' add up to that of the whole."""
-        grads = [p.grad for p in self._recipe._model.parameters() if p.grad is not None]
+        """Return the squared norm of the gradient, or of this rank's shard; those of all ranks add up to the whole."""
+        grads = [p.grad for p in self._host.model.parameters() if p.grad is not None]
         squares = [_square(grad.to_local() if isinstance(grad, DTensor) else grad) for grad in grads]
         return float(torch.stack(squares).sum()) if squares else 0.0
 
 
 def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:
-    """Refuse what leaves nothing to compare; ``reader`` is what needs the noise scale.
+    """Refuse settings that leave nothing to compare; ``reader`` names what needs the noise scale.
 
     Raises:
         ConfigError: If it is set.
@@ -164,7 +168,7 @@ def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:
 
 @contextlib.contextmanager
 def _squared_norms(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Of the gradients that backward gives the parameters inside; there is one for each."""
+    """Collect the squared norms of the gradients that backward gives each parameter inside."""
     squares: list[torch.Tensor] = []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks: list[Any] = []

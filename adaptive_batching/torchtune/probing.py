@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from torchtune import config
 
-from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError, MemoryAmount
+from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.micro_batches.cut import Capacity
 from adaptive_batching.probe.find import find_maximum_batch_size, memory_budget
 from adaptive_batching.probe.result import ProbeResult, load_result, store_result
 from adaptive_batching.probe.trace import TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep
-from adaptive_batching.ranks.agree import Ranks
-from adaptive_batching.torchtune.data import Sample, is_multimodal, is_packed, sizes, stretch, worst_case_sample
-from adaptive_batching.torchtune.step import remedies, training_step
+from adaptive_batching.report.record import Report
+from adaptive_batching.torchtune.data import Sample, is_packed, worst_case_sample
+from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.step import MakeOptimizers, remedies, training_step
+from adaptive_batching.values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, MicroBatchSize
 
 log = logging.getLogger(__name__)
 
@@ -38,95 +42,151 @@ _NOT_OF_MEMORY = frozenset(
 )  # fmt: skip
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
-# From how many times the tokens on a probe at shorter samples is worth its training steps.
+# Gain in tokens from which a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
 
 
-def find_maximum(recipe: Any, cfg: DictConfig) -> tuple[int, str]:
-    """The largest batch size of a run, and what bounds it; the recipe learns what a forward can take."""
-    assert recipe.report is not None
-    settings = recipe.settings
-    samples = len(recipe._dataloader.sampler)
-    upper, reason = samples // recipe._gradient_accumulation_steps, f"{samples} samples of data"
+@dataclass(frozen=True)
+class Probed:
+    """The largest batch size of a run, and what is known of the memory of a forward."""
+
+    maximum: int
+    reason: str
+    """The bound that gives the maximum, for messages."""
+
+    micro_batch_size: MicroBatchSize
+    """As asked for, or smaller if that does not fit."""
+
+    capacity: Capacity | None = None
+    """Samples that fit in a forward, where that bounds micro-batches."""
+
+    tokens: int = 0
+    """Padded tokens of the largest forward that the probe has seen to fit."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Facts of a run, besides its model and data, that the memory of a step depends on."""
+
+    config: Mapping[str, Any]
+    """The config's entries that memory may depend on."""
+
+    make_optimizers: MakeOptimizers
+    measures_noise: bool = False
+
+
+def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
+    """Read from a config what the memory of a step depends on."""
+
+    def make_optimizers(groups: Any) -> Any:
+        return [config.instantiate(cfg.optimizer, list(group)) for group in groups]
+
+    return Circumstances(config_of_memory(cfg), make_optimizers, measures_noise)
+
+
+def find_maximum(
+    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances, report: Report
+) -> Probed:
+    """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        settings: The user's settings.
+        circumstances: Other facts that memory depends on.
+        report: Records the result, and keeps it in its folder for the next run.
+
+    Raises:
+        ConfigError: If a probe is needed, and the device's memory cannot be measured.
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
+    size = settings.micro_batch_size
+    samples = host.samples_per_rank
+    upper, reason = samples // run.accumulation, f"{samples} samples of data"
     if settings.keep_global_batch:
-        upper = recipe.reference_batch_size * recipe.reference_accumulation
-        reason = "the global batch, which is kept"
+        upper, reason = run.window, "the global batch, which is kept"
     if settings.max_batch_size is not None and settings.max_batch_size <= upper:
         upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
-    if not settings.use_maximum_batch_size and recipe.increase is None:
-        # All that a forward could take is what an optimizer step has.
-        upper = recipe.reference_batch_size * recipe.reference_accumulation
-        reason = "the samples of an optimizer step"
+    if not settings.use_maximum_batch_size and not settings.grows:
+        # A forward could take no more than an optimizer step has.
+        upper, reason = run.window, "the samples of an optimizer step"
     if not settings.probes:
-        recipe.report.maximum(upper, reason)
-        return upper, reason
-    sample, length = worst_case_sample(
-        recipe._dataloader.dataset,
+        report.maximum(upper, reason)
+        return Probed(upper, reason, size)
+    sample = worst_case_sample(
+        host.loader.dataset,
+        host.objective,
         sequence_length=settings.sequence_length,
-        tokenizer_max=getattr(recipe._tokenizer, "max_seq_len", None),
-        model_max=getattr(recipe._model, "max_seq_len", None),
+        tokenizer_max=host.max_length,
+        model_max=getattr(host.model, "max_seq_len", None),
     )
-    result = probe(recipe, cfg, sample, length, upper, reason)
-    recipe.report.probe(result, sequence_length=length)
-    recipe.probed_tokens = result.batch_size * sizes([sample])[0]
+    length = len(host.objective.tokens(sample))
+    result = probe_or_stored(host, run, settings, circumstances, sample, upper, reason, report.directory)
+    report.probe(result, sequence_length=length)
+    tokens = host.objective.size(sample)
+    capacity = None
     if settings.fills_memory:
-        shorter = [(tokens, batch_size) for tokens, batch_size, _ in result.shorter]
-        recipe.capacity = Capacity(((sizes([sample])[0], result.batch_size), *shorter))
-    if isinstance(settings.micro_batch_size, int) and settings.micro_batch_size > result.batch_size:
-        log.warning(
-            "micro_batch_size=%d does not fit, the maximum is %d; taking that",
-            settings.micro_batch_size,
-            result.batch_size,
-        )
-        recipe.settings = replace(settings, micro_batch_size=result.batch_size)
-    if recipe.increase is not None and not settings.growth_is_bound_by_memory:
-        return upper, reason  # what does not fit at once is cut
-    if isinstance(recipe.settings.micro_batch_size, int):
-        size = recipe.settings.micro_batch_size
-        return result.batch_size // size * size, result.reason  # so that micro-batches come out even
-    if settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
-        return 1 << (result.batch_size.bit_length() - 1), result.reason
-    return result.batch_size, result.reason
+        shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
+        capacity = Capacity(((tokens, result.batch_size), *shorter))
+    maximum, bound = result.batch_size, result.reason
+    if isinstance(size, Fixed):
+        if size.samples > maximum:
+            log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking that", size.samples, maximum)
+            size = Fixed(maximum)
+        maximum = maximum // size.samples * size.samples  # so that micro-batches come out even
+    elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
+        maximum = 1 << (maximum.bit_length() - 1)
+    if settings.grows and not settings.growth_is_bound_by_memory:
+        maximum, bound = upper, reason  # what does not fit at once is cut
+    return Probed(maximum, bound, size, capacity, result.batch_size * tokens)
 
 
-def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upper: int, reason: str) -> ProbeResult:
+def probe_or_stored(
+    host: Host,
+    run: StockRun,
+    settings: AdaptiveBatchingConfig,
+    circumstances: Circumstances,
+    sample: Sample,
+    upper: int,
+    reason: str,
+    folder: Path,
+) -> ProbeResult:
     """Find the largest batch of copies of ``sample``, or take the result that an earlier run has stored.
 
     Args:
-        recipe: A recipe that has been set up.
-        cfg: Its config.
+        host: The recipe.
+        run: The run as stock has laid it out.
+        settings: The user's settings.
+        circumstances: Other facts that memory depends on.
         sample: As long as training can meet.
-        length: Its tokens.
         upper: No size above it is tried.
-        reason: What bounds it.
+        reason: The bound that gives ``upper``.
+        folder: Where the result is kept.
 
     Raises:
         ConfigError: If the device's memory cannot be measured.
         DoesNotFitError: If a batch of one sample does not fit.
     """
-    assert recipe.report is not None
-    settings = recipe.settings
     try:
-        meter = memory_meter(recipe._device)
+        meter = memory_meter(host.device)
     except NotImplementedError as error:
         raise ConfigError(str(error)) from error
     if meter.device.type == "cpu":
         settings = _with_room_for_training(settings, meter)
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
-    cuts_by_length = settings.cuts_by_length or settings.explores
-    include = recipe.reference_batch_size if settings.batch_increase_function is not None else None
-    ranks: Ranks = recipe.ranks
-    path = recipe.report.directory / "probe.json"
-    key = what_memory_may_depend_on(cfg, settings)
+    include = run.batch_size if settings.grows else None
+    ranks, dataset = host.ranks, host.loader.dataset
+    path = folder / "probe.json"
+    key = {**circumstances.config, **settings_of_memory(settings)}
     key |= {"include": include, "upper": upper}
-    key |= {"recipe": type(recipe).__name__, "sequence_length": length}
-    key |= {"measures_noise": recipe.noise_scale_every is not None}
-    key |= {"packed": is_packed(recipe._dataloader.dataset)}
+    key |= {"recipe": host.name, "sequence_length": len(host.objective.tokens(sample))}
+    key |= {"measures_noise": circumstances.measures_noise}
+    key |= {"packed": is_packed(dataset)}
     key |= {"device_name": meter.device_name, "total_bytes": meter.total_bytes}
     key |= {"allocator_settings": meter.allocator_settings()}
-    key |= {"ranks": ranks.size, "sharded": recipe.collectives is not None}
+    key |= {"ranks": ranks.size, "sharded": host.collectives is not None}
     key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
     stored = ranks.on_first(lambda: load_result(path, key))
     if stored is not None:
@@ -145,78 +205,107 @@ def probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], length: int, upp
         upper_reason=reason,
         coarse=settings.fills_memory,  # how much of what fits is best used is another question
         ranks=ranks,
-        scratch=recipe.report.directory,
+        scratch=folder,
     )
-    result = find(training_step(recipe, sample), include=include, remedies=lambda: remedies(recipe, cfg, sample))
-    lengths_vary = not is_packed(recipe._dataloader.dataset) and not is_multimodal(sample)
-    if cuts_by_length and lengths_vary and settings.search == "predict":
-        result = replace(result, shorter=_at_shorter_lengths(recipe, sample, result, upper, find))
+    accumulates = _accumulates(host, run, settings, circumstances)
+    step = partial(training_step, host, accumulates=accumulates)
+    result = find(
+        step(sample),
+        include=include,
+        remedies=lambda: remedies(host, sample, circumstances.make_optimizers, accumulates=accumulates),
+    )
+    lengths_vary = not is_packed(dataset) and host.objective.is_text(sample)
+    by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
+    if by_length and lengths_vary and settings.search == "predict":
+        result = replace(result, shorter=_at_shorter_lengths(host, sample, result, upper, step, find))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
 
 
+def _accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances) -> bool:
+    """Return True if a forward and backward can run while the gradients of another are held."""
+    in_parts = circumstances.measures_noise and host.num_replicas == 1  # in two at least
+    return run.accumulation > 1 or _runs_in_parts(settings) or in_parts
+
+
+def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
+    return settings.fills_memory or isinstance(settings.micro_batch_size, Fixed)
+
+
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
-    """Where tensors and the program share the memory that is measured, leave what the program adds while it trains."""
+    """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
     log.info("%d MiB of the host's memory are left for what training adds to it", _ADDED_BY_TRAINING >> 20)
     least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
     if settings.memory_limit is None:
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
         return replace(settings, headroom=headroom)
-    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 0)
+    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 1)
     return replace(settings, memory_limit=MemoryAmount(num_bytes=limit))
 
 
-def what_memory_may_depend_on(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> dict[str, Any]:
-    """Return the settings that call for another probe when they change: all but those that cannot matter."""
+def config_of_memory(cfg: DictConfig) -> dict[str, Any]:
+    """Return the entries of a config that call for another probe when they change: all but those that cannot matter."""
     cfg = OmegaConf.merge(cfg, {"output_dir": ""})  # type: ignore[assignment]  # others are interpolated from it
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
     found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
-    return found | {
+    return found
+
+
+def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
+    """Return what calls for another probe when it changes in the settings of adaptive batching."""
+    return {
         "search": settings.search,
         "round_to_power_of_two": settings.round_to_power_of_two,
         "memory_limit": repr(settings.memory_limit),
         "headroom": repr(settings.headroom),
         "fills_memory": settings.fills_memory,
         # A forward then runs while the gradients of the one before are held.
-        "runs_in_parts": settings.fills_memory or settings.micro_batch_size is not None,
-        "cuts_by_length": settings.cuts_by_length or settings.explores,
+        "runs_in_parts": _runs_in_parts(settings),
+        "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
     }
 
 
 def _at_shorter_lengths(
-    recipe: Any, sample: Sample, result: ProbeResult, upper: int, find: Callable[[TrainingStep], ProbeResult]
+    host: Host,
+    sample: Sample,
+    result: ProbeResult,
+    upper: int,
+    step: Callable[[Sample], TrainingStep],
+    find: Callable[[TrainingStep], ProbeResult],
 ) -> list[tuple[int, int, int]]:
-    """(tokens, batch size, peak bytes) at half the length and its halves, as long as more tokens fit there.
+    """Return (tokens, batch size, peak bytes) at half the length and its halves, while more tokens fit there.
 
     They do where attention takes memory by the square of the length. The trace tells whether it does, and real steps
     whether the trace is right: the device may have a kernel that the trace does not know.
     """
     found: list[tuple[int, int, int]] = []
-    while len(sample["tokens"]) >= 4:
-        tokens = result.batch_size * len(sample["tokens"])
-        half = stretch(sample, len(sample["tokens"]) // 2)
-        if tokens >= upper * len(half["tokens"]):
+    length = len(host.objective.tokens(sample))
+    while length >= 4:
+        tokens = result.batch_size * length
+        shorter = length // 2
+        half = host.objective.stretch(sample, shorter)
+        if half is None or tokens >= upper * shorter:
             break  # all that there are fit
-        if not recipe.ranks.all(_token_gain(recipe, result, half) > WORTH_PROBING):
+        if not host.ranks.all(_token_gain(result, step(half)) > WORTH_PROBING):
             break
-        sample, length = half, len(half["tokens"])
+        sample, length = half, shorter
         log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
-        result = find(training_step(recipe, sample))
+        result = find(step(sample))
         if result.batch_size * length < WORTH_PROBING * tokens:
             break
         found.append((length, result.batch_size, result.peak_bytes))
     return found
 
 
-def _token_gain(recipe: Any, result: ProbeResult, half: Sample) -> float:
-    """How many times as many tokens fit at ``half`` the length, by what a token more takes there and at the whole."""
+def _token_gain(result: ProbeResult, half_step: TrainingStep) -> float:
+    """Predicted token capacity at half length, relative to full length, from the rise of memory with the batch size."""
     curve = dict(result.predicted)
     beyond = min((size for size in curve if size > result.batch_size), default=None)
     if beyond is None:
         return 1.0  # no trace was possible
     try:
-        half_curve = trace_peak_memory(training_step(recipe, half))
+        half_curve = trace_peak_memory(half_step)
     except TraceError as error:
         log.debug("whether more short samples fit cannot be predicted: %s", error)
         return 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from adaptive_batching.memory import allocator_advice, is_out_of_memory
@@ -13,8 +13,8 @@ from adaptive_batching.micro_batches.run import Outcome
 from adaptive_batching.probe.find import DoesNotFitError
 from adaptive_batching.random_state import random_state, set_random_state
 from adaptive_batching.torchtune.cutting import MicroBatch
-from adaptive_batching.torchtune.data import index_of, is_multimodal
-from adaptive_batching.torchtune.gradients import in_backward
+from adaptive_batching.torchtune.data import index_of
+from adaptive_batching.torchtune.host import Host
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,28 @@ class Recovery:
     again as they were, now that what was cached is given back, and if that fails, with an eighth less.
 
     Args:
-        recipe: A recipe that has been set up.
+        host: The recipe.
         limit: Lowered when a micro-batch runs out of memory.
+        batch_dependent_module: Names a module of the model that computes over the batch, or None.
+        enabled: False to raise an error instead.
+        probed_tokens: Padded tokens of the largest forward that the probe has seen to fit.
     """
 
-    def __init__(self, recipe: Any, limit: TokenLimit) -> None:
-        self._recipe = recipe
+    def __init__(
+        self,
+        host: Host,
+        limit: TokenLimit,
+        batch_dependent_module: Callable[[], str | None],
+        *,
+        enabled: bool = True,
+        probed_tokens: int = 0,
+    ) -> None:
+        self._host = host
         self._limit = limit
+        self._batch_dependent_module = batch_dependent_module
+        self._enabled = enabled
         self._random_state: dict[str, Any] = {}
-        self._largest_that_ran: int = recipe.probed_tokens
+        self._largest_that_ran = probed_tokens
         self._recovered_since_start = 0
         self._recovered_in_row = 0
         self._recovered_in_step = False
@@ -52,51 +65,52 @@ class Recovery:
         self._unit = ""
 
     def remember(self) -> None:
-        """A window begins: keep the random state that it begins with."""
-        self._recipe.gate.updated = False
+        """Keep the random state that a window begins with."""
+        if self._host.gate is not None:
+            self._host.gate.updated = False
         self._recovered_since_start = 0
-        if self._possible:
-            self._random_state = random_state(self._recipe._device)
+        if self._enabled:
+            self._random_state = random_state(self._host.device)
 
     def note(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
-        """These have run."""
+        """Take note of micro-batches that have run."""
         self._largest_that_ran = max(self._largest_that_ran, *(each.tokens for each in micro_batches))
         self._retried_in_step |= outcome.retried
         if outcome.retried:
-            self._unit = _unit(micro_batches[0])
+            self._unit = self._unit_of(micro_batches[0])
             largest = max(micro_batches, key=lambda each: each.tokens)
             self._tokens_to_lower = max(self._tokens_to_lower, largest.tokens if len(largest.samples) > 1 else 0)
 
     def recover(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
-        """Settle how the window runs again, alike on every rank, now that its gradients have been discarded.
+        """Decide how the window runs again, alike on every rank, now that its gradients have been discarded.
 
         Args:
             micro_batches: Those of this rank.
-            outcome: What came of them: one ran out of memory, on this rank or another.
+            outcome: Their outcome: one ran out of memory, on this rank or another.
 
         Raises:
             DoesNotFitError: If they cannot run again in smaller parts.
         """
         failed = None if outcome.failed_here is None else micro_batches[outcome.failed_here]
-        if failed is not None and self._recipe.ranks.size > 1 and self._recipe.collectives is None:
+        ranks = self._host.ranks
+        if failed is not None and not self._host.recovers_together:
             raise DoesNotFitError(self._why_not(failed)) from outcome.error  # the others wait elsewhere
         ran_before = bool(
-            self._recipe.ranks.all(failed is None or failed.tokens <= self._largest_that_ran)
-            and self._recovered_since_start < 2
+            ranks.all(failed is None or failed.tokens <= self._largest_that_ran) and self._recovered_since_start < 2
         )
         again_as_it_was = ran_before and self._recovered_since_start == 0
-        is_updated = self._recipe.gate.updated
         is_smallest = failed is not None and len(failed.samples) == 1 and not again_as_it_was
-        hopeless = failed is not None and (not self._possible or is_updated or is_smallest)
-        if self._recipe.ranks.any(hopeless):
+        hopeless = failed is not None and (not self._enabled or self._is_updated or is_smallest)
+        if ranks.any(hopeless):
             if failed is not None and hopeless:
                 raise DoesNotFitError(self._why_not(failed)) from outcome.error
             raise DoesNotFitError("out of memory on another rank, which says what would help")
         self._check_that_running_again_is_exact()
+        self._host.objective.equalize_collectives()
         self._recovered_since_start += 1
         # The same limit everywhere: from the largest that has failed.
-        tokens = int(self._recipe.ranks.largest(0 if failed is None else failed.tokens))
-        self._unit = _unit(micro_batches[0])
+        tokens = int(ranks.largest(0 if failed is None else failed.tokens))
+        self._unit = self._unit_of(micro_batches[0])
         if again_as_it_was:
             self._limit.keep()
             # Where that goes on step after step, forwards become smaller.
@@ -108,19 +122,19 @@ class Recovery:
             self._limit.shrink(tokens, fitted_before=ran_before)
             self._recovered_in_step = True
             how = f"with at most {self._limit.max_tokens} {self._unit} in a forward"
-            if in_backward(self._recipe):
-                how += f", which holds {size_of_gradients(self._recipe)} of gradients until the last of them"
-        where = "on another rank" if failed is None else f"with {_describe(failed)}"
+            if self._host.steps_in_backward:
+                how += f", which holds {size_of_gradients(self._host)} of gradients until the last of them"
+        where = "on another rank" if failed is None else f"with {self._describe(failed)}"
         log.warning(
             "out of memory %s; running the step's samples again %s (recovery number %d)",
             where, how, self._limit.num_recoveries,
         )  # fmt: skip
-        set_random_state(self._random_state, self._recipe._device)
+        set_random_state(self._random_state, self._host.device)
 
-    def step_done(self) -> None:
-        """An optimizer step is done."""
+    def end_step(self) -> None:
+        """Take note that an optimizer step is done."""
         if not self._recovered_in_step and not self._shrink_if_thrashing():
-            self._limit.step_done()
+            self._limit.note_clean_step()
         self._retried_in_step = False
         self._tokens_to_lower = 0
         self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_since_start else 0
@@ -130,22 +144,21 @@ class Recovery:
             log.warning(
                 "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
                 "or %s",
-                remedy(self._recipe),
+                remedy(self._host),
             )
 
     @property
     def num_recoveries(self) -> int:
-        """How often a step has had to run again."""
+        """Number of times that a step has had to run again."""
         return self._limit.num_recoveries
 
     def metrics(self) -> dict[str, int]:
-        """Added to what stock logs; nothing as long as a run that is as stock has met no error."""
-        counts = self.num_recoveries > 0 or self._recipe.settings.enabled
-        return {"out_of_memory_recoveries": self.num_recoveries} if counts else {}
+        """Return what is logged in addition to stock's metrics."""
+        return {"out_of_memory_recoveries": self.num_recoveries}
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
-        """Inside, running out of memory cannot be recovered from: parameters may be updated in part.
+        """Inside, raise an error if memory runs out: parameters may be updated in part.
 
         Raises:
             DoesNotFitError: If it happens.
@@ -158,98 +171,97 @@ class Recovery:
             raise DoesNotFitError(
                 f"out of memory in the optimizer's step, which may have updated some parameters and not others; resume "
                 f"from the last checkpoint, with use_maximum_batch_size=True, or a batch_size below "
-                f"{self._recipe._dataloader.batch_size}, or {remedy(self._recipe)}"
+                f"{self._host.loader.batch_size}, or {remedy(self._host)}"
             ) from error
 
     @property
-    def _possible(self) -> bool:
-        return bool(self._recipe.settings.recover_from_oom)
+    def _is_updated(self) -> bool:
+        return self._host.gate is not None and self._host.gate.updated
 
     def _check_that_running_again_is_exact(self) -> None:
         try:
-            module = self._recipe.batch_dependent_module()
+            module = self._batch_dependent_module()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError(
                 f"out of memory, and again in a forward of a few tokens; nothing larger will fit. Use more devices, or "
-                f"{remedy(self._recipe)}"
+                f"{remedy(self._host)}"
             ) from error
         if module is not None:
             raise DoesNotFitError(
                 f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
-                f"the batch. Set a smaller batch_size, or {remedy(self._recipe)}"
+                f"the batch. Set a smaller batch_size, or {remedy(self._host)}"
             )
 
     def _shrink_if_thrashing(self) -> bool:
         """Lower the limit where an allocator frees its cache to start over, step after step; the step stands."""
         self._retried_in_row = self._retried_in_row + 1 if self._retried_in_step else 0
-        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or not self._possible:
+        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or not self._enabled:
             return False
-        if self._recipe.ranks.size > 1 and self._recipe.collectives is None:
+        if not self._host.recovers_together:
             return False  # the other ranks do not know
         self._retried_in_row = 0
-        tokens = int(self._recipe.ranks.largest(self._tokens_to_lower))
-        if tokens == 0 or self._recipe.batch_dependent_module() is not None:
+        tokens = int(self._host.ranks.largest(self._tokens_to_lower))
+        if tokens == 0 or self._batch_dependent_module() is not None:
             return False  # there is nothing to cut
         self._limit.lower(tokens)
-        advice = allocator_advice(self._recipe._device)
+        advice = allocator_advice(self._host.device)
         more = "" if advice is None else f". It may need less with the environment variable {advice}"
         log.warning(
             "memory of %s is so short that every step frees the allocator's cache to find room (num_alloc_retries); "
             "from now on a forward takes at most %d %s, an eighth less than the largest%s",
-            self._recipe._device, self._limit.max_tokens, self._unit, more,
+            self._host.device, self._limit.max_tokens, self._unit, more,
         )  # fmt: skip
         return True
 
     def _why_not(self, micro_batch: MicroBatch) -> str:
-        what = f"out of memory in a forward or backward of {_describe(micro_batch)}"
-        if self._recipe.gate.updated:
+        what = f"out of memory in a forward or backward of {self._describe(micro_batch)}"
+        if self._is_updated:
             return (
                 f"{what}, after its backward had updated parameters, as optimizer_in_bwd=True has it, so that it "
                 f"cannot run again; resume from the last checkpoint, with a batch_size below "
-                f"{self._recipe._dataloader.batch_size}, or {remedy(self._recipe)}"
+                f"{self._host.loader.batch_size}, or {remedy(self._host)}"
             )
-        if not self._recipe.settings.recover_from_oom:
+        if not self._enabled:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
-        if self._recipe.why_no_recovery:
+        if self._host.why_no_recovery:
             return (
-                f"{what}; it cannot run in smaller parts: {self._recipe.why_no_recovery}. Set a smaller batch_size, or "
-                f"{remedy(self._recipe)}"
+                f"{what}; it cannot run in smaller parts: {self._host.why_no_recovery}. Set a smaller batch_size, or "
+                f"{remedy(self._host)}"
             )
         held = ""
-        if in_backward(self._recipe) and self._limit.max_tokens is not None:
-            held = f" on top of {size_of_gradients(self._recipe)} of gradients, which a batch in parts has to hold"
+        if self._host.steps_in_backward and self._limit.max_tokens is not None:
+            held = f" on top of {size_of_gradients(self._host)} of gradients, which a batch in parts has to hold"
         sample = micro_batch.samples[0]
-        tokens = sample["tokens"]
+        tokens = self._host.objective.tokens(sample)
         start = [int(token) for token in tokens[:12]]
         return (
             f"out of memory with a single sample, or pack, of {len(tokens)} tokens{held}: number {index_of(sample)} of "
             f"the dataset (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
-            f"{len(tokens)}, or {remedy(self._recipe)}"
+            f"{len(tokens)}, or {remedy(self._host)}"
         )
 
+    def _describe(self, micro_batch: MicroBatch) -> str:
+        samples = micro_batch.samples
+        plural = "s" if len(samples) > 1 else ""
+        longest = max(len(self._host.objective.tokens(sample)) for sample in samples)
+        return f"{len(samples)} sample{plural} of up to {longest} tokens"
 
-def size_of_gradients(recipe: Any) -> str:
-    """Memory of the gradients of all parameters that are trained."""
-    num_bytes = sum(parameter.nbytes for parameter in recipe._model.parameters() if parameter.requires_grad)
+    def _unit_of(self, micro_batch: MicroBatch) -> str:
+        return "padded tokens" if self._host.objective.is_text(micro_batch.samples[0]) else "samples"
+
+
+def size_of_gradients(host: Host) -> str:
+    """Return the memory of the gradients of all parameters that are trained, as text."""
+    num_bytes = sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad)
     return f"{num_bytes / 2**20:,.0f} MiB"
 
 
-def remedy(recipe: Any) -> str:
-    """The next setting that saves memory, of those that ``recipe`` does not use yet."""
-    if not recipe._enable_activation_checkpointing:
+def remedy(host: Host) -> str:
+    """Return the next setting that saves memory, of those that ``host`` does not use yet."""
+    if not host.checkpoints_activations:
         return "enable_activation_checkpointing=True"
-    if not recipe._enable_activation_offloading and recipe._device.type != "cpu":
+    if not host.offloads_activations and host.device.type != "cpu":
         return "enable_activation_offloading=True"
     return "a model with quantized weights, as in QLoRA"
-
-
-def _describe(micro_batch: MicroBatch) -> str:
-    samples = micro_batch.samples
-    plural = "s" if len(samples) > 1 else ""
-    return f"{len(samples)} sample{plural} of up to {max(len(sample['tokens']) for sample in samples)} tokens"
-
-
-def _unit(micro_batch: MicroBatch) -> str:
-    return "samples" if is_multimodal(micro_batch.samples[0]) else "padded tokens"

@@ -10,7 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
-from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.values import ConfigError, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ FIELDS = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size
 
 
 def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
-    """Read and validate what a config says about adaptive batching; nothing of the model or the data is touched.
+    """Read and validate what a config says about adaptive batching, without touching the model or the data.
 
     Raises:
         ConfigError: On the first setting that cannot be used.
@@ -61,7 +62,7 @@ def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
     default, keys, without = AdaptiveBatchingConfig(), _OF_GROWTH, "batch_increase_function"
     if not settings.enabled:
         keys, without = (*_OF_GROWTH, *_OF_ANY), "any of the fields that change the batch"
-    elif settings.batch_increase_function is not None:
+    elif settings.grows:
         return
     for key in keys:
         if getattr(settings, key) != getattr(default, key):
@@ -69,11 +70,12 @@ def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
 
 
 def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
-    constant = not settings.use_maximum_batch_size and settings.batch_increase_function is None
-    whole = settings.micro_batch_size is None or (constant and settings.micro_batch_size == cfg.batch_size)
+    constant = not settings.use_maximum_batch_size and not settings.grows
+    size = settings.micro_batch_size
+    whole = isinstance(size, Whole) or (constant and size == Fixed(cfg.batch_size))
     if whole and not (settings.enabled and settings.grow_beyond_memory):
         return
-    what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={settings.micro_batch_size}"
+    what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={size}"
     raise ConfigError(
         f"optimizer_in_bwd=True cannot accumulate micro-batches on several devices ({what}, "
         f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
@@ -81,7 +83,7 @@ def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatc
 
 
 def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
-    """Where the record of a run goes."""
+    """Return the folder for the record of a run."""
     return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
 
 

@@ -2,141 +2,157 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.optim import Optimizer
-from torchtune import config, modules, training
+from torchtune import modules, training
 
 from adaptive_batching.micro_batches.batch_dependence import find_batch_dependent_module
 from adaptive_batching.micro_batches.run import run_micro_batches
 from adaptive_batching.probe.find import Remedy
-from adaptive_batching.probe.trace import TRACED_SIZES
 from adaptive_batching.probe.trial import Run, TrainingStep
 from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import compiling
-from adaptive_batching.torchtune.data import TEXT_KEYS, Sample, is_multimodal, repeat, stretch
+from adaptive_batching.torchtune.data import Sample, repeat
 from adaptive_batching.torchtune.gradients import (
     apply_gradients,
     forward_backward,
-    in_backward,
-    optimizers_of,
-    reset_offloading,
+    held_back,
     sum_over_ranks,
 )
 from adaptive_batching.torchtune.gradients import discard as drop_step
+from adaptive_batching.torchtune.host import Host
 from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.objective import Batch, Sums
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
 
+MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer]]
+"""Groups of parameters -> an optimizer for each, as the config has it."""
 
-def training_step(recipe: Any, sample: Sample) -> TrainingStep:
-    """One optimizer step of ``recipe`` on copies of ``sample``: its loss, collate function and clipping."""
 
-    def make_batch(batch_size: int) -> dict[str, Any]:
-        batch: dict[str, Any] = recipe.collate(repeat(sample, batch_size))
-        return batch
+def training_step(host: Host, sample: Sample, *, accumulates: bool) -> TrainingStep:
+    """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
+
+    Args:
+        host: The recipe.
+        sample: A worst-case sample.
+        accumulates: A forward and backward runs while the gradients of another are held, which is the costliest moment.
+    """
+
+    def make_batch(batch_size: int) -> Batch:
+        return host.objective.collate(repeat(sample, batch_size))
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
-        target = recipe if model is recipe._model else _stand_in(recipe, model, optimizers)
+        is_trace = model is not whole
+        target = _stand_in(host, model, optimizers) if is_trace else host
 
-        def run(batch: dict[str, Any]) -> None:
-            # With accumulation, a forward and backward beside the gradients of the last one is the costliest moment.
-            cuts = recipe.settings.fills_memory or recipe.settings.micro_batch_size is not None
-            measures = recipe.noise_scale_every is not None and recipe.num_replicas == 1  # in two parts at least
-            accumulates = recipe._gradient_accumulation_steps > 1 or cuts or measures
-            if target is not recipe:
+        def run(batch: Batch) -> None:
+            if is_trace:
                 batch = without_block_mask(batch)
 
-            def run_one(*, is_last: bool) -> torch.Tensor:
-                with contextlib.nullcontext() if is_last else target.gate.closed():
-                    return forward_backward(target, dict(batch))[1]
+            def run_one(*, is_last: bool) -> Sums:
+                with held_back(target, is_last=is_last):
+                    return forward_backward(target, dict(batch))
 
             forwards = [partial(run_one, is_last=last) for last in ([False, True] if accumulates else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-            num_tokens = sum(outcome.results[1:], outcome.results[0])
-            apply_gradients(target, sum_over_ranks(target, num_tokens))
+            sums = sum(outcome.results[1:], outcome.results[0])
+            apply_gradients(target, sum_over_ranks(sums, target.ranks))
 
         return run
 
     def discard() -> None:
-        reset_offloading(recipe)
-        compiling.forget(recipe)  # each size is compiled as it would be in training
+        host.objective.forget()
+        compiling.forget(host)  # each size is compiled as it would be in training
 
-    return TrainingStep(recipe._model, optimizers_of(recipe), make_batch, bind, discard)
+    whole = _all_models(host)
+    return TrainingStep(whole, host.optimizers, make_batch, bind, discard)
 
 
-def remedies(recipe: Any, cfg: DictConfig, sample: Sample) -> list[Remedy]:
-    """What could make a batch of one sample fit, for the settings of ``recipe`` that are not used yet."""
-    step = training_step(recipe, sample)
+def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
+    """Return settings that are not used yet and could make a batch of one sample fit.
+
+    Args:
+        host: The recipe.
+        sample: The worst-case sample.
+        make_optimizers: Makes optimizers for copies of the model.
+        accumulates: As for :func:`training_step`.
+    """
+    step = training_step(host, sample, accumulates=accumulates)
     found = []
-    if not recipe._enable_activation_checkpointing:
+    if not host.checkpoints_activations:
         found.append(Remedy("enable_activation_checkpointing=True", step, _checkpoint_activations))
-    if not recipe._enable_activation_offloading and recipe._device.type == "cuda":
+    if not host.offloads_activations and host.device.type == "cuda":
         found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
-    weights = [p for p in recipe._model.parameters() if p.dim() > 1]
+    weights = [p for p in host.model.parameters() if p.dim() > 1]
     trains_all = all(p.requires_grad for p in weights)
     quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
     if trains_all:
-        if not in_backward(recipe) and recipe._gradient_accumulation_steps == 1:
-            found.append(
-                Remedy("optimizer_in_bwd=True (with clip_grad_norm=null)", _in_backward_step(recipe, cfg, step))
-            )
-        lora = _frozen_step(recipe, cfg, step)
+        if not host.steps_in_backward and not accumulates:
+            in_backward = _in_backward_step(host, make_optimizers, step)
+            found.append(Remedy("optimizer_in_bwd=True (with clip_grad_norm=null)", in_backward))
+        lora = _frozen_step(host, make_optimizers, step)
         found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
         found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
     elif not any("NF4" in type(p).__name__ for p in weights):
         found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
-    length = len(sample["tokens"])
-    if set(sample) <= TEXT_KEYS:
-        for shorter in (length // 2, length // 4):
-            if shorter > 1:
-                shorter_step = training_step(recipe, stretch(sample, shorter))
-                found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
+    length = len(host.objective.tokens(sample))
+    for shorter in (length // 2, length // 4):
+        stretched = host.objective.stretch(sample, shorter) if shorter > 1 else None
+        if stretched is not None:
+            shorter_step = training_step(host, stretched, accumulates=accumulates)
+            found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
     return found
 
 
-def batch_dependent_module(recipe: Any) -> str | None:
-    """A module of the recipe's model that computes over the batch dimension, or None."""
-    tokens = torch.arange(1, 41, device=recipe._device).reshape(5, 8)  # [samples, tokens]; any text will do
-    sample = recipe._dataloader.dataset[0]
+def batch_dependent_module(host: Host) -> str | None:
+    """Name a module of the model that computes over the batch dimension, or return None."""
+    tokens = torch.arange(1, 41, device=host.device).reshape(5, 8)  # [samples, tokens]; any text will do
+    is_text = host.objective.is_text(host.loader.dataset[0])
 
     def run(batch: torch.Tensor) -> None:
-        if not is_multimodal(sample):  # what such a model makes of text alone is its own affair
-            recipe._model(tokens=batch)
+        if is_text:  # a multimodal model may not take text alone
+            host.model(tokens=batch)
 
-    return find_batch_dependent_module(recipe._model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
+    return find_batch_dependent_module(host.model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
 
 
-def _stand_in(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Any:
-    """A shallow copy of ``recipe`` that trains ``model`` on the cpu, for the trace."""
-    target = copy.copy(recipe)
-    target.ranks, target.collectives = Ranks(alone=True), None
-    target._model = model
-    target._device = torch.device("cpu")
-    # Large enough for both traced sizes: growing it would be an operation that only one of them has.
-    target.ignore_labels_cache = recipe.ignore_labels_cache.cpu()[:1].repeat(max(TRACED_SIZES), 1)
-    target.activations_handling_ctx = contextlib.nullcontext()  # offloading needs the device's streams
-    if in_backward(recipe):
-        by_parameter = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
-        target.gate = Gate()
-        target.gate.register(model, by_parameter)
-    else:
-        target._optimizer = optimizers[0]
-    return target
+def _all_models(host: Host) -> nn.Module:
+    """Return the model; where the objective needs frozen ones as well, a list of them all."""
+    frozen = host.objective.frozen_models
+    return nn.ModuleList([host.model, *frozen]) if frozen else host.model
+
+
+def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
+    """Return ``host`` as it trains a copy of its models, on the cpu and alone, for the trace."""
+    trained, *frozen = model if host.objective.frozen_models else [model]  # type: ignore[misc]
+    gate = None
+    if host.steps_in_backward:
+        gate = Gate()
+        gate.register(trained, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers})
+    return replace(
+        host,
+        objective=host.objective.for_trace(frozen),
+        model=trained,
+        optimizers=optimizers,
+        device=torch.device("cpu"),
+        ranks=Ranks(alone=True),
+        collectives=None,
+        gate=gate,
+    )
 
 
 def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """``batch`` as a trace can take it: flex attention has no fake kernel, and takes a mask of blocks in its place.
+    """Return ``batch`` as a trace can take it: flex attention has no fake kernel, and takes a mask of blocks.
 
     Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass:
     queries, keys, values, the output and a number for each row of scores.
@@ -149,40 +165,35 @@ def _checkpoint_activations(model: nn.Module) -> None:
 
 
 def _freeze_weights(model: nn.Module) -> None:
-    """Roughly what LoRA does to memory: matrices are frozen, little else is trained."""
+    """Do roughly what LoRA does to memory: freeze matrices, train little else."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.dim() == 1)
 
 
-def _in_backward_step(recipe: Any, cfg: DictConfig, step: TrainingStep) -> TrainingStep:
-    """``step`` as it would be with ``optimizer_in_bwd=True``; for the trace only."""
-    changed = copy.copy(recipe)
-    changed._optimizer_in_bwd = True
-    changed._clip_grad_norm = None
+def _in_backward_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
+    """Return ``step`` as it would be with ``optimizer_in_bwd=True``; for the trace only."""
+    changed = replace(host, gate=Gate(), clip_norm=None)
 
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
-        optimizers = [config.instantiate(cfg.optimizer, [p]) for p in model.parameters()]
-        return _run_on(changed, model, optimizers)
+        return _run_on(changed, model, make_optimizers([[p] for p in model.parameters() if p.requires_grad]))
 
     return TrainingStep(step.model, [], step.make_batch, bind)
 
 
-def _frozen_step(recipe: Any, cfg: DictConfig, step: TrainingStep) -> TrainingStep:
-    """``step`` with an optimizer for what is still trainable in the copied model; for the trace only."""
-    changed = copy.copy(recipe)
-    changed._optimizer_in_bwd = False
+def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
+    """Return ``step`` with an optimizer for what is still trainable in the copied model; for the trace only."""
+    changed = replace(host, gate=None)
 
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        return _run_on(changed, model, [config.instantiate(cfg.optimizer, trainable)])
+        return _run_on(changed, model, make_optimizers([[p for p in model.parameters() if p.requires_grad]]))
 
     return TrainingStep(step.model, [], step.make_batch, bind)
 
 
-def _run_on(recipe: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
-    target = _stand_in(recipe, model, optimizers)
+def _run_on(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+    target = _stand_in(host, model, optimizers)
 
     def run(batch: dict[str, Any]) -> None:
-        apply_gradients(target, forward_backward(target, without_block_mask(batch))[1])
+        apply_gradients(target, forward_backward(target, without_block_mask(batch)))
 
     return run

@@ -188,17 +188,17 @@ def test_without_a_slope_the_cost_stays_unknown() -> None:
 
 def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None:
     limit = TokenLimit(steps_to_recover=2)
-    limit.step_done()
+    limit.note_clean_step()
     assert limit.max_tokens is None
     limit.shrink(1000)
     assert limit.max_tokens == 500
     seen = []
     for _ in range(4):
-        limit.step_done()
+        limit.note_clean_step()
         seen.append(limit.max_tokens)
     assert seen == [500, 1000, 1000, None], "and beyond what failed it is lifted"
     limit.shrink(900)
     for _ in range(10):
-        limit.step_done()
+        limit.note_clean_step()
     assert limit.max_tokens == 999, "900 and 1000 have failed: two failures at or below 1000"
     assert limit.num_recoveries == 2

@@ -68,7 +68,7 @@ def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any)
     recovery = Recovery(recipe(ranks=ranks, collectives=collectives), limit)
     for _ in range(4):
         recovery.note(PARTS, Outcome([], failed=False, retried=True))
-        recovery.step_done()
+        recovery.end_step()
     assert (ranks.waited > 0, limit.max_tokens is not None) == ((collectives is not None,) * 2)
 
 
@@ -77,10 +77,10 @@ def test_only_what_goes_on_shrinks_micro_batches_and_by_as_little_as_helps() -> 
     recovery = Recovery(recipe(), limit)
     for retried in (True, True, False, True, True):
         recovery.note(PARTS, Outcome([], failed=False, retried=retried))
-        recovery.step_done()
+        recovery.end_step()
     assert limit.max_tokens is None
     recovery.note(PARTS, Outcome([], failed=False, retried=True))
-    recovery.step_done()
+    recovery.end_step()
     assert limit.max_tokens == 14, "an eighth less than 16"
 
 
@@ -111,7 +111,7 @@ class Run:
         ), "each sample once"
         self.forwards.append(len(micro_batches))
         self._recovery.note(micro_batches, outcome)
-        self._recovery.step_done()
+        self._recovery.end_step()
 
 
 @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

@@ -1,0 +1,54 @@
+"""How many batches an optimizer step accumulates, as the batch size grows. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FixedAccumulation:
+    """Every optimizer step takes ``batches`` batches; the global batch grows with the batch size."""
+
+    batches: int = 1
+
+    def batches_at(self, batch_size: int) -> int:
+        """Batches of an optimizer step."""
+        return self.batches
+
+    def window(self, batch_size: int) -> int:
+        """Samples of an optimizer step on one replica."""
+        return batch_size * self.batches
+
+    def allowed(self, batch_size: int) -> int:
+        """The largest possible size that is at most ``batch_size``."""
+        return batch_size
+
+    def room(self, samples: int) -> int | None:
+        """The largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return samples // self.batches
+
+
+@dataclass(frozen=True)
+class KeepGlobal:
+    """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
+
+    samples: int
+
+    def batches_at(self, batch_size: int) -> int:
+        """Batches of an optimizer step."""
+        return self.samples // batch_size
+
+    def window(self, batch_size: int) -> int:
+        """Samples of an optimizer step on one replica."""
+        return self.samples
+
+    def allowed(self, batch_size: int) -> int:
+        """The largest possible size that is at most ``batch_size``: a divisor of the samples of a step."""
+        return next(size for size in range(min(batch_size, self.samples), 0, -1) if self.samples % size == 0)
+
+    def room(self, samples: int) -> int | None:
+        """The largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return None
+
+
+Accumulation = FixedAccumulation | KeepGlobal

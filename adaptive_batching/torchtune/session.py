@@ -1,0 +1,218 @@
+"""A run from its settings to its loop; each step hands its value on to the next.
+
+    settings -> host -> probed -> execution -> course -> loop
+
+With all fields unset only the host and the loop are made, and the run is stock's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.memory import memory_meter
+from adaptive_batching.random_state import random_state, set_random_state
+from adaptive_batching.report.record import Report
+from adaptive_batching.report.watcher import Watcher
+from adaptive_batching.torchtune import compiling
+from adaptive_batching.torchtune.cutting import Cutter, Execution
+from adaptive_batching.torchtune.exploring import settle_micro_batch_size
+from adaptive_batching.torchtune.growing import (
+    Growth,
+    Increase,
+    accumulation_of,
+    make_controller,
+    make_growth,
+)
+from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching.torchtune.many_devices import record_collectives
+from adaptive_batching.torchtune.probing import Circumstances, find_maximum
+from adaptive_batching.torchtune.recovery import Recovery
+from adaptive_batching.torchtune.step import batch_dependent_module
+from adaptive_batching.values import ByLength, ConfigError, CutSize, Explore, Whole
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Everything that a run has settled on before it trains.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        settings: The user's settings.
+        increase: The increase function, if there is one.
+        circumstances: Other facts that memory depends on.
+        report: The record of the run; None with all fields unset.
+        stored: State of the run that is resumed, or an empty mapping.
+
+    Raises:
+        ConfigError: If the settings ask for something that the model cannot do.
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        run: StockRun,
+        settings: AdaptiveBatchingConfig,
+        increase: Increase,
+        circumstances: Circumstances,
+        report: Report | None = None,
+        stored: Mapping[str, Any] | None = None,
+    ) -> None:
+        if report is not None:
+            host.objective.equalize_collectives()
+        if host.ranks.size > 1:
+            collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
+            host = replace(host, collectives=collectives, why_no_recovery=why_not)
+        self.host = host
+        self.run = run
+        self.settings = settings
+        self._report = report
+        self._random_states: list[dict[str, Any]] = []
+        self._explored: int | str | None = None
+        self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
+        self.execution = Execution()
+        self.growth: Growth | None = None
+        self._probed_tokens = 0
+        if report is None:
+            return
+        # Before memory is measured: the thread that watches progress bars takes some, and Python waits for it for good
+        # if it cannot start.
+        tqdm(disable=True).close()
+        check_that_cutting_is_exact(settings, increase, self._batch_dependent)
+        size = settings.micro_batch_size
+        compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
+        stored = stored or {}
+        accumulation = accumulation_of(settings, run)
+        probed = find_maximum(host, run, settings, circumstances, report)
+        controller = make_controller(host, run, settings, increase, accumulation, probed, stored)
+        if stored:
+            self.run = run = replace(run, first_step=stored["global_step"])
+            self._restore(stored)
+        self.execution.capacity = probed.capacity
+        self._probed_tokens = probed.tokens
+        if isinstance(probed.micro_batch_size, Explore):
+            execution = self.execution
+            chosen = settle_micro_batch_size(host, run, controller, accumulation, execution, stored, report)
+            self._explored = _spelled(chosen)
+            self.execution.size = chosen
+            compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
+        else:
+            self.execution.size = probed.micro_batch_size
+        self.growth = make_growth(host, run, settings, increase, controller, accumulation, self.execution, stored)
+        plan = self.growth.course.plan(run.first_epoch)
+        report.plan(plan, decided=controller.decides_early)
+
+    def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> TrainingLoop:
+        """Return the loop that trains.
+
+        Args:
+            outlet: Takes what stock itself must see.
+            watchers: Are told what happens, after the record of the run.
+        """
+        growth, execution = self.growth, self.execution
+        times_forwards = growth is not None and not growth.course.controller.decides_early
+        return TrainingLoop(
+            self.host,
+            self.run,
+            outlet,
+            Cutter(self.host, execution, learns=times_forwards),
+            Recovery(
+                self.host,
+                execution.limit,
+                self._batch_dependent,
+                enabled=self.settings.recover_from_oom,
+                probed_tokens=self._probed_tokens,
+            ),
+            growth,
+            together=isinstance(execution.size, ByLength),
+            watchers=[*watchers] if self._report is None else [self._report, *watchers],
+            limited=self._within_memory_limit,
+        )
+
+    def finish(self) -> None:
+        """Show the record of a run that has ended."""
+        if self._report is not None:
+            self._report.finish()
+
+    def note_random_state(self) -> None:
+        """Keep the random state of every rank for the checkpoint that is saved next."""
+        if self.growth is not None:
+            self._random_states = self.host.ranks.gather(random_state(self.host.device))  # only the first stores them
+
+    def state_dict(self, global_step: int) -> dict[str, Any] | None:
+        """Return what a checkpoint holds after ``global_step`` optimizer steps; None with all fields unset."""
+        if self.growth is None:
+            return None  # off is stock, its checkpoints included
+        controller = self.growth.course.controller
+        return {
+            "batch_size": controller.batch_size,
+            "maximum": controller.maximum,
+            "configured_batch_size": self.run.batch_size,
+            "global_step": global_step,
+            "random_states": self._random_states,
+            "explored": self._explored,
+            "growth": self.growth.state_dict(),
+            "forward_cost": self.execution.cost.state_dict(),
+            "token_limit": self.execution.limit.state_dict(),
+        }
+
+    def _restore(self, stored: Mapping[str, Any]) -> None:
+        """Go on where the run that is resumed was."""
+        self.execution.limit.load_state_dict(stored["token_limit"])
+        self.execution.cost.load_state_dict(stored["forward_cost"])
+        ranks = self.host.ranks
+        if len(stored["random_states"]) == ranks.size:
+            set_random_state(stored["random_states"][ranks.rank], self.host.device)
+
+    @contextlib.contextmanager
+    def _within_memory_limit(self) -> Iterator[None]:
+        """Have training run out of memory at ``memory_limit``, as the probe does, rather than take it from others.
+
+        Checkpoints are saved outside: nothing may come in their way.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.growth is not None and self.settings.memory_limit is not None:
+                with contextlib.suppress(NotImplementedError):  # a device that cannot be limited
+                    meter = memory_meter(self.host.device)
+                    stack.enter_context(meter.limit(self.settings.memory_limit.of(meter.total_bytes)))
+            yield
+
+
+def check_that_cutting_is_exact(
+    settings: AdaptiveBatchingConfig, increase: Increase, batch_dependent: Callable[[], str | None]
+) -> None:
+    """Refuse to cut the batches of a model that computes over the batch dimension.
+
+    Raises:
+        ConfigError: If the settings ask for it.
+    """
+    if not isinstance(settings.micro_batch_size, Whole):
+        what, remedy = f"micro_batch_size={settings.micro_batch_size}", "leave micro_batch_size unset"
+    elif settings.fills_memory:
+        what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
+    elif increase.noise_scale_every is not None:
+        what = f"measuring the gradient noise scale, for {increase.reader},"
+        remedy = "take an increase function that does not read it, and leave noise_scale_every unset"
+    else:
+        return
+    module = batch_dependent()
+    if module is not None:
+        raise ConfigError(
+            f"{what} would change the result: {module} computes over the batch, so that its parts do not add up to "
+            f"it; {remedy}"
+        )
+
+
+def _spelled(size: CutSize) -> int | str:
+    return str(size) if isinstance(size, ByLength) else int(str(size))

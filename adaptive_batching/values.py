@@ -1,0 +1,132 @@
+"""The values that settings are made of: parsed once, typed from then on. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names key, value and remedy."""
+
+
+@dataclass(frozen=True)
+class MemoryAmount:
+    """An amount of memory: a number of bytes, or a fraction of what a device has."""
+
+    num_bytes: int | None = None
+    fraction: float | None = None
+
+    @classmethod
+    def parse(cls, key: str, value: Any) -> MemoryAmount:
+        """Read ``1073741824``, ``"40GiB"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
+
+        A whole number is bytes; a number with a decimal point is a fraction of the device.
+
+        Raises:
+            ConfigError: If ``value`` is none of these, or a fraction outside [0, 1].
+        """
+        if isinstance(value, MemoryAmount):
+            return value
+        remedy = f"{key}={value!r} is no amount of memory; write bytes (8589934592), '8GiB', '90%' or a fraction (0.9)"
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ConfigError(remedy)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*", str(value))
+        if match is None:
+            raise ConfigError(remedy)
+        number, unit = match.group(1), match.group(2).upper()
+        if unit == "%" or (not unit and not number.isdigit()):
+            fraction = float(number) / (100 if unit == "%" else 1)
+            if fraction > 1:
+                raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
+            return cls(fraction=fraction)
+        if unit not in _BYTES_PER_UNIT:
+            raise ConfigError(remedy)
+        return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
+
+    def of(self, total_bytes: int) -> int:
+        """Return the amount in bytes on a device that has ``total_bytes``."""
+        return self.num_bytes if self.num_bytes is not None else int(total_bytes * (self.fraction or 0.0))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A batch runs in one forward, as in stock."""
+
+    def __str__(self) -> str:
+        return "null"
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A batch runs in forwards of ``samples`` samples."""
+
+    samples: int
+
+    def __str__(self) -> str:
+        return str(self.samples)
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """The samples of an optimizer step are sorted by length and cut by tokens, as many as fit."""
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+@dataclass(frozen=True)
+class Explore:
+    """The fastest of the other ways is measured before training."""
+
+    def __str__(self) -> str:
+        return "explore"
+
+
+CutSize = Whole | Fixed | ByLength
+"""How a step can be cut; ``str()`` gives the spelling of a config."""
+
+MicroBatchSize = CutSize | Explore
+"""What a config can ask for."""
+
+
+def parse_micro_batch_size(value: Any) -> MicroBatchSize:
+    """Read ``None``, a whole number of at least 1, ``"auto"`` or ``"explore"``.
+
+    Raises:
+        ConfigError: If ``value`` is none of these.
+    """
+    if isinstance(value, (Whole, Fixed, ByLength, Explore)):
+        return value
+    if value is None:
+        return Whole()
+    if isinstance(value, str):
+        named: dict[str, MicroBatchSize] = {"auto": ByLength(), "explore": Explore()}
+        if value not in named:
+            raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto, explore or null")
+        return named[value]
+    require_positive_int("micro_batch_size", value)
+    return Fixed(value)
+
+
+def require_bool(key: str, value: Any) -> None:
+    """Refuse anything but True and False.
+
+    Raises:
+        ConfigError: If ``value`` is something else, such as a string.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r} must be True or False (without quotes)")
+
+
+def require_positive_int(key: str, value: Any) -> None:
+    """Refuse anything but a whole number of at least 1.
+
+    Raises:
+        ConfigError: If ``value`` is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
