@@ -1,4 +1,4 @@
-"""The memory of the host, as this process may take it: limits of the process, of its cgroup and of the machine."""
+"""Host memory available to this process, within the limits of the process, its cgroup and the machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 
 def keep_little_on_the_host() -> None:
-    """In a process whose memory is limited, have libraries of the host give back what is freed, at the price of speed.
+    """Make host libraries return freed memory if this process's memory is limited, at the price of speed.
 
-    glibc keeps freed memory and scatters what comes next: after the first allocation that fails, little fits any more.
-    Giving it back made steps of small models take 1.4 to 2 times as long. oneDNN, which computes in bfloat16, keeps
-    code and memory for each shape that it has met, up to 1,024 times: a probe that tries sizes, and samples of many
-    lengths, fill any limit. It reads its setting when it is first used.
+    glibc keeps freed memory and fragments it: after the first failed allocation, little fits any more. Returning the
+    memory made steps of small models take 1.4 to 2 times as long. oneDNN, which computes in bfloat16, caches code and
+    memory for up to 1,024 shapes, so a probe that tries many sizes, or samples of many lengths, would fill any limit.
+    oneDNN reads its setting on first use.
     """
     if not _process_limits():
         return
@@ -32,10 +32,10 @@ def keep_little_on_the_host() -> None:
 
 
 class CpuMeter:
-    """This process's memory on Linux, under whichever limit is tightest: rlimit, cgroup or the machine's.
+    """Memory of this process on Linux, under its tightest limit: rlimit, cgroup or the machine's memory.
 
-    What counts is resident memory; in a process with a limit on its data (``ulimit -d``), what that counts: private
-    writable mappings, touched or not.
+    Resident memory counts. If the process has a limit on its data (``ulimit -d``), private writable mappings count
+    instead, touched or not.
     """
 
     device = torch.device("cpu")
@@ -54,17 +54,17 @@ class CpuMeter:
         return min([_meminfo("MemTotal"), *(limit for limit, _ in _process_limits()), *_cgroup_limits("max")])
 
     def used_bytes(self) -> int:
-        # Without the pages of files, such as libraries, which the kernel can drop.
+        # Excludes the pages of files, such as libraries, which the kernel can drop.
         return _status("VmData") if self._counts_data else _status("RssAnon")
 
     def free_bytes(self) -> int:
         cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
-        # The processes of one launch share the host: torchrun says how many there are.
+        # All processes of a launch share the host; torchrun sets their number.
         shared = min(_meminfo("MemAvailable"), *cgroup, 2**62) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return max(min([shared, *(limit - used for limit, used in _process_limits())]), 0)
 
     def reset_peak(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS (Linux, proc_pid_clear_refs(5))
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS (Linux, proc_pid_clear_refs(5))
         self._file_pages = _status("VmRSS") - _status("RssAnon")
         self._virtual_peak = _status("VmPeak")
         self._at_reset = _status("VmData") - _status("RssAnon")
@@ -73,8 +73,8 @@ class CpuMeter:
         resident = _status("VmHWM") - self._file_pages
         if not self._counts_data:
             return resident
-        # The kernel keeps no peak of data, and none of the address space that could be set back. A new one of that
-        # tells how much more there was of both; where there is none, what was touched has to do.
+        # The kernel tracks no peak of data, and its peak of the address space cannot be reset. If that peak has risen,
+        # its excess over the current size applies to the data as well. Otherwise, resident memory has to do.
         virtual_peak = _status("VmPeak")
         above = virtual_peak - _status("VmSize") if virtual_peak > self._virtual_peak else 0
         return max(self._at_reset + resident, _status("VmData") + above)
@@ -96,8 +96,8 @@ class CpuMeter:
 
     @contextlib.contextmanager
     def limit(self, num_bytes: int) -> Iterator[None]:
-        # RLIMIT_DATA counts private writable mappings, which grow by at least what becomes resident. Torch's allocator
-        # then raises an error; without this the kernel would kill the process, or others.
+        # RLIMIT_DATA counts private writable mappings, which grow at least as much as resident memory. At the limit,
+        # torch's allocator raises an error. Without the limit, the kernel would kill this process or others.
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -110,14 +110,14 @@ class CpuMeter:
 
 
 def release_host_memory() -> None:
-    """Give freed memory back to the system; glibc keeps it otherwise."""
+    """Return freed memory to the system; glibc keeps it otherwise."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_host_bytes() -> int:
-    """Memory of the host that this process could take now; no bound where the system does not tell."""
+    """Return the host memory in bytes that this process could take now; 2**62 if the system does not report it."""
     return CpuMeter().free_bytes() if Path("/proc/meminfo").exists() else 2**62
 
 
@@ -136,14 +136,14 @@ def _meminfo(key: str) -> int:
 
 
 def _data_limit() -> int:
-    """Bytes of data that this process may have; -1 for no limit."""
+    """Return how many bytes of data this process may have, or -1 for no limit."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_DATA)[0]
 
 
 def _process_limits() -> list[tuple[int, int]]:
-    """(limit, used) in bytes of each resource limit set on this process's memory; none where there is no such thing."""
+    """Return (limit, used) in bytes for each resource limit set on this process's memory; empty outside Linux."""
     if sys.platform != "linux":
         return []
     import resource
@@ -156,7 +156,10 @@ def _process_limits() -> list[tuple[int, int]]:
 
 
 def _cgroup_limits(which: str) -> list[int]:
-    """Bytes that this process's cgroups (version 2) with a limit may take, or take now; pages to drop do not count."""
+    """Return the limit ("max") or usage ("current") in bytes of each cgroup (version 2) that limits this process.
+
+    Usage excludes file pages that the kernel can drop.
+    """
     root = Path("/sys/fs/cgroup")
     try:
         line = next(li for li in Path("/proc/self/cgroup").read_text().splitlines() if li.startswith("0::"))

@@ -1,4 +1,4 @@
-"""What memory a device has, what a step took of it, and what counts as running out of it."""
+"""Device memory: how it is measured and limited, and what counts as running out of it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import torch.distributed as dist
 from adaptive_batching.host_memory import CpuMeter, keep_little_on_the_host, release_host_memory
 
 _OUT_OF_MEMORY_MESSAGES = (
-    "out of memory",  # CUDA, HIP, XPU and MPS backends; a CUDA error raised asynchronously
+    "out of memory",  # CUDA, HIP, XPU and MPS backends, including asynchronous CUDA errors
     "can't allocate memory",  # torch's CPU allocator
     "std::bad_alloc",
-    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their HIP namesakes
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their HIP counterparts
     "_DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     "_HOST_ALLOCATION_FAILED",
 )
-# oneDNN, where memory is short. Where there is no such primitive it speaks of a primitive descriptor.
+# What oneDNN raises when memory is short. For an unsupported primitive it mentions a primitive descriptor instead.
 _ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
-# Creating a cuBLAS handle fails so for want of memory, but also for other reasons, such as a broken driver.
+# Creating a cuBLAS handle fails like this when memory is short, but also for other reasons, such as a broken driver.
 _NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
-# With less than this left on the device, a library that cannot be initialized is taken to lack memory: a cuBLAS handle
-# and its workspace take tens of MiB.
+# If less than this is free on the device, a library that cannot be initialized is assumed to lack memory: a cuBLAS
+# handle and its workspace take tens of MiB.
 _LITTLE_MEMORY = 256 * 2**20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if ``error`` says that a device, or the host, ran out of memory. The only place that decides it.
+    """Return True if ``error`` means that the device or the host ran out of memory. No other code decides this.
 
-    An error of a collective never is one, whatever its cause: the communicator is broken, and nothing can run again.
+    An error from a collective never counts, whatever its cause: the communicator is broken, so nothing can run again.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -56,13 +56,13 @@ def _is_of_a_collective(error: BaseException, message: str) -> bool:
 def _accelerator_is_nearly_full() -> bool:
     try:
         free, _ = torch.cuda.mem_get_info()
-    except (RuntimeError, AssertionError):  # no device, or one that is in no state to be asked
+    except (RuntimeError, AssertionError):  # no device, or one that cannot be queried in its current state
         return False
     return bool(free < _LITTLE_MEMORY)
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drop the tracebacks of ``error`` and of those that led to it: their frames hold the tensors of a step."""
+    """Drop the tracebacks of ``error``, its causes and its contexts: their frames keep the tensors of a step alive."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -82,9 +82,9 @@ _ALLOCATOR_VARIABLES = (
 
 
 def allocator_advice(device: torch.device) -> str | None:
-    """A setting of CUDA's caching allocator that would let more fit, or None where it is set or does not apply.
+    """Return a setting of CUDA's caching allocator that would let more fit, or None if it is set or does not apply.
 
-    By default the allocator splits segments of fixed size, and what is left between blocks counts as taken.
+    By default the allocator splits segments of fixed size, and the unused gaps between blocks count as taken.
     """
     chosen = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     if device.type != "cuda" or "expandable_segments" in chosen or "backend:cudaMallocAsync" in chosen:
@@ -93,7 +93,7 @@ def allocator_advice(device: torch.device) -> str | None:
 
 
 def num_allocation_retries(device: torch.device) -> int:
-    """How often the device's allocator has had to free its cache and try again; 0 where it does not count."""
+    """Return how often the device's allocator has emptied its cache and retried; 0 if it does not count retries."""
     if device.type == "cpu":
         return 0
     module = torch.get_device_module(device)
@@ -101,13 +101,13 @@ def num_allocation_retries(device: torch.device) -> int:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give back what allocators keep but nothing uses: on ``device``, and pinned memory of the host."""
+    """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host."""
     if device.type == "cpu":
         release_host_memory()
         return
     gc.collect()
     torch.get_device_module(device).empty_cache()
-    # Pinned memory stays with its allocator for good, however large the step that asked for it.
+    # The allocator of pinned memory never shrinks by itself, however large the step that made it grow.
     empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
         torch._C, "_host_emptyCache", None
     )
@@ -116,58 +116,58 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 class MemoryMeter(Protocol):
-    """Reads and bounds the memory of one device, as this process sees it. All amounts are bytes."""
+    """Read and limit the memory of one device from this process. All amounts are in bytes."""
 
     device: torch.device
 
     fails_safely: bool
-    """False where an allocation that fails can end the process, as in libraries on the host."""
+    """False if a failed allocation can end the process, as in libraries on the host."""
 
     is_predictable: bool
-    """False where what is freed may be kept, so that a step takes more than it has in use."""
+    """False if freed memory may be kept, so that a step takes more than it has in use."""
 
     @property
     def device_name(self) -> str: ...
 
     @property
     def total_bytes(self) -> int:
-        """What the device has, or what this process may have of it, whichever is less."""
+        """Memory of the device, or this process's share of it if that is smaller."""
 
     def used_bytes(self) -> int:
-        """What this process has in use now."""
+        """Return the memory that this process has in use now."""
 
     def free_bytes(self) -> int:
-        """What this process could take in addition now; memory of other processes counts as taken."""
+        """Return how much more this process could take now; memory held by other processes is not free."""
 
     def reset_peak(self) -> None: ...
 
     def peak_bytes(self) -> int:
-        """The most that counted against the limit at once since :meth:`reset_peak`, what did so before it included.
+        """Return the most that counted against the limit at once since :meth:`reset_peak`, including what already did.
 
-        With a caching allocator that is what it had reserved: what was in use, and what lay unused between it.
+        For a caching allocator this is reserved memory: the memory in use and the unused gaps between blocks.
         """
 
     def peak_allocated_bytes(self) -> int:
-        """The most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""
+        """Return the most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""
 
     def num_retries(self) -> int:
-        """Times that the allocator has emptied its cache to find room, since the process started."""
+        """Return how often the allocator has emptied its cache to find room since the process started."""
 
     def allocator_settings(self) -> dict[str, str]:
-        """Settings from outside this process that change how much its allocator reserves."""
+        """Return the settings in the environment that change how much the allocator reserves."""
 
     def release(self) -> None:
-        """Give back what is cached but not in use."""
+        """Release memory that is cached but not in use."""
 
     def synchronize(self) -> None:
         """Wait for the device, so that a delayed error is raised here."""
 
     def limit(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """Inside, this process runs out of memory where it would use more than ``num_bytes``."""
+        """Make this process run out of memory inside the context if it would use more than ``num_bytes``."""
 
 
 def memory_meter(device: torch.device | str) -> MemoryMeter:
-    """The meter for ``device``.
+    """Return the meter for ``device``.
 
     Raises:
         NotImplementedError: If the peak of a step cannot be measured on this device.
@@ -191,7 +191,7 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
 
 
 class AcceleratorMeter:
-    """CUDA, ROCm, XPU and other accelerators with a caching allocator that keeps statistics."""
+    """Memory of CUDA, ROCm, XPU and other accelerators whose caching allocator keeps statistics."""
 
     fails_safely = True
     is_predictable = False
@@ -253,7 +253,7 @@ class AcceleratorMeter:
             self._api.set_per_process_memory_fraction(before, self.device)
 
     def _fraction(self) -> float:
-        """The share of the device that this process may take, as set by the user."""
+        """Return the share of the device that the user lets this process take."""
         if not hasattr(self._api, "get_per_process_memory_fraction"):
             return 1.0
         return float(self._api.get_per_process_memory_fraction(self.device))

@@ -1,4 +1,4 @@
-"""The state of random number generators: read, set, and put back."""
+"""Read, set and restore the state of random number generators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def unchanged_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random state of Python, numpy and torch, on the cpu and on ``device``."""
+    """Restore the random state of Python, numpy and torch on exit, on the CPU and on ``device``."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     on_cpu = device.type == "cpu"
     try:
@@ -25,7 +25,7 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch's random numbers on the cpu and on ``device``, as a checkpoint can hold it."""
+    """Return the state of torch's generators on the CPU and on ``device``, for a checkpoint."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -33,7 +33,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """The inverse of :func:`random_state`; a state of another kind of device is skipped."""
+    """Restore the state from :func:`random_state`; the state of a different kind of device is skipped."""
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)

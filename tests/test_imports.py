@@ -13,18 +13,20 @@ PACKAGE = ROOT / "adaptive_batching"
 CORE = sorted(path for path in PACKAGE.glob("**/*.py") if "torchtune" not in path.parts)
 # Folders and modules of the core that each of them may import, besides itself.
 MAY_IMPORT = {
-    "config": {"probe"},  # the names of the searches
+    "values": set(),
+    "config": {"probe", "values"},  # of the probe, the names of the searches
     "memory": {"host_memory"},
     "host_memory": set(),
     "random_state": set(),
     "ranks": {"host_memory", "memory"},
-    "growth": {"config"},
+    "growth": set(),
     "micro_batches": {"memory", "random_state", "ranks"},
-    "probe": {"config", "host_memory", "memory", "random_state", "ranks"},
-    "report": {"config", "growth", "micro_batches", "probe"},
+    "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
+    "report": {"growth", "micro_batches", "probe", "values"},
 }
 PURE = [
     "config",
+    "growth/accumulation",
     "growth/controller",
     "growth/course",
     "growth/increase",
@@ -38,6 +40,8 @@ PURE = [
     "probe/search",
     "probe/sizes",
     "report/record",
+    "report/watcher",
+    "values",
 ]
 
 

@@ -1,14 +1,14 @@
-"""What an increase function is, what it may know, and how a config names one.
+"""Increase functions: their signature, the state that they may read, and how a config names one.
 
 An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add; 0
-adds none. It is asked at the start of every epoch, with an ``int``, and, where ``increase_every`` is a fraction, at
-these parts of an epoch as well, with a ``float``: 1.25 is a quarter into the second epoch.
+adds none. It is called at the start of every epoch with an ``int``. If ``increase_every`` is a fraction, it is also
+called at these parts of an epoch with a ``float``: 1.25 is a quarter into the second epoch.
 
-A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are taken to depend on
-their arguments alone: they are asked once, for the whole run, before training begins, so that the run is known up
-front. One that takes ``state`` is asked while training, unless it is marked as :func:`planned`.
+A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are assumed to depend
+on their arguments alone. They are called for the whole run before training begins, so that the run is known up front.
+A function that takes ``state`` is called during training, unless it is marked as :func:`planned`.
 
-This module imports nothing but the standard library.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -25,77 +25,77 @@ _FACTORIES = "adaptive_batching.growth.schedules"
 
 
 class IncreaseFunctionError(ValueError):
-    """An increase function that cannot be used, or that returned what is no number of samples."""
+    """Raised for an increase function that cannot be used, or that does not return a number of samples."""
 
 
 @dataclass(frozen=True)
 class GrowthState:
-    """What is known of a run where it decides on a batch size.
+    """State of a run when it decides on a batch size.
 
-    The fields without a default are known before training, too, when functions marked as :func:`planned` are asked.
+    The fields without a default are also known before training, when functions marked as :func:`planned` are called.
     """
 
     epoch: float
-    """Epochs that the run has gone through, and the part of this one."""
+    """Epochs that the run has completed, including the fraction of the current one."""
 
     total_epochs: int
     """Epochs of the whole run."""
 
     batch_size: int
-    """Samples of a batch on one device, now."""
+    """Current number of samples in a batch on one device."""
 
     initial_batch_size: int
-    """Samples of a batch on one device, when the run began."""
+    """Number of samples in a batch on one device when the run began."""
 
     maximum: int
-    """The most that ``batch_size`` can be."""
+    """Upper bound of ``batch_size``."""
 
     global_batch_size: int
-    """Samples that the optimizer sees in a step, now."""
+    """Number of samples that the optimizer currently sees in a step."""
 
     samples_seen: int
-    """Samples that the optimizer has seen."""
+    """Samples that the optimizer has seen so far."""
 
     steps: int
-    """Optimizer steps taken."""
+    """Optimizer steps taken so far."""
 
     lr_decay: float
-    """The scheduled learning rate, as a fraction of its highest so far; 1 without a schedule or while it warms up."""
+    """Scheduled learning rate as a fraction of its highest value so far; 1 without a schedule or during warm-up."""
 
     losses: tuple[float, ...] = ()
-    """Mean training loss of the samples between two decisions, one for each decision so far."""
+    """Mean training loss of the samples between two decisions, one value per decision so far."""
 
     noise_scale: float | None = None
-    """Gradient noise scale in samples, smoothed; None while it is not known, or not measured."""
+    """Smoothed gradient noise scale in samples; None if not known yet or not measured."""
 
     history: tuple[tuple[float, int], ...] = ()
-    """Where ``batch_size`` changed, in epochs, and to what; the first size included."""
+    """(epoch, new batch size) of each change of ``batch_size``, including the initial size."""
 
     seconds_per_step: Callable[[int], float] | None = None
-    """What an optimizer step would take at a batch size, in seconds; None while it is not known."""
+    """Maps a batch size to the expected seconds of an optimizer step; None if not known yet."""
 
 
 def planned(function: IncreaseFunction) -> IncreaseFunction:
-    """Mark a function that takes ``state``, but only what is known of it before training: it is asked then."""
+    """Mark a function that takes ``state`` but reads only what is known before training, so that it is called then."""
     function.planned = True  # type: ignore[attr-defined]
     return function
 
 
 def takes_state(function: IncreaseFunction) -> bool:
-    """Whether a function accepts a third argument called ``state``."""
+    """Return True if a function accepts a third argument called ``state``."""
     try:
         return "state" in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some builtins have none
+    except (TypeError, ValueError):  # some builtins have no signature
         return False
 
 
 def is_planned(function: IncreaseFunction) -> bool:
-    """Whether a function is asked before training, for all of it."""
+    """Return True if a function is called for the whole run before training."""
     return not takes_state(function) or getattr(function, "planned", False)
 
 
 def reads_noise_scale(function: IncreaseFunction) -> bool:
-    """Whether a function of :mod:`adaptive_batching.growth` reads the noise scale; of others that is not known."""
+    """Return True if a function is known to read the noise scale, as some of :mod:`adaptive_batching.growth` do."""
     return getattr(function, "reads_noise_scale", False)
 
 
@@ -109,7 +109,7 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         The name to use in messages, and the function.
 
     Raises:
-        IncreaseFunctionError: If the path does not import, is not callable, or takes other arguments.
+        IncreaseFunctionError: If the path cannot be imported, is not callable, or has a different signature.
     """
     path = value if isinstance(value, str) else value["_component_"]
     key = f"batch_increase_function={path!r}"
@@ -131,7 +131,7 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         except Exception as error:
             raise IncreaseFunctionError(
                 f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
-                f"plain function without _component_; on the command line, a path keeps the YAML's arguments"
+                f"plain function without _component_; a path given on the command line keeps the YAML's arguments"
             ) from error
         if not callable(found):
             raise IncreaseFunctionError(
@@ -145,12 +145,12 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
 def _check_signature(key: str, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none; the first call will tell
+    except (TypeError, ValueError):  # some builtins have no signature; the first call will tell
         return
     try:
         signature.bind(0, 1, **{"state": None} if takes_state(function) else {})
     except TypeError as error:
         raise IncreaseFunctionError(
-            f"{key} has the signature {signature} and cannot be called with (epoch, current_batch_size), or with these "
-            f"and state: {error}"
+            f"{key} has the signature {signature} and cannot be called with (epoch, current_batch_size), with or "
+            f"without state: {error}"
         ) from None

@@ -1,10 +1,10 @@
 """The gradient noise scale: how large a batch has to be for its gradient to be more signal than noise.
 
-McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162), appendix A.1, with samples that
-need not be equal: each is weighted by its target tokens. Plain Python, for numbers measured elsewhere.
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162), appendix A.1, for samples of
+unequal weight: each is weighted by its target tokens. Plain Python, for numbers measured elsewhere.
 
-Below, ``s_i`` is the gradient of the summed loss of a group of samples with ``n_i`` target tokens. Groups are drawn
-alike, at random, and targets are taken to be independent, also those of one sample. Then
+Below, ``s_i`` is the gradient of the summed loss of a group of samples with ``n_i`` target tokens. All groups are drawn
+at random in the same way, and targets are assumed independent, even within a sample. Then
 ``E|s_i|^2 = n_i^2 |G|^2 + n_i S``, where G is the true mean gradient and S the trace of the covariance of a token's
 gradient. The same holds for all groups together, with ``N``, the sum of ``n_i``.
 """
@@ -19,56 +19,56 @@ MIN_MEASUREMENTS = 5
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """What one optimizer step has shown. The estimates are right on average, and noisy: they can be negative."""
+    """Estimates from one optimizer step. They are unbiased but noisy, and can be negative."""
 
     variance: float
-    """Of S, the trace of a token's gradient covariance."""
+    """Estimate of S, the trace of the covariance of a token's gradient."""
 
     norm_squared: float
-    """Of ``|G|^2``, the true mean gradient's squared norm."""
+    """Estimate of ``|G|^2``, the squared norm of the true mean gradient."""
 
     tokens: float
-    """N, the target tokens of the step."""
+    """N, the number of target tokens in the step."""
 
     samples: int
-    """Of the step, on all devices."""
+    """Number of samples in the step, on all devices."""
 
     @classmethod
     def of_groups(cls, groups: int, small: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
-        """From the norms of all groups.
+        """Estimate from the norms of all groups.
 
         Args:
-            groups: How many there are; at least 2.
+            groups: Number of groups; at least 2.
             small: ``sum(|s_i|^2 / n_i) / N``.
             big: ``|sum(s_i)|^2 / N^2``: the squared norm of the step's mean gradient, before clipping.
             tokens: N.
-            samples: Of the step, on all devices.
+            samples: Number of samples in the step, on all devices.
         """
         variance = tokens * (small - big) / (groups - 1)
         return cls(variance, (groups * big - small) / (groups - 1), tokens, samples)
 
     @classmethod
     def of_part(cls, part: float, part_tokens: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
-        """From the norms of one group and of all of the step; less certain than from all groups.
+        """Estimate from the norms of one group and of the whole step; less certain than from all groups.
 
         Args:
             part: ``|s_1|^2 / n_1^2``.
             part_tokens: ``n_1``; more than 0 and less than N.
             big: ``|sum(s_i)|^2 / N^2``.
             tokens: N.
-            samples: Of the step, on all devices.
+            samples: Number of samples in the step, on all devices.
         """
         variance = (part - big) / (1 / part_tokens - 1 / tokens)
         return cls(variance, (tokens * big - part_tokens * part) / (tokens - part_tokens), tokens, samples)
 
 
 class NoiseScale:
-    """Exponential moving averages of what steps have shown, and the ratio that is the noise scale.
+    """Exponential moving averages of the estimates, and their ratio, which is the noise scale.
 
-    Numerator and denominator are averaged separately: the mean of a ratio would be far too high.
+    Numerator and denominator are averaged separately, because the mean of a ratio would be far too high.
 
     Args:
-        window: Measurements over which to average.
+        window: Number of measurements to average over.
     """
 
     def __init__(self, window: float = 20) -> None:
@@ -80,7 +80,7 @@ class NoiseScale:
         self._samples = 0.0
 
     def add(self, step: NoiseEstimate) -> None:
-        """Take a measurement in."""
+        """Add the estimates of one step to the averages."""
         keep, new = self._keep, 1 - self._keep
         self._count += 1
         self._variance = keep * self._variance + new * step.variance
@@ -90,7 +90,7 @@ class NoiseScale:
 
     @property
     def tokens(self) -> float | None:
-        """The noise scale in target tokens; None until it is known.
+        """Noise scale in target tokens; None if not known yet.
 
         All averages start at 0, so that their bias cancels in the ratio.
         """
@@ -100,11 +100,11 @@ class NoiseScale:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale in samples of the mean length; None until it is known."""
+        """Noise scale in samples of mean length; None if not known yet."""
         return None if self.tokens is None else self.tokens * self._samples / self._tokens
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint is to hold."""
+        """Return the state for a checkpoint."""
         return {
             "count": self._count,
             "variance": self._variance,
@@ -114,7 +114,7 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Load a state returned by :meth:`state_dict`."""
         self._count = int(state["count"])
         self._variance, self._norm_squared = state["variance"], state["norm_squared"]
         self._tokens, self._samples = state["tokens"], state["samples"]

@@ -1,10 +1,10 @@
-"""The increase functions that come with the package; see :mod:`adaptive_batching.growth.increase` for what one is.
+"""The increase functions of this package; see :mod:`adaptive_batching.growth.increase` for their signature.
 
-The functions below are factories: they return an increase function. Sizes are those of a batch on one device. A
-schedule counts from the size that the run has begun with, not from the current one: what has been clipped at the
-maximum is not compounded, and a resumed run goes on where it was. It never shrinks a batch.
+The functions below are factories that return an increase function. Sizes are those of a batch on one device. A schedule
+counts from the size at the start of the run, not from the current one, so that clipping at the maximum does not
+compound and a resumed run continues where it was. It never shrinks a batch.
 
-This module imports nothing but the standard library.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _ROUNDING = 1e-9  # 2 ** 3 computed from a third of an epoch may come out as 7.9
 
 
 def constant() -> IncreaseFunction:
-    """Keep the size."""
+    """Keep the batch size constant."""
     return lambda epoch, current_batch_size: 0
 
 
 def fixed_increase(increase: int, epochs: list[int] | None = None) -> IncreaseFunction:
-    """Add ``increase`` samples at the start of each of ``epochs``; None: of every epoch but the first.
+    """Add ``increase`` samples at the start of each of ``epochs``; None for every epoch but the first.
 
     Raises:
-        ValueError: If ``increase`` is negative or an epoch is.
+        ValueError: If ``increase`` or an epoch is negative.
     """
     _require_int("increase", increase, at_least=0)
     for epoch in epochs or []:
@@ -41,7 +41,7 @@ def fixed_increase(increase: int, epochs: list[int] | None = None) -> IncreaseFu
 
 
 def step(every: float = 1, gamma: float = 2.0) -> IncreaseFunction:
-    """``initial * gamma ** floor(epoch / every)``: the mirror image of a stepwise decay of the learning rate.
+    """Grow as ``initial * gamma ** floor(epoch / every)``, the mirror image of a stepwise learning-rate decay.
 
     Smith et al. 2017, "Don't Decay the Learning Rate, Increase the Batch Size" (arXiv:1711.00489).
     """
@@ -51,7 +51,7 @@ def step(every: float = 1, gamma: float = 2.0) -> IncreaseFunction:
 
 
 def multistep(milestones: Sequence[float], gamma: float = 2.0) -> IncreaseFunction:
-    """``initial * gamma ** (number of milestones reached)``; ``milestones`` in epochs."""
+    """Grow as ``initial * gamma ** (number of milestones reached)``, with ``milestones`` in epochs."""
     _require("gamma", gamma, above=1)
     if isinstance(milestones, str) or not isinstance(milestones, Sequence):
         raise ValueError(f"milestones={milestones!r} must be a list of epochs")
@@ -61,7 +61,7 @@ def multistep(milestones: Sequence[float], gamma: float = 2.0) -> IncreaseFuncti
 
 
 def staged(stages: Mapping[Any, int]) -> IncreaseFunction:
-    """The size of the last stage reached: ``{epoch: size}``, such as ``{0: 4, 1: 8, 2.5: 16}``."""
+    """Use the size of the last stage reached in ``{epoch: size}``, such as ``{0: 4, 1: 8, 2.5: 16}``."""
     if not isinstance(stages, Mapping) or not stages:
         raise ValueError(f"stages={stages!r} must be a mapping of epochs to sizes, such as {{0: 4, 2: 8}}")
     by_epoch: list[tuple[float, int]] = []
@@ -69,7 +69,7 @@ def staged(stages: Mapping[Any, int]) -> IncreaseFunction:
         try:
             by_epoch.append((float(epoch), size))
         except (TypeError, ValueError):
-            raise ValueError(f"stages={dict(stages)!r} has a key that is no epoch: {epoch!r}") from None
+            raise ValueError(f"stages={dict(stages)!r} has a key that is not an epoch: {epoch!r}") from None
         _require_int("stages", size, at_least=1)
     by_epoch.sort()
 
@@ -81,12 +81,12 @@ def staged(stages: Mapping[Any, int]) -> IncreaseFunction:
 
 
 def polynomial(end: int | None = None, ramp_epochs: float | None = None, power: float = 1.0) -> IncreaseFunction:
-    """``initial + (end - initial) * min(1, epoch / ramp_epochs) ** power``.
+    """Grow as ``initial + (end - initial) * min(1, epoch / ramp_epochs) ** power``.
 
     Args:
-        end: Size at the ramp's end; None: the maximum.
-        ramp_epochs: Epochs until then; None: those of the run.
-        power: Below 1 it grows early, above 1 late.
+        end: Size at the end of the ramp; None for the maximum.
+        ramp_epochs: Length of the ramp in epochs; None for the whole run.
+        power: Exponent; below 1 the batch grows early, above 1 late.
     """
     _require_ramp(end, ramp_epochs)
     _require("power", power, above=0)
@@ -94,18 +94,18 @@ def polynomial(end: int | None = None, ramp_epochs: float | None = None, power: 
 
 
 def linear(end: int | None = None, ramp_epochs: float | None = None) -> IncreaseFunction:
-    """``initial + (end - initial) * min(1, epoch / ramp_epochs)``; see :func:`polynomial`."""
+    """Grow as ``initial + (end - initial) * min(1, epoch / ramp_epochs)``; see :func:`polynomial`."""
     return polynomial(end, ramp_epochs)
 
 
 def cosine(end: int | None = None, ramp_epochs: float | None = None) -> IncreaseFunction:
-    """``end - (end - initial) * (1 + cos(pi * min(1, epoch / ramp_epochs))) / 2``; see :func:`polynomial`."""
+    """Grow as ``end - (end - initial) * (1 + cos(pi * min(1, epoch / ramp_epochs))) / 2``; see :func:`polynomial`."""
     _require_ramp(end, ramp_epochs)
     return _schedule(lambda s: _ramp(s, end, (1 - math.cos(math.pi * _progress(s, ramp_epochs))) / 2))
 
 
 def late_switch(fraction: float, end: int | None = None) -> IncreaseFunction:
-    """``initial`` for ``fraction`` of the run, ``end`` (None: the maximum) from the next decision on."""
+    """Keep ``initial`` for ``fraction`` of the run, then use ``end`` (None for the maximum)."""
     _require("fraction", fraction, above=0)
     if fraction >= 1:
         raise ValueError(f"fraction={fraction!r} must be below 1, the whole run")
@@ -114,12 +114,12 @@ def late_switch(fraction: float, end: int | None = None) -> IncreaseFunction:
 
 
 def replace_lr_decay(alpha: float = 2.0) -> IncreaseFunction:
-    """Times ``alpha`` each time that the scheduled learning rate has fallen by another factor of ``alpha``.
+    """Multiply by ``alpha`` whenever the scheduled learning rate has fallen by another factor of ``alpha``.
 
-    To be used with ``lr_scaling``, which takes the fall back. With ``linear`` the rate stays near its peak as long as
-    the batch can grow: Smith et al. 2017 (arXiv:1711.00489), for SGD. With ``sqrt`` it falls by ``sqrt(alpha)`` where
-    it would have fallen by ``alpha``: Seesaw 2025 (arXiv:2510.14717), for Adam. Between two decisions the schedule goes
-    on falling, where these papers have steps; beyond ``max_lr_scale`` the fall is not taken back.
+    Use this with ``lr_scaling``, which undoes the decay. With ``linear``, the rate stays near its peak while the batch
+    can grow: Smith et al. 2017 (arXiv:1711.00489), for SGD. With ``sqrt``, the rate falls by ``sqrt(alpha)`` instead of
+    ``alpha``: Seesaw 2025 (arXiv:2510.14717), for Adam. The schedule keeps falling between two decisions, where these
+    papers have steps. Beyond ``max_lr_scale`` the decay is not undone.
     """
     _require("alpha", alpha, above=1)
 
@@ -132,13 +132,13 @@ def replace_lr_decay(alpha: float = 2.0) -> IncreaseFunction:
 
 
 def on_plateau(patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, cooldown: int = 0) -> IncreaseFunction:
-    """Times ``rate`` when the training loss has stopped to fall: as ``ReduceLROnPlateau``, for the batch.
+    """Multiply by ``rate`` when the training loss has stopped falling: ``ReduceLROnPlateau`` for the batch size.
 
     Args:
         patience: Decisions in a row without a better loss after which the batch grows.
-        rate: By what it grows.
-        min_delta: What is better is below the best loss by this fraction of it.
-        cooldown: Decisions after a growth that do not count.
+        rate: Factor by which the batch grows.
+        min_delta: Fraction of the best loss by which a loss must fall below it to count as better.
+        cooldown: Decisions after the batch has grown that do not count towards ``patience``.
     """
     _require_int("patience", patience, at_least=1)
     _require_int("cooldown", cooldown, at_least=0)
@@ -146,7 +146,7 @@ def on_plateau(patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, co
     _require("min_delta", min_delta, at_least=0)
 
     def size_at(state: GrowthState) -> float:
-        # Told anew from the losses each time, so that there is nothing to store.
+        # Recomputed from all losses each time, so that there is nothing to store.
         best, bad, pause, times = math.inf, 0, 0, 0
         for loss in state.losses:
             if loss < best * (1 - min_delta):
@@ -162,15 +162,15 @@ def on_plateau(patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, co
 
 
 def gradient_noise_scale(multiplier: float = 1.0, hysteresis: float = 1.25) -> IncreaseFunction:
-    """``multiplier`` times the gradient noise scale, in samples of the global batch; at most twice the current size.
+    """Follow ``multiplier`` times the gradient noise scale, in samples of the global batch; at most double at once.
 
-    McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). It is a guide: a batch of
-    the noise scale takes twice as many samples to the same loss as the smallest one, in half as many steps, under
-    assumptions that training does not meet exactly; measured critical sizes can be far larger.
+    McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The noise scale is only a
+    guide: a batch of that size needs twice as many samples to reach the same loss as the smallest one, in half as many
+    steps, under assumptions that training does not meet exactly. Measured critical sizes can be far larger.
 
     Args:
-        multiplier: Of the noise scale.
-        hysteresis: The batch grows only where the wanted size exceeds it by this factor.
+        multiplier: Factor applied to the noise scale.
+        hysteresis: The batch grows only if the wanted size exceeds it by this factor.
     """
     _require("multiplier", multiplier, above=0)
     _require("hysteresis", hysteresis, at_least=1)
@@ -178,27 +178,27 @@ def gradient_noise_scale(multiplier: float = 1.0, hysteresis: float = 1.25) -> I
 
 
 def norm_test(eta: float = 1.0) -> IncreaseFunction:
-    """The least size at which the gradient's standard deviation is at most ``eta`` times its norm.
+    """Follow the smallest size at which the gradient's standard deviation is at most ``eta`` times its norm.
 
     That is ``trace(covariance) / (eta ** 2 * norm ** 2)``: the norm test of Byrd et al. 2012, "Sample Size Selection in
-    Optimization Methods for Machine Learning". At most twice the current size.
+    Optimization Methods for Machine Learning". The size at most doubles at once.
     """
     _require("eta", eta, above=0)
     return _from_noise(lambda state, noise_scale: math.ceil(noise_scale / eta**2), 1.0)
 
 
 def goodput(gain: float = 1.05) -> IncreaseFunction:
-    """The size with the most progress in a second: samples in a second times what each contributes.
+    """Follow the size with the most progress per second: samples per second times the contribution of each.
 
-    Of ``n`` samples in a global batch each contributes ``(noise_scale + n0) / (noise_scale + n)`` of what it does in
-    the initial one, of ``n0``: Pollux (Qiao et al. 2021, arXiv:2008.12260) and AdaptDL. Candidates are the current size
-    and its double.
+    In a global batch of ``n`` samples, each contributes ``(noise_scale + n0) / (noise_scale + n)`` of what it does in
+    the initial batch of ``n0``: Pollux (Qiao et al. 2021, arXiv:2008.12260) and AdaptDL. The candidates are the current
+    size and its double.
 
-    What a step takes is fitted to forwards of different sizes. Where all have one size, as those of packed data can, it
-    is not known, and the batch does not grow.
+    Step times are fitted to forwards of different sizes. If all forwards have one size, as they can with packed data,
+    step times are unknown, and the batch does not grow.
 
     Args:
-        gain: The batch grows only for that much more progress.
+        gain: The batch grows only if progress improves by more than this factor.
     """
     _require("gain", gain, at_least=1)
 
@@ -220,17 +220,17 @@ def goodput(gain: float = 1.05) -> IncreaseFunction:
 
 
 def _schedule(size_at: Callable[[GrowthState], float], *, early: bool = True) -> IncreaseFunction:
-    """The increase function that follows a size as a function of the state."""
+    """Return the increase function that follows ``size_at``, a size as a function of the state."""
 
     def increase(epoch: float, current_batch_size: int, state: GrowthState) -> int:
-        size = min(size_at(state), float(state.maximum))  # also where it overflows an int
+        size = min(size_at(state), float(state.maximum))  # caps an infinite size, too
         return max(math.floor(size + _ROUNDING) - current_batch_size, 0)
 
     return planned(increase) if early else increase
 
 
 def _from_noise(wanted: Callable[[GrowthState, float], float], hysteresis: float) -> IncreaseFunction:
-    """The increase function that follows a global batch size as a function of the noise scale."""
+    """Return the increase function that follows ``wanted``, a global batch size as a function of the noise scale."""
 
     def size_at(state: GrowthState) -> float:
         if state.noise_scale is None:
@@ -245,7 +245,7 @@ def _from_noise(wanted: Callable[[GrowthState, float], float], hysteresis: float
 
 
 def _times(state: GrowthState, factor: float, power: int) -> float:
-    # The maximum bounds every size; without this one, many epochs overflow a float.
+    # The maximum bounds every size anyway. Without a bound on the power, many epochs would overflow a float.
     return state.initial_batch_size * factor ** min(power, math.ceil(math.log(state.maximum, factor)) + 1)
 
 

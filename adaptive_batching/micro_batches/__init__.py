@@ -1,1 +1,1 @@
-"""How a batch runs: cut into micro-batches, each one forward and backward."""
+"""Run a batch as micro-batches, each with one forward and backward."""

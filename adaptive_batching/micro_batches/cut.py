@@ -1,4 +1,4 @@
-"""How a batch is cut into micro-batches, each one forward and backward. Pure: indices and lengths only."""
+"""Cut a batch into micro-batches, each with one forward and backward. Pure: indices and lengths only."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ Cut = list[list[int]]
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
-    """Tokens that a micro-batch of samples of these lengths takes: each is padded to the longest."""
+    """Return the tokens in a micro-batch of samples with these lengths, each padded to the longest."""
     return len(lengths) * max(lengths)
 
 
 def length_in_chunks(length: int, num_chunks: int) -> int:
-    """The least length from ``length`` on that :func:`torch.chunk` cuts into ``num_chunks`` pieces, not fewer.
+    """Return the smallest length from ``length`` on that :func:`torch.chunk` cuts into ``num_chunks`` pieces.
 
-    Chunks are ``ceil(length / num_chunks)`` long, the last one shorter, so 9 tokens come in 5 chunks where 8 are asked
-    for. From ``num_chunks * (num_chunks - 1)`` on, every length will do; ``num_chunks`` of 0 or 1 changes nothing.
+    Chunks are ``ceil(length / num_chunks)`` long and the last one is shorter, so 9 tokens give 5 chunks where 8 are
+    requested. From ``num_chunks * (num_chunks - 1)`` on, every length works. With ``num_chunks`` of 0 or 1, return
+    ``length``.
     """
     if num_chunks < 2:
         return length
@@ -33,44 +34,45 @@ def length_in_chunks(length: int, num_chunks: int) -> int:
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many samples of a length fit in one micro-batch.
+    """Number of samples of a given length that fit in one micro-batch.
 
-    Padded tokens bound memory: a micro-batch of as many tokens in shorter samples takes no more. Where attention takes
-    memory by the square of the length it takes less, and what fits at shorter lengths tells how much less.
+    Padded tokens bound memory: a micro-batch with as many tokens in shorter samples takes no more memory. If attention
+    memory grows with the square of the length, it takes less, and what fits at shorter lengths shows how much less.
     """
 
     points: tuple[tuple[int, int], ...]
-    """(Tokens, samples): so many samples of that length fit. The first is the longest, and the only one needed."""
+    """(tokens, samples): this many samples of that length fit. The first point has the greatest length, and is the only
+    one required."""
 
     @classmethod
     def of_tokens(cls, max_tokens: int) -> Capacity:
-        """At most ``max_tokens`` padded tokens."""
+        """Return a capacity of at most ``max_tokens`` padded tokens."""
         return cls(((max_tokens, 1),))
 
     @property
     def tokens(self) -> int:
-        """The most padded tokens of a micro-batch that holds a longest sample."""
+        """Largest number of padded tokens in a micro-batch that holds a sample of the greatest length."""
         length, count = self.points[0]
         return length * count
 
     def samples(self, length: int) -> int:
-        """The most samples of up to ``length`` tokens; at least 1, since a sample cannot be cut."""
+        """Return how many samples of up to ``length`` tokens fit; at least 1, since a sample cannot be cut."""
         tokens = [self.tokens, *(at * count for at, count in self.points if at >= length)]
         return max(max(tokens) // length, 1)
 
 
 def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
-    """Micro-batches of at most ``micro_batch_size`` samples as they come, as few as possible and about equal."""
+    """Cut samples in order into as few micro-batches of up to ``micro_batch_size`` as possible, about equal in size."""
     count = -(-num_samples // micro_batch_size)
     size = -(-num_samples // count)
     return [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
 
 
 def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[int]:
-    """Sizes of parts that hold ``num_samples`` together: one, while there have been fewer than ``max_sizes`` of them.
+    """Return the sizes of parts that together hold ``num_samples``: one part while fewer than ``max_sizes`` are known.
 
-    From then on parts are of sizes that have been, or of 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, the largest first. So
-    there are at most two sizes more for each doubling, and the first part holds at least two thirds of the samples.
+    A known size is one part, too. Otherwise parts have known sizes or 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, the
+    largest first. This adds at most two sizes per doubling, and the first part has at least two thirds of the samples.
     """
     if num_samples in known or len(known) < max_sizes:
         return [num_samples]
@@ -83,21 +85,21 @@ def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[in
 
 
 def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Cut:
-    """Cut samples, sorted by length, into micro-batches that fit, at the least cost.
+    """Sort samples by length and cut them into micro-batches that fit, at the lowest cost.
 
-    The cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order the cheapest cut
-    is one of runs of neighbours, and is found exactly by dynamic programming over where the last run starts.
+    The cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest
+    cut consists of runs of neighbours. Dynamic programming over the start of the last run finds it exactly.
 
     Args:
         lengths: Tokens of each sample.
-        capacity: What a micro-batch may hold; a sample that does not fit is alone in its micro-batch.
-        forward_cost: What a forward and backward costs beside its tokens, in tokens.
+        capacity: Limit of a micro-batch; a sample that does not fit is alone in its micro-batch.
+        forward_cost: Fixed cost of a forward and backward, in tokens.
 
     Returns:
-        Micro-batches, the longest samples first: if one does not fit, that shows before work is done.
+        Micro-batches, the longest samples first, so that one that does not fit fails before work is done.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    if lengths[order[0]] == lengths[order[-1]]:  # as packed samples: any cut into as few is as good, so an even one
+    if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even cut costs no more
         return cut_in_order(len(lengths), capacity.samples(lengths[0]))
     cost = [0.0]  # cost[j]: least cost of the first j samples
     starts = [0]  # starts[j]: where the last micro-batch of that cut starts

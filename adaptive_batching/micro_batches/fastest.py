@@ -1,12 +1,12 @@
-"""Which of several ways to run the same work is the fastest, and how sure that is: timings in, recommendation out.
+"""Find the fastest of several ways to run the same work, and how certain that is: timings in, recommendation out.
 
-Knows no torch. :func:`explore` gets ``measure``, which runs one round of the work in one way and says how long it took.
+Independent of torch. :func:`explore` gets ``measure``, which runs one round of the work in one way and times it.
 
-The statistic is a linear model of what was measured so far: the logarithm of a time is that of the candidate, plus
-what the round added for all candidates (other samples, a device that slows down), plus noise. Its posterior gives the
-probability that no other candidate is faster by more than the noise. It is the usual Bayesian linear regression
-(Gelman et al., Bayesian Data Analysis, 3rd ed., section 14.8: prior information on the coefficients), with the unknown
-size of the noise averaged out over a grid.
+The timings are described by a linear model: the logarithm of a time is that of the candidate, plus what the round added
+for all candidates (different samples, a device that slows down), plus noise. Its posterior gives the probability that
+no other candidate is faster by more than the noise. This is standard Bayesian linear regression (Gelman et al.,
+Bayesian Data Analysis, 3rd ed., section 14.8: prior information on the coefficients), with the unknown size of the
+noise averaged out over a grid.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ MeasureSeconds = Callable[[Candidate, int], float | None]
 
 ENOUGH_CONFIDENCE = 0.97
 MAX_ROUNDS = 20
-# Chance of being the fastest below which a candidate is not measured again.
+# Probability of being the fastest below which a candidate is not measured again.
 WORTH_MEASURING = 0.01
-# Before it is measured, a candidate's time is expected to differ from its neighbour's by this much (natural logarithm,
-# standard deviation): twice the samples in a forward rarely take less than half or more than twice the time per sample.
+# Prior standard deviation of the difference between neighbouring candidates, in natural logarithms of time: twice the
+# samples in a forward rarely take less than half or more than twice the time per sample.
 NEIGHBOUR_SPREAD = 0.5
-# Sizes of the noise, as a share of a time, that are thought equally likely beforehand.
+# Sizes of the noise, as a fraction of a time, with equal prior probability.
 NOISE_GRID: NDArray[np.float64] = np.geomspace(0.001, 0.3, 40)
 _NUM_DRAWS = 4000
-_FLAT = 1e-4  # precision of a prior that says next to nothing
+_FLAT = 1e-4  # precision of a nearly flat prior
 
 
 class NothingRanError(ValueError):
-    """Every candidate ran out of memory."""
+    """Raised if every candidate ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known of one candidate."""
+    """Estimates for one candidate."""
 
     candidate: Candidate
     runs: int
     seconds: float
     """Estimated time of an average round."""
     speedup: float
-    """How many times as fast as the first candidate."""
+    """Speed relative to the first candidate."""
     confidence: float
     """Probability that no other candidate is faster by more than the noise."""
     fastest: float
@@ -59,13 +59,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Exploration:
-    """The answer of :func:`explore`, and the evidence for it."""
+    """Result of :func:`explore`, and the evidence for it."""
 
     recommended: Estimate
     estimates: list[Estimate]
-    """All candidates that ran, in the order given."""
+    """All candidates that ran, in the given order."""
     noise: float
-    """Standard deviation of one timing, as a share of it."""
+    """Standard deviation of one timing, as a fraction of it."""
 
 
 def explore(
@@ -77,19 +77,19 @@ def explore(
 ) -> Exploration:
     """Find the fastest candidate; stop as soon as more measurements are unlikely to change the answer.
 
-    The first round measures all candidates in order. Later ones measure those that could still be the fastest, in
-    alternating order. After each measurement the recommendation so far is logged.
+    The first round measures all candidates in order. Later rounds measure only those that could still be the fastest,
+    in alternating order. The recommendation so far is logged after each measurement.
 
     Args:
-        candidates: Ways to run the same work, neighbours alike; speed is told relative to the first.
+        candidates: Ways to run the same work, with similar ones adjacent. Speed is relative to the first.
         measure: (candidate, round) -> seconds that the round's work took, or None if the candidate ran out of memory,
             which rules it out. A round is the same work for every candidate.
         confidence: Stop when the recommendation is right with this probability.
-        max_rounds: Stop after so many rounds anyway.
+        max_rounds: Stop after this many rounds in any case.
 
     Raises:
-        ValueError: If there is no candidate.
-        NothingRanError: If all of them run out of memory.
+        ValueError: If there are no candidates.
+        NothingRanError: If all candidates run out of memory.
     """
     timings = Timings(len(candidates))
     possible = list(range(len(candidates)))
@@ -107,19 +107,19 @@ def explore(
                 best.candidate, best.speedup, math.floor(100 * best.confidence),
             )  # fmt: skip
         if not possible:
-            raise NothingRanError(f"every one of the candidates {list(candidates)} ran out of memory")
+            raise NothingRanError(f"all candidates {list(candidates)} ran out of memory")
         result = timings.evaluate(candidates, possible)
-        # A single timing could be a hiccup, so the best and its closest rivals are to have been seen twice.
+        # A single timing could be an outlier, so the best candidate and its closest rivals must be measured twice.
         if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= confidence):
             break
     return result
 
 
 class Timings:
-    """Times measured so far, and what they say.
+    """Times measured so far, and the estimates that they give.
 
     Args:
-        num_candidates: Candidates are numbered; neighbouring numbers are expected to be alike.
+        num_candidates: Number of candidates. Those with neighbouring numbers are expected to be similar.
     """
 
     def __init__(self, num_candidates: int) -> None:
@@ -129,11 +129,11 @@ class Timings:
         self._measured: list[tuple[int, int, float]] = []  # candidate, round, logarithm of seconds
 
     def add(self, index: int, round_: int, seconds: float) -> None:
-        """Candidate number ``index`` took ``seconds`` for the work of ``round_``."""
+        """Record that candidate number ``index`` took ``seconds`` for the work of ``round_``."""
         self._measured.append((index, round_, math.log(seconds)))
 
     def rivals(self, possible: Sequence[int]) -> list[int]:
-        """Those of ``possible`` that are worth another measurement, in ascending order."""
+        """Return the members of ``possible`` that are worth another measurement, in ascending order."""
         draws, _ = self._draw()
         chances = self._chances(draws[:, possible])
         order = sorted(range(len(possible)), key=lambda i: -chances[i])
@@ -141,11 +141,11 @@ class Timings:
         return sorted(possible[i] for i in chosen)
 
     def evaluate(self, candidates: Sequence[Candidate], possible: Sequence[int]) -> Exploration:
-        """The fastest of the candidates that have been measured, and how sure that is.
+        """Return the fastest of the candidates that have been measured, and how certain that is.
 
         Args:
-            candidates: What the numbers stand for.
-            possible: Numbers of the candidates to consider; those not measured yet are rivals all the same.
+            candidates: The candidates by number.
+            possible: Numbers of the candidates to consider; those not measured yet still count as rivals.
         """
         draws, noise = self._draw()
         runs = [sum(index == i for i, _, _ in self._measured) for index in range(self._num_candidates)]
@@ -170,17 +170,17 @@ class Timings:
 
     @staticmethod
     def _chances(draws: NDArray[np.float64]) -> NDArray[np.float64]:
-        """How often each column is the least."""
+        """Return the fraction of draws in which each column is the smallest."""
         return np.bincount(draws.argmin(axis=1), minlength=draws.shape[1]) / len(draws)
 
     def _draw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Draws from the posterior: logarithmic times [draws, candidates], and sizes of the noise [draws]."""
+        """Draw from the posterior: logarithmic times [draws, candidates], and sizes of the noise [draws]."""
         count = self._num_candidates
         rounds = sorted({round_ for _, round_, _ in self._measured})
         design = np.zeros((len(self._measured), count + len(rounds)))
         for row, (index, round_, _) in enumerate(self._measured):
             design[row, index] = design[row, count + rounds.index(round_)] = 1
-        # Centred, so that the nearly flat prior of the level is centred on it.
+        # Centred, so that the nearly flat prior of the level has its mean there.
         seconds = np.array([seconds for _, _, seconds in self._measured])
         seconds = seconds - seconds.mean()
 

@@ -1,4 +1,4 @@
-"""The time that a forward and backward takes, fitted to measurements."""
+"""Time of a forward and backward, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-# Of those older than that, less than 2 % would be left.
+# The weight of older measurements would be less than 2 %.
 _MEASUREMENTS_KEPT = 200
 
-# A forward that took this many times as long as it need have has waited for something else.
+# A forward that took this many times as long as necessary was waiting for something else.
 _OUTLIER = 4.0
 
 
 class ForwardCost:
-    """What a forward and backward takes: a fixed time, and a time for each padded token, fitted to what was measured.
+    """Time of a forward and backward: a fixed part and a part per padded token, fitted to measurements.
 
-    A least-squares line through (padded tokens, seconds), older measurements counting less. Measurements that paid for
-    something else, such as compiling, are left out: those that took several times as long as another one shows to be
-    possible, at no fewer tokens or at the same time for each of them.
+    The fit is a least-squares line through (padded tokens, seconds), in which older measurements count less.
+    Measurements that include something else, such as compiling, are left out: those that took several times as long as
+    another one shows to be possible, either for at least as many tokens or at the same time per token.
 
     Args:
-        decay: Weight that a measurement keeps with each new one.
-        warm_up: First measurements to pass over; they pay for what is set up once.
+        decay: Factor that each new measurement applies to the weight of the earlier ones.
+        warm_up: Number of initial measurements to skip, because they include one-time setup.
     """
 
     def __init__(self, decay: float = 0.98, warm_up: int = 3) -> None:
@@ -33,40 +33,40 @@ class ForwardCost:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_MEASUREMENTS_KEPT)  # (padded tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A micro-batch of ``tokens`` padded tokens took ``seconds``."""
+        """Record that a micro-batch of ``tokens`` padded tokens took ``seconds``."""
         if self._to_skip > 0:
             self._to_skip -= 1
             return
         self._recent.append((tokens, seconds))
 
     def line(self) -> tuple[float, float] | None:
-        """Seconds of a forward whatever its size, and seconds of a padded token; None while unknown."""
+        """Return the fixed seconds of a forward and the seconds per padded token, or None if not known yet."""
         if len(self._recent) < 2:
             return None
         tokens, seconds = np.array(self._recent, dtype=np.float64).T
         weights = self._decay ** np.arange(len(tokens) - 1, -1, -1)
-        # The time of each measurement as every other one bounds it: [measurement, other]
+        # Upper bounds on the time of each measurement, one from every other: [measurement, other]
         bounds = seconds[None, :] * np.maximum(tokens[:, None] / np.maximum(tokens[None, :], 1), 1)
         usual = seconds <= _OUTLIER * bounds.min(axis=1)
         weights, tokens, seconds = weights[usual], tokens[usual], seconds[usual]
         mean_tokens, mean_seconds = np.average(tokens, weights=weights), np.average(seconds, weights=weights)
         spread = np.average((tokens - mean_tokens) ** 2, weights=weights)
-        if len(tokens) < 2 or spread <= 1e-6 * mean_tokens**2:  # all of one size: no slope to be seen
+        if len(tokens) < 2 or spread <= 1e-6 * mean_tokens**2:  # all of one size: the slope cannot be fitted
             return None
         covariance = np.average((tokens - mean_tokens) * (seconds - mean_seconds), weights=weights)
         per_token = float(covariance / spread)
         return (max(float(mean_seconds - per_token * mean_tokens), 0.0), per_token) if per_token > 0 else None
 
     def in_tokens(self, default: float) -> float:
-        """The fixed time of a forward, in the number of tokens that take as long; ``default`` while unknown."""
+        """Return the fixed time of a forward as the number of tokens that take as long; ``default`` if not known."""
         line = self.line()
         return default if line is None else line[0] / line[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold."""
+        """Return the state for a checkpoint."""
         return {"to_skip": self._to_skip, "recent": [list(measurement) for measurement in self._recent]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Load a state returned by :meth:`state_dict`."""
         self._to_skip = state["to_skip"]
         self._recent.extend((tokens, seconds) for tokens, seconds in state["recent"])

@@ -1,4 +1,4 @@
-"""The size of a micro-batch that running out of memory has taught not to exceed."""
+"""Limit on the size of a micro-batch, learned from running out of memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ log = logging.getLogger(__name__)
 
 
 class TokenLimit:
-    """The most padded tokens of a micro-batch, as running out of memory has taught it.
+    """Limit on the padded tokens of a micro-batch, learned from running out of memory.
 
-    There is none until a micro-batch runs out of memory. Each time one does, it falls to half of that one. After a
-    number of steps without, it doubles, but never to what has failed twice; once beyond what failed, it is lifted. With
-    each failure after the first it stays down for twice as many steps, so that a run of any length has few of them.
+    There is no limit until a micro-batch runs out of memory. Each time one does, the limit falls to half of that
+    micro-batch. After a number of clean steps the limit doubles, but never to a size that has failed twice; once beyond
+    what failed, it is lifted. Each failure after the first doubles the number of clean steps required, so that a run of
+    any length has few failures.
 
     Args:
-        steps_to_recover: Clean steps after which it is raised for the first time.
+        steps_to_recover: Clean steps after which the limit is raised for the first time.
     """
 
     def __init__(self, steps_to_recover: int = 50) -> None:
@@ -28,7 +29,7 @@ class TokenLimit:
         self._failed: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to hold."""
+        """Return the state for a checkpoint."""
         return {
             "max_tokens": self.max_tokens,
             "num_recoveries": self.num_recoveries,
@@ -38,18 +39,20 @@ class TokenLimit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Load a state returned by :meth:`state_dict`."""
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
 
     def keep(self) -> None:
-        """A micro-batch ran out of memory, and is to run again as it was."""
+        """Record that a micro-batch ran out of memory and will run again unchanged."""
         self.num_recoveries += 1
 
     def shrink(self, tokens: int, *, fitted_before: bool = False) -> None:
-        """A micro-batch of ``tokens`` padded tokens ran out of memory: take half, or where as many have fitted before,
-        an eighth less."""
+        """Lower the limit after a micro-batch of ``tokens`` padded tokens ran out of memory.
+
+        The limit becomes half of ``tokens``, or an eighth less than ``tokens`` if as many have fitted before.
+        """
         self.num_recoveries += 1
         if fitted_before:
             self.lower(tokens)
@@ -57,7 +60,7 @@ class TokenLimit:
             self._fall_to(tokens // 2, tokens)
 
     def lower(self, tokens: int) -> None:
-        """Micro-batches of ``tokens`` padded tokens have fitted just so, at the price of time; take an eighth less."""
+        """Lower the limit to an eighth less than ``tokens`` padded tokens, which fitted only at the price of time."""
         self._fall_to(tokens - max(tokens // 8, 1), tokens)
 
     def _fall_to(self, max_tokens: int, failed: int) -> None:
@@ -68,7 +71,7 @@ class TokenLimit:
         self.max_tokens = max(max_tokens, 1)
 
     def note_clean_step(self) -> None:
-        """An optimizer step ended without running out of memory."""
+        """Record that an optimizer step ended without running out of memory."""
         if self.max_tokens is None:
             return
         self._clean_steps += 1
@@ -78,10 +81,10 @@ class TokenLimit:
         wanted = 2 * self.max_tokens
         if len(self._failed) > 1:
             wanted = min(wanted, sorted(self._failed)[1] - 1)
-        elif self.max_tokens >= max(self._failed, default=0):  # what failed had its second chance
-            log.info("micro-batches may take any number of padded tokens again, from %d", self.max_tokens)
+        elif self.max_tokens >= max(self._failed, default=0):  # the size that failed has had its second chance
+            log.info("limit on padded tokens per micro-batch lifted, was %d", self.max_tokens)
             self.max_tokens = None
             return
         if wanted > self.max_tokens:
-            log.info("micro-batches may take %d padded tokens again, from %d", wanted, self.max_tokens)
+            log.info("limit on padded tokens per micro-batch raised to %d, was %d", wanted, self.max_tokens)
             self.max_tokens = wanted

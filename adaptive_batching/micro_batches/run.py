@@ -1,4 +1,4 @@
-"""Run micro-batches so that all ranks come to know when one of them has run out of memory."""
+"""Run micro-batches so that all ranks learn when one of them has run out of memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 class CannotRecoverError(RuntimeError):
-    """Memory ran out on a rank that does not know what its peers wait for. The message says what would help."""
+    """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies."""
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What came of a sequence of micro-batches."""
+    """Outcome of a sequence of micro-batches."""
 
     results: list[T]
-    """Of those that ran on this rank."""
+    """Results of the micro-batches that ran on this rank."""
 
     failed: bool
-    """Whether a rank ran out of memory; it is the same on all of them."""
+    """True if any rank ran out of memory; the same on all ranks."""
 
     retried: bool = False
-    """Whether an allocator had to free its cache to find room; it is the same on all ranks."""
+    """True if an allocator had to empty its cache to find room; the same on all ranks."""
 
     failed_here: int | None = None
-    """Number of the micro-batch that ran out of memory on this rank, from 0."""
+    """Number of the micro-batch that ran out of memory on this rank, from 0; None if none did."""
 
     error: Exception | None = None
-    """What it raised, without tracebacks, which would hold its tensors."""
+    """Error of that micro-batch, without tracebacks, which would keep its tensors alive."""
 
 
 def run_micro_batches(
@@ -44,25 +44,25 @@ def run_micro_batches(
     discard: Callable[[], None],
     count_retries: Callable[[], int] = lambda: 0,
 ) -> Outcome[T]:
-    """Run forward and backward of each, and stop where memory runs out.
+    """Run forward and backward of each micro-batch, and stop if memory runs out.
 
-    Where a model is sharded, a rank that runs out of memory issues the collectives that its peers wait for, so that
+    If the model is sharded, a rank that runs out of memory issues the collectives that its peers wait for, so that
     all ranks come to the end. All ranks run the same number of micro-batches.
 
     Args:
-        micro_batches: Each a function that runs forward and backward.
+        micro_batches: Functions that each run one forward and backward.
         ranks: The ranks of the run.
-        collectives: Those of a sharded model; None: there is none, or none can be issued for the other ranks, so that
-            they do not come to the end and the one that failed has to end the run.
-        discard: Drops gradients and whatever else a step that broke off leaves behind, and really releases its memory.
-            Where a rank has failed it is called on all of them in the end, and on that rank before it issues anything
-            more.
-        count_retries: How often the allocator of this rank has had to free its cache.
+        collectives: Collectives of a sharded model. None if there are none, or if they cannot be issued for the other
+            ranks. These then do not come to the end, and the rank that failed has to end the run.
+        discard: Drops gradients and anything else that an aborted step leaves behind, and really releases its memory.
+            After a failure it is called on all ranks at the end, and on the rank that failed also before that rank
+            issues any more collectives.
+        count_retries: Returns how often this rank's allocator has had to empty its cache.
 
     Raises:
-        CannotRecoverError: If memory runs out in a micro-batch whose collectives are not those that were recorded, or
-            again where only these are issued.
-        Exception: Whatever a micro-batch raises, but for out-of-memory errors, which are returned.
+        CannotRecoverError: If memory runs out in a micro-batch whose collectives differ from the recorded ones, or
+            again while only collectives are issued.
+        Exception: Any other error of a micro-batch. Out-of-memory errors are returned instead.
     """
     results: list[T] = []
     retries_before = count_retries()
@@ -96,8 +96,8 @@ def run_micro_batches(
         worst = int(ranks.largest(worst))
         if worst == 2:
             collectives.reset()
-            # On the rank that failed, too: layers that it had gathered have only now their own parameters again, with
-            # the gradients of earlier micro-batches.
+            # Also on the rank that failed: only now do the layers that it had gathered have their own parameters back,
+            # with the gradients of earlier micro-batches.
             discard()
     return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)
 
@@ -112,7 +112,7 @@ def _drain(collectives: MicroBatchCollectives, num_micro_batches: int) -> None:
         failure = error
     if failure is not None:
         raise CannotRecoverError(
-            "memory ran out, and again in telling the other ranks, although this one had given its own back: another "
+            "memory ran out, and again while telling the other ranks, although this one had released its own: another "
             "process has taken it, or there is too little for the smallest batch. Free the device, or set a smaller "
             "batch_size"
         ) from failure

@@ -26,7 +26,7 @@ ALONE = Ranks(alone=True)
 
 
 class DoesNotFitError(RuntimeError):
-    """Training does not fit in memory, from the start or at some step. The message says what would help."""
+    """Raised if training does not fit in memory, from the start or at a later step. The message lists remedies."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +35,24 @@ class Remedy:
 
     setting: str
     step: TrainingStep | None = None
-    """The training step with that setting, to be traced; None where a trace cannot tell."""
+    """The training step with that setting, for tracing; None if a trace cannot predict the effect."""
     change: Callable[[nn.Module], None] | None = None
     """Applied to the traced copy of the step's model."""
     saves_bytes: int = 0
-    """Known saving that the trace does not show."""
+    """Known saving in bytes that the trace does not show."""
 
 
 class _Measuring:
-    """Trial steps on all ranks, and what they may take.
+    """Run trial steps on all ranks and combine their measurements.
 
-    Ranks reason about the same numbers: those of the rank that has least memory left. Its budget is everyone's, and a
-    rank that has more leaves as much out of its peaks.
+    All ranks use the numbers of the rank with the least memory left. Its budget applies to every rank, and a rank with
+    a larger budget subtracts the difference from its peaks.
 
     Args:
         trial: Runs the steps on this rank.
-        config: ``memory_limit`` and ``headroom`` are used.
-        meter: The memory of this rank's device.
-        ranks: All of them.
+        config: Provides ``memory_limit`` and ``headroom``.
+        meter: Memory meter of this rank's device.
+        ranks: All ranks of the run.
     """
 
     def __init__(self, trial: Trial, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks) -> None:
@@ -68,10 +68,10 @@ class _Measuring:
         self.spare_bytes = self._trial.budget_bytes - self.budget_bytes
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run a step at ``batch_size``, after the memory of the last one has been given back."""
+        """Run a step at ``batch_size`` after releasing the memory of the previous step."""
         measured = self._trial.measure(batch_size)
         if self._is_first:
-            # The first step has loaded libraries and made handles and communicators, which nothing gives back.
+            # The first step loads libraries and creates handles and communicators, which keep their memory.
             self._is_first = False
             self._trial.budget_bytes = min(self._trial.budget_bytes, memory_budget(self._config, self._meter))
             self._share()
@@ -80,7 +80,7 @@ class _Measuring:
         return self._agreed(measured)
 
     def measure_again(self, batch_size: int) -> Measurement:
-        """Run another step at the size that ran last."""
+        """Run another step at the same size as the previous one."""
         return self._agreed(self._trial.measure_again(batch_size))
 
     def _agreed(self, here: Measurement) -> Measurement:
@@ -97,7 +97,10 @@ class _Measuring:
 
 
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
-    """Peak memory in bytes that training may take: what is in use now and what is free, within limit and headroom."""
+    """Return the peak memory in bytes that training may take: memory in use plus free memory, within the limits.
+
+    ``memory_limit`` caps it; without one, ``headroom`` is subtracted.
+    """
     headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
     return max(_memory_available(config, meter) - headroom, 0)
 
@@ -120,26 +123,26 @@ def find_maximum_batch_size(
     remedies: Callable[[], Sequence[Remedy]] = tuple,
     scratch: Path | None = None,
 ) -> ProbeResult:
-    """Find the largest batch size whose full training step fits, and leave no trace of having looked.
+    """Find the largest batch size whose full training step fits, and restore all state afterwards.
 
-    The answer has run twice in a row within the limit, and without the device's allocator emptying its cache.
+    The returned size has run twice in a row within the limit, without the device's allocator emptying its cache.
 
     Args:
         step: The training step, with worst-case samples.
-        config: ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom`` are used.
-        meter: The device's memory.
-        upper: No size above it is tried, such as what the data can fill; at least 1.
-        upper_reason: What :attr:`ProbeResult.reason` says where ``upper`` is the answer.
-        include: A size to consider although it is no power of two.
-        coarse: An answer up to an eighth below the maximum will do. Where a prediction shows that the next candidate
-            does not fit, that saves the step that would prove it, and its out-of-memory error.
-        ranks: The ranks that run the step together, each on a device of its own; they get the same answer, which fits
-            on all of them.
-        remedies: Called if a batch of one does not fit: what to suggest.
-        scratch: A folder for what is put aside meanwhile, should that for temporary files have no room.
+        config: Provides ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom``.
+        meter: Memory meter of the device.
+        upper: Largest size to try, such as the most that the data can fill; at least 1.
+        upper_reason: Value of :attr:`ProbeResult.reason` if ``upper`` is the answer.
+        include: A size to consider although it is not a power of two.
+        coarse: Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does
+            not fit, this saves the step that would prove it, and its out-of-memory error.
+        ranks: Ranks that run the step together, each on its own device. All get the same answer, which fits on every
+            one of them.
+        remedies: Called if a batch of one does not fit; returns the changes to suggest.
+        scratch: Folder for saved weights and states if the one for temporary files has no room.
 
     Raises:
-        ConfigError: If there is no room to put weights and optimizer states aside.
+        ConfigError: If there is no room to save weights and optimizer states.
         DoesNotFitError: If a batch of one sample does not fit.
     """
     start = time.perf_counter()
@@ -149,7 +152,7 @@ def find_maximum_batch_size(
         upper,
         powers_of_two=config.round_to_power_of_two,
         include=include,
-        coarse=coarse and config.search == "predict",  # the others walk through a list one by one
+        coarse=coarse and config.search == "predict",  # the other searches walk through a list one by one
     )
     log.info(
         "probing for the largest batch size up to %d in %.0f MiB (%.0f MiB in use)",
@@ -157,17 +160,17 @@ def find_maximum_batch_size(
     )  # fmt: skip
     advice = allocator_advice(meter.device)
     if advice is not None:
-        log.info("more would fit with less lost between blocks of memory: set the environment variable %s", advice)
+        log.info("more would fit with less memory fragmentation: set the environment variable %s", advice)
     curve: PeakMemoryCurve | None = None
-    level = 0.0  # bytes that the device shows beyond what the trace sees
+    level = 0.0  # bytes in use on the device that the trace does not see
     sizes: SizesRun | None = None
     try:
-        # Where failing is not safe, a step that takes a little more than it may is measured, and not stopped.
+        # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
         stopped_at = None if meter.fails_safely else _memory_available(config, meter)
         with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
-            if ranks.all(True):  # each rank says so, here or below
+            if ranks.all(True):  # a rank that failed on entry takes part below, with False
                 steps = _Measuring(trial, config, meter, ranks)
-                # Ranks search alike, though a limit of one of them makes only that one predictable.
+                # All ranks must search alike, although a limit on one process makes only that rank predictable.
                 avoids = ranks.any(not meter.fails_safely)
                 trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
                 starved: Exception | None = None
@@ -177,10 +180,10 @@ def find_maximum_batch_size(
                     if not is_out_of_memory(error):
                         raise
                     starved = error
-                if ranks.any(starved is not None):  # a real step takes more than its trace
+                if ranks.any(starved is not None):  # a real step takes more memory than its trace
                     curve = None
                     raise starved or MemoryError("on another rank")
-                # One curve for all: shards are uneven, and ranks would go on to run different sizes.
+                # All ranks use one curve: shards are uneven, so separate curves would lead to different sizes.
                 curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
                 if curve is not None:
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
@@ -197,7 +200,7 @@ def find_maximum_batch_size(
         if sizes is not None or not is_out_of_memory(error):
             raise
         ranks.all(False)
-    if sizes is None or sizes.found is None:  # not even the optimizer states, or not even one sample
+    if sizes is None or sizes.found is None:  # the optimizer states, or a single sample, do not fit
         limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
         try:
             known = (curve, level) if curve is not None else (_trace(step), _unknown_to_trace(step, meter))
@@ -205,7 +208,7 @@ def find_maximum_batch_size(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            message = f"a batch of one sample does not fit in {_size(limit)}, and there is too little to say what would"
+            message = f"a batch of one sample does not fit in {_size(limit)}, and too little is left to say what would"
         raise DoesNotFitError(message)
 
     batch_size = sizes.found
@@ -233,7 +236,7 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCu
         return trace_peak_memory(step)
     except TraceError as error:
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
-            raise error.__cause__ from None  # a real step takes more
+            raise error.__cause__ from None  # a real step takes more memory
         log.warning("the training step cannot be traced (%s); searching by measured steps alone", error)
         return None
 
@@ -243,7 +246,7 @@ def _is_single_precision(model: nn.Module) -> bool:
 
 
 def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]]:
-    """A few points of the curve around the sizes that were run, through the largest one that fitted."""
+    """Return points of the curve around the sizes that ran, calibrated by the largest one that fitted."""
     known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
     largest = max(known, key=lambda m: m.batch_size)
     assert largest.peak_bytes is not None
@@ -257,7 +260,7 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]
 
 
 def _unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
-    """Return the bytes in use that a trace does not see: libraries on the cpu, nothing on an accelerator."""
+    """Return the bytes in use that a trace does not see: libraries on the CPU, nothing on an accelerator."""
     states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
     known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
     return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
@@ -272,11 +275,11 @@ def _explain(
     curve: PeakMemoryCurve | None,
     level: float,
 ) -> str:
-    """Why a batch of one does not fit, and what would, corrected by what has been measured of it.
+    """Return why a batch of one does not fit and what would help, with predictions corrected by measurements.
 
     Args:
-        curve: The predicted peaks; None where no trace was possible.
-        level: Bytes that the device shows beyond these.
+        curve: The predicted peaks; None if no trace was possible.
+        level: Bytes in use on the device in addition to the predicted ones.
     """
     message = f"a batch of one sample does not fit in {_size(budget)}"
     measured = next((m for m in measurements if m.batch_size == 1), None)
@@ -287,8 +290,8 @@ def _explain(
     elif curve is not None and predicted > budget:
         message += f": it needs about {_size(predicted)}, {_size(predicted - budget)} more"
     elif curve is not None:
-        # Measured or not, it is more than that: the prediction is too low by what is missing, or more.
-        message += f": it ran out of memory, though only about {_size(predicted)} were predicted"
+        # The step needs more than the budget, so the prediction is too low by at least the difference.
+        message += f": it ran out of memory, though only about {_size(predicted)} was predicted"
         level += budget - predicted
     if any(module._compiled_call_impl is not None for module in step.model.modules()):
         message += " (predicted without compile=True, which usually takes less)"

@@ -1,4 +1,4 @@
-"""The result of a probe: plain values, kept beside the run's output and used again where nothing has changed."""
+"""The result of a probe: plain values, stored with the run's output and reused until a relevant setting changes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class ProbeResult:
 
     batch_size: int
     reason: str
-    """What bounds it: memory, or the bound that :func:`find_maximum_batch_size` was given."""
+    """The binding constraint: memory, or the upper bound given to :func:`find_maximum_batch_size`."""
     budget_bytes: int
     total_bytes: int
     search: str
     seconds: float
     measurements: list[Measurement]
-    """Every size that was run, in order."""
+    """Every size that ran, in order."""
     predicted: list[tuple[int, int]] = field(default_factory=list)
-    """(batch size, predicted peak bytes), calibrated; empty where no trace was possible."""
+    """(batch size, predicted peak bytes), calibrated; empty if no trace was possible."""
     shorter: list[tuple[int, int, int]] = field(default_factory=list)
-    """(tokens, batch size, measured peak bytes) at shorter samples, where more tokens fit."""
+    """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
 
     @property
     def peak_bytes(self) -> int:
@@ -41,7 +41,7 @@ class ProbeResult:
 
     @property
     def num_steps(self) -> int:
-        """Training steps that ran, or began to."""
+        """Number of training steps that ran or started."""
         return sum(m.steps for m in self.measurements)
 
     @property
@@ -53,10 +53,10 @@ class ProbeResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ProbeResult:
-        """The inverse of :meth:`to_dict`.
+        """Rebuild a result from :meth:`to_dict`.
 
         Raises:
-            TypeError, KeyError: If ``values`` is no stored result.
+            TypeError, KeyError: If ``values`` is not a stored result.
         """
         measurements = [Measurement(**m) for m in values["measurements"]]
         predicted = [(int(b), int(peak)) for b, peak in values["predicted"]]
@@ -65,7 +65,10 @@ class ProbeResult:
 
 
 def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
-    """The result stored at ``path``, if it was found under the same ``key``; else None, with the reason logged."""
+    """Return the result stored at ``path`` under the same ``key``, or None.
+
+    The reason for ignoring a stored result is logged.
+    """
     if not path.exists():
         return None
     try:
@@ -74,7 +77,7 @@ def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("probe result %s cannot be read (%s); probing again", path, error)
         return None
-    key = json.loads(json.dumps(key))  # tuples and the like as JSON keeps them
+    key = json.loads(json.dumps(key))  # convert tuples and the like as JSON does
     changed = sorted(k for k in {*key, *stored_key} if key.get(k, ...) != stored_key.get(k, ...))
     if changed:
         shown = ", ".join(f"{k}: {stored_key.get(k)!r} -> {key.get(k)!r}" for k in changed[:3])
@@ -85,7 +88,7 @@ def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
 
 
 def store_result(path: Path, key: dict[str, Any], result: ProbeResult) -> None:
-    """Write ``result`` to ``path``, whole or not at all; where that is not possible, with a warning."""
+    """Write ``result`` to ``path`` atomically; log a warning if that fails."""
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

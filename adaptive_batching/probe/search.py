@@ -1,9 +1,9 @@
-"""Searches for the largest batch size that fits: pure decisions over a measured trial.
+"""Searches for the largest batch size that fits: pure decisions over measured trial steps, independent of torch.
 
-A search knows no torch. It gets ``measure``, which runs one real training step at a batch size and says what it
-took, and returns the largest candidate that was run and fitted. Two rules hold for each of them: a size that did not
-run is never returned, and no size is tried again once it is known to fit or not. The answer has run twice in a row: a
-step after another finds memory as training leaves it, not as the probe does.
+A search runs real training steps through :class:`~adaptive_batching.probe.sizes.SizesRun`, which records what each
+took, until the largest candidate that fits is known. All searches obey two rules: a size that did not run is never
+returned, and no size is tried again once it is known to fit or not. The answer runs twice in a row, because the second
+step finds memory as training leaves it, not as the probe does.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Callable, Sequence
 
 from adaptive_batching.probe.sizes import SizesRun
 
-# A calibrated prediction was seen to be right within 1 % on CPU. Where it says that the next candidate is this far
-# above the budget, running it could only cost an out-of-memory error.
+# On CPU, calibrated predictions were right within 1 %. If one puts the next candidate this far above the budget,
+# running that candidate could only cost an out-of-memory error.
 CERTAIN_EXCESS = 1.05
-# A step is predicted to fit "by far" if it stays below this share of the budget: it then needs no calibration first.
+# A step predicted to stay below this share of the budget fits by far, so it runs without calibration first.
 CERTAIN_FIT = 0.8
-# Without a prediction a measured slope is trusted for this much growth at once: floors make peak memory convex in b.
+# Without a prediction, a measured slope is extrapolated by at most this factor: floors make peak memory convex in b.
 MAX_EXTRAPOLATION = 4
-# Where a guess from a single measurement failed, the next one is to reach this share of the budget, and after more
-# failures less and less: near enough to show how the device's memory really rises, far enough to fit.
+# After a failed guess from a single measurement, the next one aims for this share of the budget, and less after each
+# further failure: near enough to the limit to show how the device's memory really rises, far enough below it to fit.
 CAUTIOUS_SHARE = 0.94
-# Where a step takes more than it has in use, and now more, now less, an answer is sought in this share of the room that
-# the smallest measured step leaves: with glibc's malloc, peaks of equal steps were seen to differ by a fifth of it.
+# If a step takes more than it has in use, by a varying amount, aim for this share of the room that the smallest
+# measured step leaves: with glibc's malloc, peaks of equal steps were seen to differ by a fifth of it.
 SHARE_OF_ROOM = 0.8
-# ... and one at most this much larger than what has run is not worth another step.
+# ... and do not spend a step on a size at most this many times as large as one that has run.
 NEAR_ENOUGH = 1.125
-# After this many measurements that contradict the curve, it is given up for plain bisection.
+# Tolerate this many measurements that contradict the curve before falling back to plain bisection.
 MAX_MISSES = 3
 
 
@@ -36,7 +36,7 @@ PredictPeak = Callable[[int], float]
 
 
 def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
-    """Double until it fails; keep the last size that fitted. A sparse list of candidates is walked as it is."""
+    """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
     every = isinstance(sizes.candidates, list)
     for index in range(len(sizes.candidates)) if every else _powers(sizes.candidates):
         if sizes.low < index < sizes.high and not sizes.run(index):
@@ -50,17 +50,18 @@ def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> N
 
 
 def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
-    """Jump to the size that the predicted memory curve allows, and correct the curve by what was measured.
+    """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
 
-    The curve comes from two traces of the training step (:mod:`adaptive_batching.probe.trace`); its shape is exact and
-    its level is off by a constant, so the first real step, at a small size, calibrates it. Where a measured step
-    contradicts it, the next guess uses the corrected curve, and repeated contradiction ends in bisection: a lying
-    curve costs steps, never a wrong answer. Without a curve, guesses follow the secant through the two largest sizes
-    that fitted.
+    The curve comes from two traces of the training step (:mod:`adaptive_batching.probe.trace`). Its shape is exact and
+    its level is off by a constant, so the first real step, at a small size, calibrates it. If a measured step
+    contradicts the curve, the next guess uses the corrected one; repeated contradictions end in bisection. A wrong
+    curve costs steps, but never gives a wrong answer. Without a curve, guesses follow the secant through the two
+    largest sizes that fitted.
 
     Args:
         sizes: Candidates, measurements and budget; narrowed in place.
-        predict_peak: Peak memory in bytes at a batch size, not decreasing in it; None where no trace was possible.
+        predict_peak: Returns the peak memory in bytes at a batch size, and never decreases with it; None if no trace
+            was possible.
     """
     curve = _Curve(sizes, predict_peak)
     if not sizes.measurements:
@@ -72,17 +73,17 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
     while sizes.open:
         guess = curve.goal()
         if guess <= sizes.low:
-            # The curve says that the answer is found. The answer runs twice; best now, as it has just run.
+            # By the curve, this is the answer. Confirm it now, while it is the size that has just run.
             if sizes.found is not None and not sizes.confirm():
                 misses += 1
                 continue
-            # Prove it on the next candidate, unless that is beyond doubt.
+            # Prove it by running the next candidate, unless that one certainly does not fit.
             if (sizes.avoids_failures and sizes.found is not None) or curve.surely_exceeds(sizes.low + 1):
                 return
             misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
             back = sizes.high - 2 ** max(misses - 1, 0)
-            if curve.num_points == 0:  # not even the size that was to set the curve's level fitted
+            if curve.num_points == 0:  # even the calibrating size did not fit
                 back = (sizes.low + sizes.high) // 2
             elif curve.num_points == 1:
                 back = min(back, curve.largest_that_fits(CAUTIOUS_SHARE ** (misses * misses)))
@@ -94,7 +95,7 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
 
 
 def _powers(candidates: Sequence[int]) -> list[int]:
-    """Indices of the powers of two among the consecutive sizes 1, 2, 3, ..."""
+    """Return the indices of the powers of two among the consecutive sizes 1, 2, 3, ..."""
     assert candidates[0] == 1, candidates[0]
     return [2**k - 1 for k in range(candidates[-1].bit_length())]
 
@@ -112,7 +113,7 @@ SEARCHES: dict[str, Callable[[SizesRun, PredictPeak | None], None]] = {
 
 
 class _Curve:
-    """The memory curve as far as it is known: predicted, corrected by measurements, or measured alone."""
+    """The memory curve as far as it is known: predicted, corrected by measurements, or only measured."""
 
     def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None) -> None:
         self._sizes = sizes
@@ -124,24 +125,26 @@ class _Curve:
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of the two largest sizes that fitted and were measured, ascending."""
+        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending."""
         known = {m.batch_size: m.peak_bytes for m in self._sizes.measurements if m.peak_bytes is not None and m.fits}
         return sorted(known.items())[-2:]
 
     @property
     def _overhead(self) -> float:
-        """Bytes that count against the limit for each byte in use, as last measured."""
+        """Bytes that count against the limit per byte in use, as last measured."""
         return next((m.overhead for m in reversed(self._sizes.measurements) if m.fits), 1.0)
 
     @property
     def num_points(self) -> int:
-        """Measurements that the curve goes through, at most two: one sets its level, a second shows how it rises."""
+        """Number of measurements that the curve passes through, at most two: one sets its level, a second its slope."""
         return len(self._closest)
 
     @property
     def _closest(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of two sizes to draw the curve through, ascending: on both sides of the budget, if
-        one beyond it could be measured, as where nothing enforces the limit."""
+        """(batch size, peak bytes) of up to two sizes that the curve passes through, ascending.
+
+        They lie on both sides of the budget if a size above it could be measured, as when nothing enforces the limit.
+        """
         beyond = self._sizes.candidates[self._sizes.high] if self._sizes.high < len(self._sizes.candidates) else None
         over = [
             (m.batch_size, m.peak_bytes)
@@ -151,7 +154,7 @@ class _Curve:
         return [*self._measured[-1:], *over] if over else self._measured
 
     def goal(self) -> int:
-        """Index of the candidate to run next, if it lies within the bracket."""
+        """Return the index of the candidate to run next; the search checks whether it lies within the bracket."""
         if self._sizes.trusts_prediction:
             return self.largest_that_fits()
         smallest = min((m.peak_bytes for m in self._sizes.measurements if m.peak_bytes and m.fits), default=0)
@@ -161,7 +164,7 @@ class _Curve:
         return low if is_near and self.num_points > 1 else goal
 
     def within_reach(self, index: int) -> int:
-        """``index``, or that of half the size where it rests on one measurement that is not to be trusted so far."""
+        """Return ``index``, or that of half the size while fewer than two measurements back an untrusted prediction."""
         sizes = self._sizes
         if sizes.trusts_prediction or self._predict is None or len(self._measured) > 1:
             return index
@@ -169,12 +172,15 @@ class _Curve:
         return min(max(half, sizes.low + 1), index)
 
     def exceeds(self, index: int) -> bool:
-        """True if a candidate is predicted not to fit."""
+        """Return True if a candidate is predicted not to fit."""
         return self._predict is not None and self._peak(index, self._measured) > self._budget
 
     def surely_exceeds(self, index: int) -> bool:
-        """Whether a candidate need not be run: the prediction, calibrated by one measurement, was right about another,
-        and puts this one far above the budget."""
+        """Return True if a candidate certainly does not fit and need not run.
+
+        The prediction, calibrated by one measurement, must have been right about another one, and must put this
+        candidate far above the budget.
+        """
         if self._predict is None or len(self._measured) < 2:
             return False
         (b0, peak0), (b1, peak1) = self._measured
@@ -184,10 +190,10 @@ class _Curve:
         return self._peak(index, self._measured) > CERTAIN_EXCESS * self._budget
 
     def first(self) -> int:
-        """Index of the size to run first: the last one if that surely fits, else one to calibrate the curve with.
+        """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
 
-        That is the smallest at which the curve already rises as it does at the expected maximum. Below it the peak is
-        another one, such as the optimizer's, and says nothing about the level of the one that matters.
+        The size for calibration is the smallest at which the curve already rises as it does at the expected maximum.
+        Below it the peak is a different one, such as the optimizer's, and says nothing about the level that matters.
         """
         candidates, predict = self._sizes.candidates, self._predict
         if predict is None:
@@ -205,7 +211,7 @@ class _Curve:
         return min(bisect_left(candidates, on_slope), self.within_reach(expected))
 
     def _peak(self, index: int, measured: list[tuple[int, int]]) -> float:
-        """Expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""
+        """Return the expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""
         assert self._predict is not None
         size = self._sizes.candidates[index]
         expected = self._predict(size)
@@ -220,14 +226,16 @@ class _Curve:
         return peak1 + rise * (expected - self._predict(b1))
 
     def largest_that_fits(self, share: float = 1.0) -> int:
-        """Index of the largest candidate expected to fit in ``share`` of the budget; may lie at or beyond either end of
-        the bracket."""
+        """Return the index of the largest candidate expected to fit in ``share`` of the budget.
+
+        The index may lie at or beyond either end of the bracket.
+        """
         candidates = self._sizes.candidates
         if self._predict is None:
             return self._secant()
         points = self._closest
 
-        def peak(index: int) -> float:  # rises with the index, so that bisection on it is exact
+        def peak(index: int) -> float:  # rises with the index, so bisection is exact
             return self._peak(index, points)
 
         return bisect_right(range(len(candidates)), share * self._budget, key=peak) - 1

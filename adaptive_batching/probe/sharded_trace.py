@@ -1,8 +1,8 @@
-"""What FSDP2 does to memory, acted out on a copy of the model that is not sharded, so that a trace can see it.
+"""Simulate the memory use of FSDP2 on an unsharded copy of the model, so that a trace can see it.
 
 A rank keeps its shards of parameters, gradients and optimizer states. While a unit (a module that ``fully_shard`` was
-applied to) runs, forward or backward, its parameters are gathered; when its gradients are complete, they are copied to
-the reduce-scatter's input and become shards. The copy has whole parameters that are not counted; in their place hooks
+applied to) runs forward or backward, its parameters are gathered. When its gradients are complete, they are copied to
+the input of the reduce-scatter and become shards. The copy has whole parameters, which are not counted; instead, hooks
 allocate and free what FSDP would.
 """
 
@@ -26,15 +26,15 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class ShardedCopy:
-    """Fake copies of a sharded model and of its optimizers, all on the cpu.
+    """Fake copies of a sharded model and its optimizers, all on the CPU.
 
     Args:
         model: The root FSDP module.
         optimizers: Its optimizers; their copies step the shards.
-        fake: The mode that the copies belong to.
+        fake: The fake tensor mode of the copies.
 
     Raises:
-        NotImplementedError: If a parameter is of a type that cannot be copied whole, such as a quantized one.
+        NotImplementedError: If a parameter has a type that cannot be copied whole, such as a quantized one.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode) -> None:
@@ -59,7 +59,7 @@ class ShardedCopy:
         of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
         modules = dict(self.model.named_modules())
         managed: set[int] = set()
-        for name in reversed(names):  # a unit has what no unit within it has
+        for name in reversed(names):  # a unit manages the parameters that no nested unit does
             parameters = [p for p in modules[name].parameters() if id(p) not in managed]
             managed.update(map(id, parameters))
             if parameters:
@@ -78,7 +78,7 @@ class ShardedCopy:
 
 
 class _Unit:
-    """Acts out gathering and reducing for one module.
+    """Simulates gathering and reducing for one module.
 
     Args:
         module: A module of the copy.
@@ -107,7 +107,7 @@ class _Unit:
         self._gather()
         for value in tree_iter((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-                # its gradient is the unit's last
+                # the gradient of an input is the last one that the unit computes
                 value.register_hook(lambda gradient: self._release())  # type: ignore[no-untyped-call]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -140,7 +140,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) -> nn.Module:
-    """A deep copy of ``model`` without FSDP's classes, states and hooks."""
+    """Return a deep copy of ``model`` without FSDP's classes, states and hooks."""
     states = {id(state): state for module in model.modules() if (state := _state(module)) is not None}
     gone = object()
     with _original_classes(model), FakeCopyMode(fake):
@@ -159,7 +159,7 @@ def _state(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def _original_classes(model: nn.Module) -> Iterator[None]:
-    """FSDP modules refuse to be copied; what they were before does not."""
+    """Give FSDP modules their original classes inside the context, because FSDP's classes refuse to be copied."""
     classes = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     for module, sharded_class in classes:
         module.__class__ = sharded_class.__mro__[2]  # [FSDP<Original>, FSDPModule, Original, ...]

@@ -1,4 +1,4 @@
-"""Sizes that a search may answer with, the measurements of those that ran, and what they prove."""
+"""Candidate sizes of a search, the measurements taken, and what they prove."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Measurement:
-    """Memory and time of real training steps at ``batch_size``, one or two in a row."""
+    """Memory and time of one or two consecutive training steps at ``batch_size``."""
 
     batch_size: int
     fits: bool
     peak_bytes: int | None = None
-    """Peak memory during the step, as the limit counts it; None where it ran out of memory."""
+    """Peak memory during the step, as the limit counts it; None if the step ran out of memory."""
     seconds: float = 0.0
     """Time of the first step."""
     overhead: float = 1.0
-    """Bytes that counted against the limit for each byte in use: above 1 with an allocator that keeps what it frees."""
+    """Bytes that counted against the limit per byte in use; above 1 with an allocator that keeps freed memory."""
     retries: int = 0
-    """Times that the allocator emptied its cache to find room. A size at which it must does not fit: each time it
-    waits for the device, in every step."""
+    """Times that the allocator emptied its cache to find room. A size that needs this does not fit, because every step
+    would have to wait for the device."""
     steps: int = 1
-    """Steps that ran, or began to."""
+    """Number of steps that ran or started."""
 
     def followed_by(self, second: Measurement) -> Measurement:
-        """Both steps as one measurement."""
+        """Return one measurement that covers both steps."""
         ran = self.peak_bytes is not None and second.peak_bytes is not None
         return replace(
             self,
@@ -41,18 +41,18 @@ Measure = Callable[[int], Measurement]
 
 
 class SizesRun:
-    """Every measurement of one search, and the bracket that they prove.
+    """All measurements of one search, and the bracket that they prove.
 
     Args:
         measure: Runs a step at a size, on memory that nothing has used before.
         candidates: Sizes to consider, ascending.
-        budget: Gives the peak memory that a step may take, in bytes; it may change with a measurement.
-        measure_again: Runs another step at the size that ran last, on what that one left in the allocator's cache;
-            None for a search whose answer need not run twice.
-        avoids_failures: What measurements and curve put above the budget is not run, not even to prove it: for a device
-            where an allocation that fails can end the process.
-        trusts_prediction: False where a step takes memory that no trace sees, as where kernels convert their inputs, or
-            what is freed is kept. Half of the size that the first measurement allows then runs before it.
+        budget: Returns the peak memory in bytes that a step may take; may change with a measurement.
+        measure_again: Runs another step at the size that ran last, on the allocator cache that it left; None for a
+            search whose answer need not run twice.
+        avoids_failures: True to never run a size that measurements and curve put above the budget, not even to prove
+            it. For a device where a failed allocation can end the process.
+        trusts_prediction: False if a step takes memory that no trace sees, because kernels convert their inputs or
+            freed memory is kept. Half of the size that the first measurement allows then runs before that size.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class SizesRun:
         self._budget = budget
         self.measurements: list[Measurement] = []
         self.low = -1
-        """Index of the largest candidate that fitted; -1: none yet."""
+        """Index of the largest candidate that fitted; -1 if none has yet."""
         self.high = len(candidates)
-        """Index of the smallest candidate that did not fit; one past the end: none yet."""
+        """Index of the smallest candidate that did not fit; one past the end if none has failed yet."""
 
     @property
     def budget_bytes(self) -> int:
-        """Peak memory that a step may take."""
+        """Peak memory in bytes that a step may take."""
         return self._budget()
 
     def run(self, index: int) -> bool:
-        """Run candidate number ``index``, which lies within the bracket, narrow the bracket, and say whether it fitted.
+        """Run candidate number ``index`` within the bracket, narrow the bracket, and return True if it fitted.
 
-        A candidate that is too large without doubt does not run where failures are to be avoided.
+        If failures are to be avoided, a candidate that is certainly too large does not run and counts as not fitting.
         """
         assert self.low < index < self.high, (self.low, index, self.high)
         size = self.candidates[index]
@@ -102,8 +102,10 @@ class SizesRun:
         return measurement.fits
 
     def _least_peak(self, size: int) -> float:
-        """Peak memory in bytes that ``size`` takes at least, as the peak is convex: what the line through the two
-        largest sizes says that were measured."""
+        """Return a lower bound in bytes on the peak memory at ``size``.
+
+        The peak is convex in the size, so the line through the two largest sizes that fitted bounds it from below.
+        """
         known = sorted({m.batch_size: m.peak_bytes for m in self.measurements if m.fits and m.peak_bytes}.items())
         if len(known) < 2:
             return 0.0
@@ -111,10 +113,10 @@ class SizesRun:
         return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
 
     def confirm(self) -> bool:
-        """Run the size that was found twice in a row, unless it has; if it fails now, narrow the bracket.
+        """Run the answer twice in a row unless it already has; if it fails now, narrow the bracket.
 
         Returns:
-            True if the size that was found stands; else the search has to go on.
+            True if the answer stands, False if the search has to continue.
         """
         if self._measure_again is None:
             return True
@@ -135,12 +137,12 @@ class SizesRun:
 
     @property
     def open(self) -> bool:
-        """Whether an untested candidate could still be the answer."""
+        """True if an untested candidate could still be the answer."""
         return self.high - self.low > 1
 
     @property
     def found(self) -> int | None:
-        """The largest batch size that was run and fitted, or None if not even the smallest candidate did."""
+        """Largest batch size that ran and fitted, or None if no candidate has."""
         if self.low < 0:
             return None
         found = self.candidates[self.low]
@@ -151,13 +153,14 @@ class SizesRun:
 def candidate_sizes(
     upper: int, *, powers_of_two: bool, include: int | None = None, coarse: bool = False
 ) -> list[int] | range:
-    """The batch sizes that a search may answer with, ascending, none above ``upper``.
+    """Return the batch sizes that a search may answer with, ascending, none above ``upper``.
 
     Args:
-        upper: The largest size that bounds and data allow.
-        powers_of_two: Only powers of two, and ``include``.
-        include: A size that must be among them, such as the configured one that growth starts from.
-        coarse: Only sizes of four binary digits and zeros, and ``upper``: each at most an eighth above the one before.
+        upper: Largest size that bounds and data allow.
+        powers_of_two: Return only powers of two, and ``include``.
+        include: A size to add if it is at most ``upper``, such as the configured one that growth starts from.
+        coarse: Return only sizes with at most four significant binary digits, and ``upper``: from 8 on, each is at most
+            an eighth above the one before.
     """
     assert upper >= 1, upper
     if powers_of_two:

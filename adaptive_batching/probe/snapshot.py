@@ -1,4 +1,4 @@
-"""Put model and optimizers aside, and back, bit for bit."""
+"""Save a model and its optimizers, and restore them bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
-    """Restore trainable parameters, buffers, gradients, training mode and all of the optimizers, bit for bit."""
+    """Restore trainable parameters, buffers, gradients, training mode and the whole optimizers on exit, bit for bit."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters]
     modes = [(module, module.training) for module in model.modules()]
@@ -57,28 +57,28 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
 
 
 class _Aside:
-    """Copies of tensors, kept where they take no memory of the device: on the host, or for host tensors in a file.
+    """Copies of tensors, kept where they take no device memory: on the host or, for host tensors, in a file.
 
-    Copies of a device's tensors go to a file, too, where the host's memory is short.
+    Copies of device tensors also go to the file if host memory is short.
 
     Args:
-        tensors: What is going to be put aside.
-        scratch: A folder for the file, should that for temporary files have no room.
+        tensors: The tensors to save.
+        scratch: Folder for the file if the one for temporary files has no room.
 
     Raises:
-        ConfigError: If there is no room in either.
+        ConfigError: If neither has room.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], scratch: Path | None) -> None:
         local = [_local(tensor) for tensor in tensors]
         on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
         on_device = sum(tensor.nbytes for tensor in local) - on_host
-        # Training needs memory of the host as well: for its data, and for pinned copies.
+        # Training also needs host memory, for its data and for pinned copies.
         self._device_to_file = on_device > free_host_bytes() // 2
         in_file = on_host + (on_device if self._device_to_file else 0)
         folder = _folder_with_room(in_file, scratch)
         where = f"{_gib(in_file)} in a file in {folder}, {_gib(on_device + on_host - in_file)} in the host's memory"
-        log.info("weights and optimizer states are put aside while probing: %s", where)
+        log.info("weights and optimizer states are saved while probing: %s", where)
         self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed on exit)
         self._folder = folder
         self._copies: list[torch.Tensor | int] = []
@@ -87,7 +87,7 @@ class _Aside:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # what could not be written is of no use any more
+        with contextlib.suppress(OSError):  # a copy that could not be written is no longer needed
             self._file.close()
         self._copies.clear()
 
@@ -101,9 +101,9 @@ class _Aside:
                     self._copies.append(self._file.tell())
                     self._file.write(_as_bytes(tensor.cpu()))
             self._file.flush()
-        except OSError as error:  # another process has filled the disk meanwhile
+        except OSError as error:  # another process has filled the disk in the meantime
             raise ConfigError(
-                f"the probe cannot put weights and optimizer states aside in {self._folder} ({error}); set the "
+                f"the probe cannot save weights and optimizer states in {self._folder} ({error}); set the "
                 f"environment variable TMPDIR to a folder on a larger disk"
             ) from None
 
@@ -119,7 +119,7 @@ class _Aside:
 
 
 def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
-    """The folder for temporary files, or ``scratch`` where that has no room for ``num_bytes`` of each rank here."""
+    """Return the folder for temporary files, or ``scratch`` if that has no room for ``num_bytes`` per local rank."""
     num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     folders = [Path(tempfile.gettempdir()), *([] if scratch is None else [_existing(scratch)])]
     for folder in folders:
@@ -127,24 +127,24 @@ def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
             return folder
     tried = ", ".join(f"{folder} has {_gib(_free_bytes(folder))} free" for folder in folders)
     raise ConfigError(
-        f"the probe puts {_gib(num_bytes)} of weights and optimizer states aside, and {tried}; set the environment "
+        f"the probe has to save {_gib(num_bytes)} of weights and optimizer states, but {tried}; set the environment "
         f"variable TMPDIR to a folder on a larger disk"
     )
 
 
 def _free_bytes(folder: Path) -> int:
-    """Bytes that a file in ``folder`` can take; in one that lives in the host's memory, half of what is free there."""
+    """Return the bytes that a file in ``folder`` can take; at most half of the free host memory on tmpfs and ramfs."""
     free = shutil.disk_usage(folder).free
     mounts = Path("/proc/mounts")
     lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
-    # (mount point, type), the one that the folder is in
+    # (mount point, type) of every mount that contains the folder
     kinds = [(point, kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(point)]
     _, kind = max(kinds, key=lambda mount: len(mount[0]), default=("", ""))
     return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
 
 
 def _existing(folder: Path) -> Path:
-    """``folder``, or the nearest of those above it that exists."""
+    """Return ``folder`` or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
@@ -153,7 +153,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of ``tensor``."""
+    """Return this rank's part of ``tensor``."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 

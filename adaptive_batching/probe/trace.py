@@ -1,11 +1,11 @@
 """Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
 
-Peak memory is not linear in the batch size b: it is the largest over the step's operations t of ``a_t + c_t * b``,
-because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. So the step is run
-twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 2 and b = 3, and the bytes alive after every
-operation are noted. Their difference, operation by operation, is c_t, and the whole curve follows.
+Peak memory is not linear in the batch size b. It is the largest value of ``a_t + c_t * b`` over the operations t of the
+step, because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. So the step
+runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 2 and b = 3, and the bytes alive after
+every operation are recorded. Their difference, operation by operation, is c_t, and the whole curve follows.
 
-The traces run on fake *cpu* tensors, whatever the device: there the native attention has the memory of CUDA's fused
+The traces run on fake *CPU* tensors, whatever the device: on the CPU, native attention takes the memory of CUDA's fused
 kernels. The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it.
 """
 
@@ -32,14 +32,14 @@ TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
 
 
 class TraceError(RuntimeError):
-    """The training step cannot be traced, or its operations depend on the batch size."""
+    """Raised if the training step cannot be traced, or if its operations depend on the batch size."""
 
 
 class PeakMemoryCurve:
     """Peak bytes of a training step as a function of the batch size b: ``max_t (a_t + c_t * b)``."""
 
     def __init__(self, lower: Sequence[int], upper: Sequence[int], sizes: tuple[int, int] = TRACED_SIZES) -> None:
-        """From the bytes alive at the two traced sizes: before the step, then after every operation.
+        """Build the curve from the bytes alive at the two traced sizes: before the step, then after every operation.
 
         Raises:
             TraceError: If the two traces differ in their number of operations.
@@ -60,29 +60,28 @@ class PeakMemoryCurve:
 
 
 def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:
-    """Trace ``step`` at two batch sizes; model, optimizers and the random state stay as they are.
+    """Trace ``step`` at two batch sizes, leaving model, optimizers and random state unchanged.
 
     Args:
         step: The training step; optimizer states need not exist yet.
-        change: Applied to the fake copy of the model before tracing, to ask "what if".
+        change: Applied to the fake copy of the model before tracing, to predict the effect of a change.
 
     Raises:
-        TraceError: If a trace is not possible: an operation without a fake implementation, or one that depends on
-            the data.
+        TraceError: If no trace is possible, because an operation has no fake implementation or depends on the data.
     """
     logs = []
     for size in TRACED_SIZES:
         try:
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 logs.append(_bytes_alive(step, step.make_batch(size), change))
-        except Exception as error:  # whatever a foreign operation raises under fake tensors
+        except Exception as error:  # third-party operations may raise anything under fake tensors
             first_line = (str(error).strip().splitlines() or [""])[0]
             raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
     try:
         return PeakMemoryCurve(logs[0], logs[1])
     except TraceError:
         raise
-    except (RuntimeError, MemoryError) as error:  # of the host
+    except (RuntimeError, MemoryError) as error:  # the host ran out of memory
         raise TraceError(f"no memory to trace in: {error}") from error
 
 
@@ -105,18 +104,18 @@ def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], N
     alive = _BytesAlive()
     for tensor in [*kept, *model.buffers(), *_state_tensors(optimizers)]:
         alive.track(tensor)
-    for parameter in model.parameters():  # whole ones of a sharded model are not there, nor are views of them
+    for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
         alive.track(parameter, counts=False)
     with fake, alive:
         if not optimizers or not all(map(has_states, optimizers)):
-            run(batch)  # creates them
+            run(batch)  # creates the states
         alive.restart()
         run(batch)  # the steady state
     return alive.log
 
 
 class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """``log[i]``: bytes of storage alive after operation i."""
+    """Records in ``log[i]`` the bytes of storage alive after operation i."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +131,7 @@ class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = storage._cdata
             if key in self._seen:
                 continue
-            # Not rounded up to the allocator's blocks: at b = 2 and 3 that could double the slope of a small tensor.
+            # Not rounded up to allocator blocks: at b = 2 and 3, rounding could double the slope of a small tensor.
             size = storage.nbytes() if counts else 0
             self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._free(key, size))  # type: ignore[misc]
             self._current += size
@@ -143,8 +142,8 @@ class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            # A fake tensor has no value to read, as an optimizer does with its step count. Shapes are what matters
-            # here; should memory hang on the value, the verifying step will tell.
+            # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
+            # depend on the value, the verifying step will show it.
             return 1 if args[0].dtype != torch.bool else True
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
@@ -162,7 +161,7 @@ def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 def _fake_copy(
     model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Copy model and optimizers together, every tensor fake and on the cpu, the optimizers tied to the copy."""
+    """Copy model and optimizers together, every tensor fake and on the CPU, the optimizers tied to the copied model."""
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
         copied = _fake_on_cpu(tensor, fake)
@@ -178,14 +177,14 @@ def _fake_copy(
 
 
 def _complete(copied: Optimizer, original: Optimizer) -> None:
-    for name, value in vars(original).items():  # an optimizer copies its states and groups, and nothing of its own
-        if name != "step":  # which a learning-rate scheduler binds to the original
+    for name, value in vars(original).items():  # deepcopy of an optimizer copies only states and groups
+        if name != "step":  # a learning-rate scheduler binds it to the original
             vars(copied).setdefault(name, value)
     _choose_implementation_of_device(copied, original)
 
 
 def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> None:
-    """Name what torch would choose by the device: for-loop on the cpu, foreach (with its temporaries) elsewhere."""
+    """Set what torch would choose by device: the for-loop on the CPU, foreach (with its temporaries) elsewhere."""
     for group, original_group in zip(copied.param_groups, original.param_groups, strict=True):
         on_cpu = all(parameter.device.type == "cpu" for parameter in original_group["params"])
         if group.get("foreach", ...) is None and not group.get("fused"):
@@ -193,7 +192,7 @@ def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> 
 
 
 def _fake_on_cpu(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
-    """A fake cpu tensor of the same type, shape and strides; subclasses such as NF4 are faked from the inside."""
+    """Return a fake CPU tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: _fake_on_cpu(getattr(tensor, name), fake) for name in names}

@@ -1,7 +1,7 @@
-"""Run real training steps to see what they take, and leave no trace of them.
+"""Run real training steps to measure what they take, and restore all state afterwards.
 
-One exception: the states of a paged optimizer (bitsandbytes) live in memory that can never be given back. Where a trial
-has to make them, they are made as the optimizer would make them, and stay, at their first values.
+There is one exception: the states of a paged optimizer (bitsandbytes) live in memory that can never be freed. A trial
+that has to create them does so as the optimizer would, and they stay, at their initial values.
 """
 
 from __future__ import annotations
@@ -35,40 +35,39 @@ class TrainingStep:
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
-    """One; several where each parameter has its own, as with optimizers stepped in the backward pass."""
+    """One optimizer, or several if each parameter has its own, as with optimizers stepped in the backward pass."""
 
     make_batch: Callable[[int], Any]
     """Batch size -> a batch of that many worst-case samples, as the loader would collate it."""
 
     bind: Callable[[nn.Module, Sequence[Optimizer]], Run]
-    """(model, optimizers) -> a function that takes a batch through forward, backward, gradient clipping and the
-    optimizer step, and leaves no gradients behind. The trace binds copies, the trial the originals."""
+    """(model, optimizers) -> a function that runs forward, backward, gradient clipping and the optimizer step on a
+    batch, and leaves no gradients behind. The trace binds copies, the trial the originals."""
 
     discard: Callable[[], None] = lambda: None
-    """Drop what a step that broke off has left behind, other than gradients."""
+    """Drops what an aborted step leaves behind, other than gradients."""
 
 
 class Trial:
-    """A context in which training steps run for real, and after which nothing has changed.
+    """Context that runs real training steps and restores all state on exit.
 
-    On entry, everything that a step can change is put aside: trainable parameters, buffers, optimizer states and
-    settings, training mode, and the state of every random number generator. Optimizer states are then made to exist,
-    because a step needs memory beside them. On exit everything is put back, bit for bit, however a step ended.
+    On entry, everything that a step can change is saved: trainable parameters, buffers, optimizer states and settings,
+    training mode, and the state of every random number generator. Optimizer states are then created, because a step
+    needs memory in addition to them. On exit everything is restored bit for bit, however a step ended.
 
     Args:
         step: The training step to run.
-        meter: Reads and bounds the memory of the device that the step runs on.
+        meter: Reads and limits the memory of the device that the step runs on.
         budget_bytes: Peak memory that a step may take.
-        scratch: A folder with room for what is put aside, should neither the host's memory nor the folder for
-            temporary files have it.
-        all_ready: Told whether this rank has the batch for a step; says whether all ranks do. A step that one of them
-            cannot begin is begun by none.
-        stopped_at_bytes: Memory at which a step is broken off; None for the budget. One that takes more than the budget
-            but less than that runs to its end, and does not fit.
+        scratch: Folder for the saved state if neither host memory nor the folder for temporary files has room.
+        all_ready: Takes True if this rank has the batch for a step, and returns True if all ranks do. If one rank
+            cannot begin a step, none does.
+        stopped_at_bytes: Memory at which a step is aborted; None for the budget. A step that takes more than the budget
+            but less than this runs to its end, and does not fit.
 
     Raises:
-        ConfigError: On entry, where there is no room for what is put aside.
-        torch.OutOfMemoryError, RuntimeError: On entry, where not even the optimizer states fit; see
+        ConfigError: On entry, if there is no room for the saved state.
+        torch.OutOfMemoryError, RuntimeError: On entry, if not even the optimizer states fit; see
             :func:`~adaptive_batching.memory.is_out_of_memory`.
     """
 
@@ -108,19 +107,19 @@ class Trial:
         self._stack.close()
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run one full training step at ``batch_size``, with the allocator's cache empty, and say what it took.
+        """Run one full training step at ``batch_size`` with an empty allocator cache, and return its measurement.
 
         Raises:
-            Exception: Whatever the step raises, other than running out of memory.
+            Exception: Any error of the step other than running out of memory.
         """
         self._clear()
         return self._measure(batch_size)
 
     def measure_again(self, batch_size: int) -> Measurement:
-        """Run a step at the size that ran last, on the cache that it has left, as steps of training follow each other.
+        """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do.
 
         Raises:
-            Exception: Whatever the step raises, other than running out of memory.
+            Exception: Any error of the step other than running out of memory.
         """
         return self._measure(batch_size)
 
@@ -131,9 +130,9 @@ class Trial:
         start = time.perf_counter()
         batches: list[Any] = []
         ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
-        # A rank that has no batch would leave the others waiting in the step's collectives.
+        # A rank without a batch would leave the others waiting in the step's collectives.
         ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
-        # Clean up here, outside of the except block: the traceback holds the step's tensors.
+        # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
         seconds = time.perf_counter() - start
         retries = self._meter.num_retries() - retries_before
         peak_bytes = None if ran_out else self._meter.peak_bytes()
@@ -152,7 +151,7 @@ class Trial:
         self._meter.synchronize()
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
-        """Call ``function`` within the budget, and return whether it ran out of memory."""
+        """Call ``function`` within the limit, and return True if it ran out of memory."""
         try:
             with self._meter.limit(self._limit_bytes):
                 function()
@@ -176,7 +175,7 @@ class Trial:
             parameter.grad = None
 
     def _make_optimizer_states(self) -> None:
-        """Step each optimizer once on zero gradients: the states get their memory without a forward pass."""
+        """Step each optimizer once on zero gradients, to allocate the states without a forward pass."""
         for optimizer in self._step.optimizers:
             if has_states(optimizer):
                 continue
@@ -189,10 +188,10 @@ class Trial:
 
 
 def _make_states_that_stay(optimizers: Sequence[Optimizer]) -> None:
-    """Make the states of paged optimizers, at their first values.
+    """Create the states of paged optimizers, at their initial values.
 
-    They are managed memory, which bitsandbytes never frees: dropped after the probe, they would be lost, and training
-    would make them a second time.
+    They live in managed memory, which bitsandbytes never frees. If they were dropped after the probe, that memory would
+    be lost, and training would allocate it a second time.
     """
     for optimizer in optimizers:
         if not getattr(optimizer, "is_paged", False) or not hasattr(optimizer, "init_state"):
@@ -204,7 +203,7 @@ def _make_states_that_stay(optimizers: Sequence[Optimizer]) -> None:
 
 
 def has_states(optimizer: Optimizer) -> bool:
-    """True if ``optimizer`` has made the states of all its parameters, as it does in its first step."""
+    """Return True if ``optimizer`` has created the states of all its parameters, as its first step does."""
     return all(parameter in optimizer.state for parameter in _trainable(optimizer))
 
 

@@ -1,1 +1,1 @@
-"""What the ranks of a run agree on, and the collectives of a sharded model."""
+"""Agreement among the ranks of a run, and the collectives of a sharded model."""

@@ -1,7 +1,7 @@
 """Agreement among the ranks of a run.
 
-Every collective that this package adds to a training program is in here or in :mod:`adaptive_batching.ranks.fsdp`.
-All ranks call them in the same order; without a process group they return what they are given.
+Every collective that this package adds to a training program is in this module or :mod:`adaptive_batching.ranks.fsdp`.
+All ranks call them in the same order; without a process group they return their input.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ T = TypeVar("T")
 
 
 class GroupError(RuntimeError):
-    """Ranks that have to agree cannot: gloo does not start. The message names the remedy."""
+    """Raised if ranks that have to agree cannot, because gloo does not start. The message names the remedy."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
-            f"the ranks cannot talk to each other on the host, as gloo does not start ({reason}); set the environment "
+            f"the ranks cannot communicate on the host, because gloo does not start ({reason}); set the environment "
             f"variable GLOO_SOCKET_IFNAME to the name of a network interface that all hosts share, such as eth0"
         )
 
 
 class Ranks:
-    """The ranks of the default process group, which talk to each other on the host.
+    """Ranks of the default process group, which communicate on the host.
 
-    They have a group of their own, so that an agreement neither waits for the device nor gets between its collectives.
-    It is made when ranks first have something to agree on: gloo cannot start on every host that NCCL can.
+    They use a separate process group, so that an agreement neither waits for the device nor gets between its
+    collectives. The group is created when the ranks first have something to agree on, because gloo cannot start on
+    every host where NCCL can.
 
     Args:
-        device: Where the default process group communicates.
-        alone: Leave the process group out of it.
+        device: Device over which the default process group communicates.
+        alone: True to ignore the default process group.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, alone: bool = False) -> None:
@@ -51,14 +52,14 @@ class Ranks:
         self._failure = ""
 
     def connect(self) -> str:
-        """Make the ranks' own group, if there is none yet. All ranks call it together.
+        """Create the ranks' own group if there is none yet. All ranks have to call this together.
 
         Returns:
-            Why it cannot be made on some rank, on every rank the same or ``"on another rank"``; else nothing.
+            An empty string, or why the group cannot be created; ``"on another rank"`` if nothing failed on this one.
         """
         if self.size == 1 or self._own_group is not None or self._failure:
             return self._failure
-        # First what a rank can find out alone: where that fails, the others would wait for it in vain.
+        # Start with what a rank can check alone: if that fails, the others would wait for it in vain.
         self._failure = self._together(_start_gloo)
         if not self._failure:
             self._failure = self._together(self._make_group)
@@ -66,7 +67,7 @@ class Ranks:
 
     def _make_group(self) -> None:
         if _spans_hosts():
-            # Ranks that cannot reach each other are to find out soon: those that wait do so for several timeouts.
+            # Use a short timeout to find unreachable ranks soon: a rank that waits does so for several timeouts.
             dist.new_group(backend="gloo", timeout=_TIMEOUT_OF_TRIAL)
         self._own_group = dist.new_group(backend="gloo")
 
@@ -89,27 +90,27 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes and decides."""
+        """True on the rank that writes and decides."""
         return self.rank == 0
 
     def largest(self, value: float) -> float:
-        """The largest ``value`` of all ranks."""
+        """Return the largest ``value`` of all ranks."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
     def smallest(self, value: float) -> float:
-        """The smallest ``value`` of all ranks."""
+        """Return the smallest ``value`` of all ranks."""
         return self._reduced(value, dist.ReduceOp.MIN)
 
     def any(self, value: bool) -> bool:
-        """Whether ``value`` is true on at least one rank."""
+        """Return True if ``value`` is true on at least one rank."""
         return self.largest(float(value)) > 0
 
     def all(self, value: bool) -> bool:
-        """Whether ``value`` is true on every rank."""
+        """Return True if ``value`` is true on every rank."""
         return self.smallest(float(value)) > 0
 
     def gather(self, value: T) -> list[T]:
-        """The ``value`` of every rank, in their order."""
+        """Return the ``value`` of every rank, in rank order."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -117,7 +118,7 @@ class Ranks:
         return values
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns on the first rank, where alone it runs; what it raises is raised on every rank."""
+        """Run ``function`` on the first rank only, and return its result, or raise its error, on every rank."""
         if self._group is None:
             return function()
         answer: list[Any] = [None, None]
@@ -141,20 +142,20 @@ class Ranks:
         return tensor.item()
 
     def leave(self) -> None:
-        """Wait for all ranks; one that leaves its process group early can abort the others."""
+        """Wait for all ranks, because one that leaves its process group early can abort the others."""
         if self._own_group is not None:
-            with contextlib.suppress(RuntimeError):  # one that has failed says so itself
+            with contextlib.suppress(RuntimeError):  # a rank that failed reports its own error
                 dist.barrier(group=self._own_group)
 
 
 def _spans_hosts() -> bool:
-    """True if a launcher says that there are ranks on other hosts, and no gloo group reaches them yet."""
+    """Return True if a launcher reports ranks on other hosts that no gloo group reaches yet."""
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
     return several and "gloo" not in dist.get_backend_config()
 
 
 def _start_gloo() -> None:
-    """Look for the network interface that gloo will use, as far as a rank can tell alone.
+    """Look for the network interface that gloo will use, as far as a rank can check alone.
 
     Raises:
         RuntimeError, OSError: If there is none that other ranks can reach.
@@ -165,8 +166,8 @@ def _start_gloo() -> None:
     for interface in filter(None, named.split(",")):
         dist.ProcessGroupGloo.create_device(interface=interface)
     if not named and _spans_hosts():
-        # gloo takes the address of the host's name, and the loopback device where that has none.
+        # gloo uses the address that the host name resolves to, or the loopback device if there is none.
         name = socket.gethostname()
         address = socket.gethostbyname(name)
         if address.startswith("127."):
-            raise RuntimeError(f"the host's name, {name}, has the address {address}, which other hosts cannot reach")
+            raise RuntimeError(f"the host name {name} resolves to {address}, which other hosts cannot reach")

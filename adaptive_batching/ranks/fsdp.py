@@ -1,16 +1,16 @@
-"""FSDP2: what lets a rank that ran out of memory finish the collectives that its peers are waiting for.
+"""FSDP2 support that lets a rank that ran out of memory finish the collectives that its peers wait for.
 
-Under FSDP every forward and backward is a sequence of all-gathers and reduce-scatters. A rank that breaks off leaves
-its peers waiting for the rest. So the sequence is recorded once, and a rank that broke off issues what is left of it
-with empty buffers; its peers come to the end of their micro-batch, and all can discard it and start again.
+Under FSDP every forward and backward is a sequence of all-gathers and reduce-scatters. A rank that stops midway leaves
+its peers waiting for the rest. So the sequence is recorded once, and a rank that stops issues the rest with empty
+buffers. Its peers reach the end of their micro-batch, and all ranks can discard it and start again.
 
-Issuing them must not run out of memory in its turn. On the cpu, buffers are held for it from the start: memory that has
-been freed may be scattered there, and what is held but not written to takes none. On an accelerator they come out of
-what the broken-off micro-batch has left to the allocator, which was more.
+Issuing the rest must not run out of memory, too. On the CPU, buffers are held for it from the start: freed memory may
+be fragmented there, and memory that is held but never written to takes none. On an accelerator, buffers come from the
+memory that the aborted micro-batch has left to the allocator, which was more.
 
-That takes a sequence that is always the same: each forward has to call each sharded unit equally often. A model whose
-output layer is sharded on its own and called once for each chunk of tokens does not, where samples are so short that
-they fill fewer chunks; the recipes pad such batches.
+This requires a sequence that is always the same: each forward has to call each sharded unit equally often. This fails
+for a model whose output layer is sharded on its own and called once per chunk of tokens, if samples are so short that
+they fill fewer chunks. The recipes pad such batches.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ with contextlib.suppress(ImportError):  # a torch without custom collectives; se
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``model`` is an FSDP2 module."""
+    """Return True if ``model`` is an FSDP2 module."""
     return isinstance(model, FSDPModule)
 
 
 def can_drain() -> bool:
-    """Whether this torch has what draining needs: custom collectives, and a reset after a broken-off iteration."""
+    """Return True if this torch has what draining needs: custom collectives, and a reset after an aborted iteration."""
     needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
     return all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object
 
@@ -66,11 +66,11 @@ class _Collective:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Of the output and of the input."""
+        """Bytes of the output and of the input."""
         return math.prod(self.output_shape) * self.dtype.itemsize, math.prod(self.input_shape) * self.dtype.itemsize
 
     def issue(self, output_room: torch.Tensor, input_room: torch.Tensor) -> None:
-        """Run the collective on the beginning of each buffer, of bytes."""
+        """Run the collective on the beginning of each byte buffer."""
         output_bytes, input_bytes = self.num_bytes
         output = output_room[:output_bytes].view(self.dtype).view(self.output_shape)
         given = input_room[:input_bytes].view(self.dtype).view(self.input_shape)
@@ -81,7 +81,7 @@ class _Collective:
 
 
 class _Room:
-    """Memory for issuing collectives."""
+    """Memory in which collectives are issued."""
 
     def __init__(self, collectives: Sequence[_Collective]) -> None:
         self._device = collectives[0].device
@@ -98,24 +98,24 @@ class _Room:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
 
     def take(self) -> list[torch.Tensor]:
-        """Buffers of bytes for outputs, and for inputs, which are zeros."""
+        """Return byte buffers for outputs and for inputs; the inputs are zeros."""
         self._spare = None
         return self._buffers if self._buffers is not None else self._make()
 
     def restore(self) -> None:
-        """Hold again what the next failure will need."""
+        """Hold the memory that the next failure will need."""
         if self._is_held and self._spare is None:
-            with contextlib.suppress(RuntimeError):  # the buffers themselves are there
+            with contextlib.suppress(RuntimeError):  # the buffers themselves still exist
                 self._spare = torch.empty(_of_gloo(sum(self._sizes)), dtype=torch.uint8)
 
 
 def _of_gloo(num_bytes: int) -> int:
-    """Bytes to allow gloo for a collective with buffers of ``num_bytes``: it copies them, and reduces in a third."""
+    """Return the bytes to allow gloo for buffers of ``num_bytes``: it copies them, and reduces in a third copy."""
     return 3 * num_bytes + 4 * 2**20
 
 
 class MicroBatchCollectives:
-    """The collectives of a forward and backward of a sharded model.
+    """Records the collectives of a sharded model's forward and backward, and issues the rest of them after a failure.
 
     Args:
         model: The root FSDP module, whose collectives are recorded from now on.
@@ -135,14 +135,14 @@ class MicroBatchCollectives:
                 module.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
 
     def start(self) -> None:
-        """A forward begins."""
+        """Begin to record the collectives of a forward and backward."""
         self._issued.clear()
 
     def finish(self) -> None:
-        """Its backward has ended."""
+        """End the recording after the backward, and compare it with the first one."""
         if self._sequence is None:
             self._sequence = list(self._issued)
-            if self._sequence:  # else there is one rank, which has no one to tell
+            if self._sequence:  # empty with a single rank, which has no peers
                 self._room = _Room(self._sequence)
         elif self._sequence != self._issued and not self._varies:
             self._varies = True
@@ -153,17 +153,17 @@ class MicroBatchCollectives:
 
     @property
     def can_drain(self) -> bool:
-        """True if what is left of the micro-batch that broke off is known.
+        """True if the rest of the aborted micro-batch is known.
 
-        Ranks that have come to the end of the same micro-batches have issued the same collectives, so all of them know
-        when these vary.
+        Ranks that have finished the same micro-batches have issued the same collectives, so all of them know whether
+        the sequence varies.
         """
         known = self._sequence is not None and self._issued == self._sequence[: len(self._issued)]
         return known and not self._varies
 
     @contextlib.contextmanager
     def squared_norms(self) -> Iterator[list[torch.Tensor]]:
-        """Squared norms of this rank's gradients, before they are reduced, of the backward that runs inside."""
+        """Collect the squared norms of this rank's gradients, before reduction, from the backward that runs inside."""
         squares: list[torch.Tensor] = []
         self._norms.squares = squares
         try:
@@ -172,15 +172,15 @@ class MicroBatchCollectives:
             self._norms.squares = None
 
     def drain(self, num_micro_batches: int) -> None:
-        """Issue what is left of the micro-batch that broke off, and all of ``num_micro_batches`` that are not to run.
+        """Issue the rest of the aborted micro-batch, and all of the ``num_micro_batches`` that will not run.
 
-        Not to be called in an ``except`` block: the traceback holds the micro-batch's tensors.
+        Do not call this in an ``except`` block: the traceback keeps the micro-batch's tensors alive.
 
         Raises:
-            torch.OutOfMemoryError: If an accelerator has no room for it, as where another process has taken what this
-                one had.
+            torch.OutOfMemoryError: If an accelerator has no room for the buffers, for example because another process
+                has taken the memory that this one released.
         """
-        assert self._sequence is not None and self.can_drain, "what is left of it is not known"
+        assert self._sequence is not None and self.can_drain, "the rest of the micro-batch is not known"
         if self._room is None:
             return
         buffers = self._room.take()
@@ -190,7 +190,7 @@ class MicroBatchCollectives:
     def reset(self) -> None:
         """Forget the iteration, on every rank, after one of them has drained it."""
         self._model.reset_iter_state()
-        # That leaves gradients which were complete but not reduced yet: the next backward would add to them.
+        # This keeps gradients that were complete but not reduced yet, and the next backward would add to them.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -203,9 +203,9 @@ class MicroBatchCollectives:
 
 
 def _check_room(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Run out of memory here, where it can be recovered from, rather than in gloo's thread.
+    """Run out of memory here, where recovery is possible, rather than in gloo's thread.
 
-    A collective that fails there has been issued for this rank and not for its peers, which would wait for good.
+    A collective that fails in that thread has been issued on this rank, but not on its peers, which would wait forever.
     """
     if output.device.type == "cpu":
         torch.empty(_of_gloo(output.nbytes + given.nbytes), dtype=torch.uint8)
@@ -218,12 +218,12 @@ class _AllGather(_AllGatherBase):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         _check_room(output_tensor, input_tensor)
         work = super().__call__(output_tensor, input_tensor, group, async_op)
-        self._issued.append(_Collective.of(output_tensor, input_tensor, group))  # not if the call itself failed
+        self._issued.append(_Collective.of(output_tensor, input_tensor, group))  # only if the call succeeded
         return work
 
 
 class _Norms:
-    """Where squared norms go, if anywhere."""
+    """Destination of squared norms; None if they are not collected."""
 
     squares: list[torch.Tensor] | None = None
 

@@ -1,1 +1,1 @@
-"""The record that a run leaves."""
+"""Record of a run."""

@@ -1,7 +1,7 @@
-"""Pictures of a run, drawn from its record. Needs matplotlib (the ``plots`` extra), and nothing else.
+"""Plots of a run, drawn from its record. The only requirement is matplotlib (the ``plots`` extra).
 
-As a script it reads the events of a record from its standard input, draws them into the directory that it is given, and
-prints the paths of the pictures.
+As a script, it reads the events of a record from standard input, draws them into the given directory, and prints the
+paths of the plots.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _GIB = 2**30
 
 
 def draw(events: dict[str, list[dict[str, Any]]], directory: Path) -> list[Path]:
-    """Draw what the events of a record allow (see :func:`adaptive_batching.report.record.read_events`).
+    """Draw the plots that the events of a record allow (see :func:`adaptive_batching.report.record.read_events`).
 
     Returns:
-        The paths of the pictures written.
+        The paths of the plots written.
     """
     paths = []
     if events["step"]:
@@ -32,7 +32,7 @@ def draw(events: dict[str, list[dict[str, Any]]], directory: Path) -> list[Path]
 
 
 def _draw_training(events: dict[str, list[dict[str, Any]]], path: Path) -> Path:
-    """Loss, batch size, with the gradient noise scale where it is known, and learning rate over the samples seen."""
+    """Plot loss, batch size (with the gradient noise scale, if known) and learning rate over the samples seen."""
     steps = events["step"]
     seen = list(accumulate(step["samples"] for step in steps))
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -62,7 +62,7 @@ def _draw_training(events: dict[str, list[dict[str, Any]]], path: Path) -> Path:
 
 
 def _draw_probe(probe: dict[str, Any], path: Path) -> Path:
-    """Peak memory over the batch size: predicted, measured, and the budget."""
+    """Plot peak memory over the batch size: predicted, measured, and the budget."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     if probe["predicted"]:

@@ -1,7 +1,7 @@
-"""The record of a run: every decision as a line of JSON, a table for the last screen, and pictures where possible.
+"""Record of a run: every decision as a line of JSON, a summary table, and plots if matplotlib is installed.
 
-A record watches. Once training has begun, nothing that it meets, such as a full disk or a library that is missing, is
-more than a warning.
+Recording never affects training. Once training has begun, any problem, such as a full disk or a missing library, is
+only a warning.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
-# What a disk has to have left for a run to begin: a record of some tens of thousands of steps, and pictures.
+# Free disk space required to begin a run: a record of some tens of thousands of steps, and plots.
 _BYTES_NEEDED = 4 * _MIB
 _SECONDS_TO_DRAW = 120
 
 
 @dataclass
 class _Row:
-    """A line of the table: what ran from one decision to the next."""
+    """Row of the table: the steps from one decision to the next."""
 
     epoch: float
     batch_size: int
@@ -44,12 +44,12 @@ class _Row:
     steps: int = 0
     samples: int = 0
     loss: float = 0.0
-    """Sum over samples."""
+    """Loss summed over samples."""
 
     last_lr: float = 0.0
 
     def add(self, step: Mapping[str, Any]) -> None:
-        """An optimizer step has run."""
+        """Add an optimizer step."""
         self.steps += 1
         self.samples += step["samples"]
         self.loss += step["loss"] * step["samples"]
@@ -64,12 +64,12 @@ class _Row:
 
 
 class Report(Watcher):
-    """Gathers what was decided, and writes it to ``report.jsonl`` as it happens.
+    """Collects the decisions of a run, and writes them to ``report.jsonl`` as they are made.
 
     Args:
-        directory: Where the record and the pictures go; made if need be.
-        resume: Append to the record that is there. Else the first event replaces it.
-        writes: False on all ranks but the one that writes the record.
+        directory: Folder for the record and the plots; created if needed.
+        resume: True to append to an existing record. Otherwise the first event replaces it.
+        writes: True only on the rank that writes the record.
 
     Raises:
         ConfigError: If ``directory`` cannot be written.
@@ -91,7 +91,7 @@ class Report(Watcher):
         if writes and resume and self.path.exists():
             for kind, values in _lines(self.path):
                 self._note(kind, values)
-            self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the run before was killed within a line
+            self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
 
     def _check_room(self) -> None:
         try:
@@ -106,7 +106,7 @@ class Report(Watcher):
         except OSError as error:
             raise ConfigError(
                 f"adaptive_batching.report_dir={str(self.directory)!r} cannot be written ({error.strerror}); set it to "
-                f"a folder that can"
+                f"a writable folder"
             ) from None
 
     def maximum(self, batch_size: int, reason: str) -> None:
@@ -134,19 +134,19 @@ class Report(Watcher):
             self._maximum.insert(2, ("shorter samples", points))
 
     def epoch(self, **values: Any) -> None:
-        """Record the decision for an epoch that starts."""
+        """Record the decision at the start of an epoch."""
         self._write("epoch", **values)
 
     def change(self, **values: Any) -> None:
-        """Record the decision for the rest of an epoch."""
+        """Record a decision for the rest of an epoch."""
         self._write("change", **values)
 
     def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
-        """Record and log what is expected of each epoch.
+        """Record and log what each epoch is expected to do.
 
         Args:
-            epochs: Those that are left of the run.
-            decided: Whether that is how it will be; else the batch may grow while training.
+            epochs: The remaining epochs of the run.
+            decided: True if the plan is final; otherwise the batch may grow during training.
         """
         self._write("plan", decided=decided, epochs=[dataclasses.asdict(epoch) for epoch in epochs])
         header = ("epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr")
@@ -172,37 +172,37 @@ class Report(Watcher):
         self._explored = [("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100")]
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
-        """Record an optimizer step on ``samples`` samples, and how many steps have had to run again so far."""
+        """Record an optimizer step on ``samples`` samples, and how many steps had to run again so far."""
         self._recoveries = recoveries
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
-        """Record what an optimizer step has shown of the gradient's noise, and the noise scale so far, in samples."""
+        """Record the noise estimates of an optimizer step, and the noise scale so far, in samples."""
         self._write(
             "noise", step=step, tokens=shown.tokens, variance=shown.variance, norm_squared=shown.norm_squared,
             noise_scale=noise_scale,
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Log the table of what was decided and why, then draw the pictures."""
+        """Log the table of decisions and their reasons, then draw the plots."""
         if not self._writes:
             return
         with self._only_warned():
             log.info("what was decided, and why\n%s", "\n".join(self.table()))
-            if self._mode == "a":  # else nothing could be written, and a record that is there is not of this run
+            if self._mode == "a":  # else nothing was written, and an existing record is of another run
                 self._draw()
 
     def table(self) -> list[str]:
-        """The lines of the summary: the maximum, then every epoch."""
+        """Return the lines of the summary: the maximum, then every epoch."""
         recovered = [("out of memory", f"{self._recoveries} times, recovered")] if self._recoveries else []
         lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
         return [*lines, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
 
     def _draw(self) -> None:
-        """Draw in a process of its own: where memory is short, a library of matplotlib's ends the process it is in."""
+        """Draw in a separate process: if memory is short, a library used by matplotlib ends the process."""
         if find_spec("matplotlib") is None:
-            log.info("no pictures: matplotlib is missing (pip install 'adaptive-batching[plots]')")
+            log.info("no plots: matplotlib is missing (pip install 'adaptive-batching[plots]')")
             return
         script = Path(__file__).with_name("plots.py")
         code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
@@ -211,19 +211,19 @@ class Report(Watcher):
             input=json.dumps(read_events(self.path)), capture_output=True, text=True, timeout=_SECONDS_TO_DRAW,
         )  # fmt: skip
         if done.returncode == 0:
-            log.info("pictures: %s", ", ".join(done.stdout.splitlines()))
+            log.info("plots: %s", ", ".join(done.stdout.splitlines()))
         else:
             last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            log.warning("no pictures: matplotlib failed (%s)", last_line)
+            log.warning("no plots: matplotlib failed (%s)", last_line)
 
     @contextlib.contextmanager
     def _only_warned(self) -> Iterator[None]:
-        """Inside, whatever goes wrong is a warning, once."""
+        """Turn any error inside the context into a warning, logged once."""
         try:
             yield
-        except Exception as error:  # also what no one has thought of: the run is worth more than its record
+        except Exception as error:  # any error at all: the run is worth more than its record
             if not self._warned:
-                log.warning("the record of this run, %s, is not complete (%s); training goes on", self.path, error)
+                log.warning("the record of this run, %s, is incomplete (%s); training continues", self.path, error)
             self._warned = True
 
     def _write(self, event: str, **values: Any) -> None:
@@ -232,14 +232,14 @@ class Report(Watcher):
         with self._only_warned():
             self._note(event, values)
             start = "\n" if self._cut_off else ""
-            self._cut_off = True  # until the line is written, as where the disk is full
+            self._cut_off = True  # until the line is complete; a full disk can cut it off
             with self.path.open(self._mode) as file:
                 file.write(start + json.dumps({"event": event, **values}) + "\n")
             self._cut_off, self._mode = False, "a"
 
     def _note(self, event: str, values: Mapping[str, Any]) -> None:
-        """Keep what the table says of an event."""
-        if event == "epoch":  # one that runs again, as after a resume, counts once
+        """Update the table with an event."""
+        if event == "epoch":  # an epoch that runs again, as after a resume, counts once
             self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
         if event in ("epoch", "change"):
             self._rows.append(_Row(values["epoch"], values["batch_size"], values["reason"]))
@@ -248,9 +248,9 @@ class Report(Watcher):
 
 
 def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The events of a record by kind. Of an epoch that was run twice, as after a resume, the last run counts.
+    """Return the events of a record by kind. If an epoch ran twice, as after a resume, the last run counts.
 
-    Lines that cannot be read are passed over: those that a full disk or a killed process has cut off.
+    Lines that cannot be read, because a full disk or a killed process cut them off, are skipped.
     """
     events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
     for kind, values in _lines(path):
@@ -263,7 +263,7 @@ def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(Kind, values) of each event that can be read."""
+    """Yield (kind, values) of each event that can be read."""
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             event = json.loads(line)

@@ -235,7 +235,7 @@ def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(
     assert_equal(everything(model, optimizer), before)
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2))
-    with pytest.raises(ConfigError, match=r"puts 0\.00 GiB .* aside, and .* has 0\.00 GiB free; set .* TMPDIR"):
+    with pytest.raises(ConfigError, match=r"has to save 0\.00 GiB .*, but .* has 0\.00 GiB free; set .* TMPDIR"):
         Trial(step, CpuMeter(), BUDGET, tmp_path).__enter__()
     assert_equal(everything(model, optimizer), before)
 
@@ -247,7 +247,7 @@ def test_a_disk_that_fills_while_the_snapshot_is_written_is_an_error(monkeypatch
     before = everything(model, optimizer)
     full = Path("/dev/full").open("wb")  # noqa: SIM115 (the snapshot closes it)
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
-    with pytest.raises(ConfigError, match=r"cannot put weights and optimizer states aside in .* TMPDIR"):
+    with pytest.raises(ConfigError, match=r"cannot save weights and optimizer states in .* TMPDIR"):
         Trial(step, CpuMeter(), BUDGET).__enter__()
     assert_equal(everything(model, optimizer), before)
 

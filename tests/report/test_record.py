@@ -129,10 +129,10 @@ def test_pictures_that_cannot_be_drawn_end_nothing(tmp_path: Path, caplog: pytes
     (tmp_path / "training.png").mkdir()
     report.finish()
     assert "what was decided, and why" in caplog.text
-    assert "no pictures: matplotlib failed (IsADirectoryError" in caplog.text
+    assert "no plots: matplotlib failed (IsADirectoryError" in caplog.text
     (tmp_path / "training.png").rmdir()
     report.finish()
-    assert f"pictures: {tmp_path / 'training.png'}" in caplog.text
+    assert f"plots: {tmp_path / 'training.png'}" in caplog.text
 
 
 def test_pictures_are_drawn_of_what_the_record_holds(tmp_path: Path) -> None:
