@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from adaptive_batching.growth.accumulation import Accumulation
+from adaptive_batching.growth.accumulation import Accumulation, FixedAccumulation
 from adaptive_batching.growth.controller import BatchController, Decision
 from adaptive_batching.growth.increase import GrowthState
 
@@ -27,7 +27,7 @@ class RunShape:
     samples: int
     """Of an epoch, on one replica."""
 
-    accumulation: Accumulation
+    accumulation: Accumulation = field(default_factory=FixedAccumulation)
     """Batches of an optimizer step, as the batch size grows."""
 
     replicas: int = 1

@@ -165,8 +165,9 @@ def gradient_noise_scale(multiplier: float = 1.0, hysteresis: float = 1.25) -> I
     """Follow ``multiplier`` times the gradient noise scale, in samples of the global batch; at most double at once.
 
     McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162). The noise scale is only a
-    guide: a batch of that size needs twice as many samples to reach the same loss as the smallest one, in half as many
-    steps, under assumptions that training does not meet exactly. Measured critical sizes can be far larger.
+    guide: to reach the same loss, a batch of that size needs twice the samples of a very small one and twice the steps
+    of a very large one, under assumptions that training does not meet exactly. Measured critical sizes can be far
+    larger.
 
     Args:
         multiplier: Factor applied to the noise scale.

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
+from adaptive_batching.growth.accumulation import FixedAccumulation, KeepGlobal
 from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
@@ -65,7 +66,9 @@ def test_an_error_in_the_function_names_it_and_keeps_its_cause() -> None:
 
 
 def course(increase: IncreaseFunction | None, size: int, maximum: int, **shape: Any) -> Course:
-    shape = {"epochs": 3, "samples": 100, "accumulation": 1, **shape}
+    shape = {"epochs": 3, "samples": 100, **shape}
+    if "accumulation" in shape:
+        shape["accumulation"] = FixedAccumulation(shape["accumulation"])
     return Course(BatchController(size, maximum, increase=increase, name="f"), RunShape(**shape))
 
 
@@ -182,7 +185,8 @@ def test_the_schedule_neither_ends_early_nor_late_nor_goes_back(
     if not reference or not steps_of(grown):
         return
     run = course(
-        None, grown, grown, epochs=1, samples=samples, accumulation=accumulation, max_steps=max_steps,
+        None, grown, grown, epochs=1, samples=samples, max_steps=max_steps,
+        accumulation=accumulation,
         reference_steps=reference, reference_samples=batch * accumulation,
     )  # fmt: skip
     run.start_epoch(0)
@@ -210,7 +214,7 @@ def test_within_an_epoch_the_batch_grows_only_as_far_as_its_rest_has_samples() -
 def test_the_plan_tells_the_learning_rate_at_the_end_of_each_epoch() -> None:
     rates = [1 - i / 30 for i in range(31)]
     controller = BatchController(10, 100, increase=step(every=1, gamma=2))
-    shape = RunShape(epochs=3, samples=100, accumulation=1, reference_steps=10, reference_samples=10)
+    shape = RunShape(epochs=3, samples=100, reference_steps=10, reference_samples=10)
     run = Course(controller, shape, rates, lambda window: learning_rate_scale("sqrt", window / 10, 1.9))
     ends = [epoch.last_lr for epoch in run.plan()]
     assert ends == pytest.approx([rates[10], rates[20] * math.sqrt(2), 0])
@@ -221,14 +225,14 @@ def test_the_plan_tells_the_learning_rate_at_the_end_of_each_epoch() -> None:
 def test_a_planned_function_knows_the_scheduled_rate() -> None:
     rates = [0.0, 0.5, 1.0, *(1.0 * 0.5**i for i in range(1, 9))]  # warms up in two steps, then halves with each
     controller = BatchController(10, 200, increase=replace_lr_decay(alpha=4))
-    shape = RunShape(epochs=1, samples=200, accumulation=1, decisions=10, reference_steps=20, reference_samples=10)
+    shape = RunShape(epochs=1, samples=200, decisions=10, reference_steps=20, reference_samples=10)
     [epoch] = Course(controller, shape, rates).plan()
     assert epoch.batch_sizes[:2] == [10, 40]
 
 
 def test_growth_can_wait_for_the_warm_up_to_end() -> None:
     rates = [*(i / 15 for i in range(16)), *(1 - i / 15 for i in range(1, 16))]  # the peak is in the middle of epoch 1
-    shape = RunShape(epochs=3, samples=100, accumulation=1, reference_steps=10, reference_samples=10)
+    shape = RunShape(epochs=3, samples=100, reference_steps=10, reference_samples=10)
 
     def sizes(**how: Any) -> list[list[int]]:
         controller = BatchController(10, 100, increase=step(every=1, gamma=2))
@@ -239,8 +243,8 @@ def test_growth_can_wait_for_the_warm_up_to_end() -> None:
 
 
 def test_a_global_batch_that_is_kept_is_accumulated_from_fewer_batches() -> None:
-    controller = BatchController(2, 12, increase=step(every=0.5, gamma=2), divides=12)
-    run = Course(controller, RunShape(epochs=2, samples=48, accumulation=6, decisions=2, kept_samples=12))
+    controller = BatchController(2, 12, increase=step(every=0.5, gamma=2), accumulation=KeepGlobal(12))
+    run = Course(controller, RunShape(epochs=2, samples=48, accumulation=KeepGlobal(12), decisions=2))
     assert [epoch.batch_sizes for epoch in run.plan()] == [[2, 4], [6, 12]]  # 8 does not divide 12
     assert all(epoch.steps == 4 for epoch in run.plan())
     run.start_epoch(1)

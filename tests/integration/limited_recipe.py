@@ -6,6 +6,7 @@ its answer, and one step of as many more as what is left free would hold, and tw
 
 import json
 import resource
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ import adaptive_batching.torchtune.probing
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.torchtune.probing import probe
+from adaptive_batching.torchtune.host import Host
+from adaptive_batching.torchtune.probing import probe_or_stored
 from adaptive_batching.torchtune.step import training_step
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
@@ -24,22 +26,23 @@ from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
 NUM_STEPS = 20
 
 
-def limited_probe(recipe: Any, cfg: DictConfig, sample: dict[str, Any], *args: Any) -> Any:
+def limited_probe(extra_mib: int, host: Host, *arguments: Any) -> Any:
     """In place of the recipe's: sets the limit just before it."""
     CpuMeter().release()
-    state, before, data_before = snapshot(recipe), _status("RssAnon"), _status("VmData")
-    resource.setrlimit(resource.RLIMIT_DATA, (data_before + cfg.extra_mib * 2**20, -1))
-    result = probe(recipe, cfg, sample, *args)
+    state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (data_before + extra_mib * 2**20, -1))
+    result = probe_or_stored(host, *arguments)
     after = _status("RssAnon")
-    states = [state for o in training_step(recipe, {}).optimizers for state in o.state.values()]
-    unchanged = all(map(torch.equal, state, snapshot(recipe))) and not states
+    states = [state for optimizer in host.optimizers for state in optimizer.state.values()]
+    unchanged = all(map(torch.equal, state, snapshot(host))) and not states
 
-    step = training_step(recipe, sample)
+    sample = next(each for each in arguments if isinstance(each, dict))
+    step = training_step(host, sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
     for _ in range(NUM_STEPS):
         run(step.make_batch(result.batch_size))
     larger_fails = False
-    free = cfg.extra_mib * 2**20 - (result.budget_bytes - data_before)
+    free = extra_mib * 2**20 - (result.budget_bytes - data_before)
     try:
         run(step.make_batch(result.batch_size + 2 + int(free / bytes_per_sample(result))))
     except Exception as error:
@@ -63,15 +66,15 @@ def bytes_per_sample(result: ProbeResult) -> float:
     return (peak1 - peak0) / (b1 - b0)
 
 
-def snapshot(recipe: Any) -> list[torch.Tensor]:
+def snapshot(host: Host) -> list[torch.Tensor]:
     """Weights, buffers and the random state, copied."""
-    tensors = [*recipe._model.parameters(), *recipe._model.buffers()]
+    tensors = [*host.model.parameters(), *host.model.buffers()]
     return [torch.get_rng_state(), *(t.detach().clone() for t in tensors if type(t.data) is torch.Tensor)]
 
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    adaptive_batching.torchtune.probing.probe = limited_probe
+    adaptive_batching.torchtune.probing.probe_or_stored = partial(limited_probe, cfg.extra_mib)
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)

@@ -30,7 +30,8 @@ class Limited(FullFinetuneRecipeSingleDevice):
         before = meter.used_bytes()
         if self._through_memory_limit:
             limit = MemoryAmount(num_bytes=before + self._extra_mib * MIB)
-            self.settings = dataclasses.replace(self.settings, memory_limit=limit)
+            assert self._session is not None
+            self._session.settings = dataclasses.replace(self._session.settings, memory_limit=limit)
         elif self._extra_mib > 0:
             resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + self._extra_mib * MIB, -1))
         super().train()

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from adaptive_batching.growth.noise_scale import NoiseEstimate
 from adaptive_batching.torchtune.gradients import forward_backward
+from adaptive_batching.torchtune.host import Host
 
 # Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.
 NOISE = [
@@ -43,20 +44,20 @@ class OneTarget(Dataset[dict[str, Any]]):
         return dict(self._samples[index])
 
 
-def truth(recipe: Any) -> tuple[float, float]:
+def truth(host: Host) -> tuple[float, float]:
     """Trace of the covariance of a target's gradient, and the squared norm of their mean, over all of the data.
 
     Steps draw without replacement, so that the mean over all of them falls short of its square by the variance of the
     mean itself.
     """
-    mean, squares, count = torch.zeros(()), 0.0, len(recipe._dataloader.dataset)
-    trained = [p for p in recipe._model.parameters() if p.requires_grad]
+    mean, squares, count = torch.zeros(()), 0.0, len(host.loader.dataset)
+    trained = [p for p in host.model.parameters() if p.requires_grad]
     for i in range(count):
-        forward_backward(recipe, recipe._dataloader.collate([recipe._dataloader.dataset[i]]))
+        forward_backward(host, host.objective.collate([host.loader.dataset[i]]))
         gradient = torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
         mean = mean + gradient / count
         squares += float(gradient @ gradient)
-        recipe._optimizer.zero_grad()
+        host.optimizers[0].zero_grad()
     norm_squared = float(mean @ mean)
     variance = (squares - count * norm_squared) / (count - 1)
     return variance, norm_squared - variance / count

@@ -32,7 +32,7 @@ from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.report.record import Report, read_events
-from adaptive_batching.torchtune import recipe as recipe_module
+from adaptive_batching.torchtune import session
 from adaptive_batching.torchtune.data import index_of
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
@@ -155,7 +155,7 @@ class Watched:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        make_controller, run, finish = recipe_module.make_controller, TrainingLoop.run, TrainingLoop._finish_step
+        make_controller, run, finish = session.make_controller, TrainingLoop.run, TrainingLoop._finish_step
 
         def limited_controller(*arguments: Any) -> Any:
             self._limit()
@@ -173,7 +173,7 @@ class Watched:
             finish(loop, epoch, progress)
 
         with (
-            mock.patch.object(recipe_module, "make_controller", limited_controller),
+            mock.patch.object(session, "make_controller", limited_controller),
             mock.patch.object(TrainingLoop, "run", limited_run),
             mock.patch.object(TrainingLoop, "_finish_step", noted),
             mock.patch.object(Report, "_draw"),

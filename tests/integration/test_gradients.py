@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptive_batching.micro_batches.cut import Capacity
-from adaptive_batching.micro_batches.forward_cost import ForwardCost
-from adaptive_batching.micro_batches.limits import TokenLimit
-from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
+from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import gather_gradients
+from adaptive_batching.torchtune.host import Host
+from adaptive_batching.values import ByLength, Explore, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 
 IGNORED = -100
@@ -34,13 +34,13 @@ batches = st.lists(samples(), min_size=2, max_size=9).filter(
 )
 
 
-def gradient(recipe: Any, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, float, int]:
+def gradient(host: Host, micro_batches: list[MicroBatch]) -> tuple[torch.Tensor, float, int]:
     """The gradient of the summed loss, flat, that loss, and the number that both are divided by."""
-    recipe._optimizer.zero_grad()
-    outcome = gather_gradients(recipe, micro_batches)
+    host.optimizers[0].zero_grad()
+    outcome = gather_gradients(host, micro_batches)
     assert not outcome.failed
-    flat = torch.cat([p.grad.flatten() for p in recipe._model.parameters() if p.grad is not None]).double()
-    return flat, sum(float(loss) for loss, _ in outcome.results), sum(int(count) for _, count in outcome.results)
+    flat = torch.cat([p.grad.flatten() for p in host.model.parameters() if p.grad is not None]).double()
+    return flat, sum(float(each.loss) for each in outcome.results), sum(int(each.tokens) for each in outcome.results)
 
 
 @pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.CrossEntropyLoss"])
@@ -53,11 +53,11 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
     class Compared:
         """In place of the training loop."""
 
-        def __init__(self, recipe: Any) -> None:
-            self.recipe = recipe
+        def __init__(self, host: Host, *arguments: Any, **named: Any) -> None:
+            self.host = host
 
         def run(self) -> None:
-            recipe = self.recipe
+            host = self.host
 
             @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(
@@ -82,18 +82,19 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
             ) -> None:
                 window = [batch, *(more if micro_batch_size == "auto" else [])]
                 points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
-                recipe.capacity = Capacity(points) if micro_batch_size == "auto" else None
-                token_limit = TokenLimit()
-                token_limit.max_tokens = limit
-                cutter = Cutter(recipe, micro_batch_size, ForwardCost(), token_limit)
+                size = parse_micro_batch_size(micro_batch_size)
+                assert not isinstance(size, Explore)
+                execution = Execution(size, Capacity(points) if isinstance(size, ByLength) else None)
+                execution.limit.max_tokens = limit
+                cutter = Cutter(host, execution)
                 if 0 < apart < len(batch):
                     cut = [micro_batch for group in cutter.cut_apart(window, apart) for micro_batch in group]
                 elif len(window) > 1:
                     cut = cutter.cut_together(window)
                 else:
                     cut = cutter.cut(batch, min_parts, in_order=in_order)
-                expected, expected_loss, expected_count = gradient(recipe, [MicroBatch(each) for each in window])
-                found, found_loss, count = gradient(recipe, cut)
+                expected, expected_loss, expected_count = gradient(host, [MicroBatch(each, 1) for each in window])
+                found, found_loss, count = gradient(host, cut)
                 assert count == expected_count
                 assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
                 assert found_loss == pytest.approx(expected_loss, rel=1e-5)
@@ -101,6 +102,6 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
 
             compare()
 
-    monkeypatch.setattr("adaptive_batching.torchtune.recipe.TrainingLoop", Compared)
+    monkeypatch.setattr("adaptive_batching.torchtune.session.TrainingLoop", Compared)
     tune_run(kind, f"loss._component_={loss}", "epochs=1")
     assert max(tried) >= 5 and sum(count > 1 for count in tried) > 15

@@ -47,7 +47,7 @@ def test_the_estimate_is_right_on_average(
     run = TrainingLoop.run
 
     def run_after_asking(self: TrainingLoop) -> None:
-        truths.append(truth(self._recipe))
+        truths.append(truth(self._host))
         run(self)
 
     monkeypatch.setattr(TrainingLoop, "run", run_after_asking)

@@ -122,13 +122,14 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     plan.update(where="backward", call=1, times=1)
     recovered = tune_run("lora", *common, name="recovered")
 
-    class Limited(TokenLimit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.max_tokens = 2 * 64
+    unlimited = TokenLimit.__init__
+
+    def limited(self: TokenLimit) -> None:
+        unlimited(self)
+        self.max_tokens = 2 * 64
 
     plan.update(times=0)
-    monkeypatch.setattr("adaptive_batching.torchtune.recipe.TokenLimit", Limited)
+    monkeypatch.setattr(TokenLimit, "__init__", limited)
     at_once = tune_run("lora", *common, name="at_once")
     assert [step.pop("out_of_memory_recoveries") for step in recovered.metrics] == [1.0] * len(at_once.metrics)
     assert without_sizes(recovered.metrics) == at_once.metrics
@@ -267,7 +268,7 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
         finish_step(self, *arguments)
         self._cutter._limit.max_tokens = None  # so that the next step runs out of memory as well
         plan["where"] = ("forward", "backward", "hook")[self._recovery.num_recoveries % 3]
-        if self._recipe.global_step % 10 == 0:
+        if self.global_step % 10 == 0:
             meter.release()
             used.append((self._recovery.num_recoveries, bytes_of_tensors(), meter.used_bytes()))
 

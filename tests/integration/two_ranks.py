@@ -31,7 +31,7 @@ from torchtune.training import _distributed
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.ranks import agree
-from adaptive_batching.torchtune import cutting, load_stock, many_devices, recipe
+from adaptive_batching.torchtune import cutting, load_stock, many_devices, session
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.faults import CollectivesThatFail, disarm, plan
@@ -309,14 +309,14 @@ def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
     probe = ["use_maximum_batch_size=True", "adaptive_batching.round_to_power_of_two=False", "batch_size=1"]
     probe += ["adaptive_batching.memory_limit=8GiB", "max_steps_per_epoch=4"]
 
-    def limited(owner: Any) -> Any:
+    def limited(*arguments: Any, **named: Any) -> Any:
         CpuMeter().release()
         if RANK == 1:
             resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
-        return many_devices.record_collectives(owner)
+        return many_devices.record_collectives(*arguments, **named)
 
     for name, overrides in {"fixed": ["batch_size=64"], "probed": probe}.items():
-        with mock.patch.object(recipe, "record_collectives", limited):
+        with mock.patch.object(session, "record_collectives", limited):
             run("full", name, *SGD, *FEW, *overrides)
         resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
         if (run.directory / name / f"error_{RANK}.txt").exists():

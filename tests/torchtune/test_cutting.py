@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from adaptive_batching.micro_batches.cut import Capacity, length_in_chunks
-from adaptive_batching.micro_batches.forward_cost import ForwardCost
 from adaptive_batching.micro_batches.limits import TokenLimit
-from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import cutting
-from adaptive_batching.torchtune.cutting import Cutter, _filler
-from adaptive_batching.torchtune.data import index_of, sizes
-
-
-def recipe(**attributes: Any) -> Any:
-    loss = SimpleNamespace(ignore_index=-100)
-    return SimpleNamespace(
-        **{
-            "_loss_fn": loss,
-            "_device": torch.device("cpu"),
-            "samples_per_forward": None,
-            "ranks": Ranks(alone=True),
-            "length_in_forward": lambda length: length,
-            "_dataloader": SimpleNamespace(dataset=[]),
-            **attributes,
-        }
-    )
+from adaptive_batching.torchtune.cutting import Cutter, Execution
+from adaptive_batching.torchtune.data import index_of
+from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.objective import NextToken
+from adaptive_batching.values import ByLength, Fixed
+from tests.support.hosts import host, next_token
 
 
 def with_image(length: int) -> dict[str, Any]:
@@ -38,14 +23,16 @@ def with_image(length: int) -> dict[str, Any]:
     return {"tokens": tokens, "labels": tokens, "mask": [False] * length, "encoder_input": {"images": [torch.ones(2)]}}
 
 
-def cut(samples: list[dict[str, Any]], limit: TokenLimit, **attributes: Any) -> list[list[dict[str, Any]]]:
-    cutter = Cutter(recipe(**attributes), "auto", ForwardCost(), limit)
+def cut(
+    samples: list[dict[str, Any]], limit: TokenLimit, capacity: Capacity, objective: NextToken | None = None
+) -> list[list[dict[str, Any]]]:
+    cutter = Cutter(host(objective), Execution(ByLength(), capacity, limit=limit))
     return [micro_batch.samples for micro_batch in cutter.cut(samples)]
 
 
 def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
     samples = [with_image(length) for length in (5, 900, 7, 40, 3, 300, 10)]
-    assert sizes(samples) == [1] * 7
+    assert [next_token().size(sample) for sample in samples] == [1] * 7
     parts = cut(samples, TokenLimit(), capacity=Capacity(((1, 4),)))
     assert [len(part) for part in parts] == [4, 3]
     limit = TokenLimit()
@@ -65,25 +52,34 @@ def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
 def test_the_labels_of_a_part_without_targets_count() -> None:
     """The first label of a sample is no target, but stock counts it."""
     samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (1, 9)]
-    cutter = Cutter(recipe(), 1, ForwardCost(), TokenLimit())
+    cutter = Cutter(host(), Execution(Fixed(1)))
     [part] = cutter.cut(samples)
-    assert (part.samples, part.weight, part.num_labels) == (samples[1:], 10, 10)
+    assert (part.samples, part.weight, part.num_tokens) == (samples[1:], 10, 10)
 
 
 def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
-    [filler] = [_filler([{"tokens": [7], "labels": [7]}])]
-    assert filler.samples == [{"tokens": [7, 7], "labels": [7, 7]}]
-    assert (filler.weight, filler.num_labels) == (0, 0)
+    filler = next_token().filler
+    assert filler([{"tokens": [7], "labels": [7]}]) == {"tokens": [7, 7], "labels": [7, 7]}
     several = [{"tokens": [7], "labels": [7]}, {"tokens": [1, 2, 3], "labels": [-100] * 3}]
-    assert _filler(several).samples == [{"tokens": [1, 2, 3], "labels": [1, 2, 3]}]
+    assert filler(several) == {"tokens": [1, 2, 3], "labels": [1, 2, 3]}
+
+
+def test_a_rank_with_fewer_forwards_fills_up_with_some_that_weigh_nothing() -> None:
+    ranks = CountingRanks(at_least=3)
+    cutter = Cutter(host(ranks=ranks), Execution(Fixed(2)))
+    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (3, 4)]
+    micro_batches = cutter.cut(samples)
+    assert [(each.is_filler, each.weight, each.num_tokens) for each in micro_batches] == [
+        (False, None, None), (True, 0, 0), (True, 0, 0),
+    ]  # fmt: skip
 
 
 def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
     samples = [{"tokens": [1] * 10, "labels": [label] * 10} for label in (-100, 1, 1, 1)]
-    cutter = Cutter(recipe(capacity=Capacity.of_tokens(1000)), "auto", ForwardCost(), TokenLimit())
+    cutter = Cutter(host(), Execution(ByLength(), Capacity.of_tokens(1000)))
     first, others = cutter.cut_apart([samples], 1)
     assert first == []
-    assert [(each.samples, each.weight, each.num_labels) for each in others] == [(samples[1:], 30, 30)]
+    assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, 30)]
 
 
 def test_text_samples_are_cut_by_tokens() -> None:
@@ -97,11 +93,12 @@ def test_text_samples_are_cut_by_tokens() -> None:
 def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     """As where short forwards would gather a sharded output layer less often than others."""
     samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (2, 3, 4, 5, 9)]
-    in_chunks = partial(length_in_chunks, num_chunks=8)
-    parts = cut(samples, TokenLimit(), capacity=Capacity.of_tokens(16), length_in_forward=in_chunks)
+    in_chunks = next_token(num_chunks=8)
+    in_chunks.equalize_collectives()
+    parts = cut(samples, TokenLimit(), Capacity.of_tokens(16), in_chunks)
     assert len(parts) == 3
     for part in parts:
-        assert len(part) * max(in_chunks(len(sample["tokens"])) for sample in part) <= 16
+        assert len(part) * max(length_in_chunks(len(sample["tokens"]), 8) for sample in part) <= 16
 
 
 class CountingRanks:
@@ -109,12 +106,13 @@ class CountingRanks:
 
     size = 2
 
-    def __init__(self) -> None:
+    def __init__(self, at_least: int = 0) -> None:
         self.agreements = 0
+        self._at_least = at_least
 
     def largest(self, value: float) -> float:
         self.agreements += 1
-        return value
+        return max(value, self._at_least)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -123,8 +121,7 @@ def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cu
 ) -> None:
     monkeypatch.setattr(cutting, "compiles_each_size", lambda dataset: True)
     ranks = CountingRanks()
-    of_packs = recipe(ranks=ranks, _optimizer_in_bwd=in_backward, settings=SimpleNamespace(enabled=True))
-    cutter = Cutter(of_packs, None, ForwardCost(), TokenLimit())
+    cutter = Cutter(host(ranks=ranks, gate=Gate() if in_backward else None), Execution())
     pack = {"tokens": [1] * 10, "labels": [1] * 10}
     sizes = [[len(each.samples) for each in cutter.cut([pack] * number)] for number in range(1, 40)]
     assert [sum(parts) for parts in sizes] == [*range(1, 40)]
@@ -133,4 +130,5 @@ def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cu
         assert ranks.agreements == 0
     else:
         assert {size for parts in sizes for size in parts} == {1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32}
-        assert ranks.agreements == len(sizes), "a rank whose packs have no targets may run fewer"
+        in_parts = sum(len(parts) > 1 for parts in sizes)
+        assert ranks.agreements == in_parts > 20, "a rank whose packs have no targets may run fewer"

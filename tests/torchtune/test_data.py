@@ -8,6 +8,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from adaptive_batching.config import ConfigError
 from adaptive_batching.torchtune.data import SampleLoader, check_data_fills_a_step, stretch, worst_case_sample
+from tests.support.hosts import next_token
 
 DATA = [{"tokens": list(range(n)), "labels": [-100, *range(1, n)]} for n in (5, 9, 3, 7, 4, 8, 6)]
 
@@ -61,11 +62,10 @@ def test_data_that_fill_no_step_are_refused(samples: int, batch_size: int, accum
 
 def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the_longest_sample() -> None:
     def length(**limits: int | None) -> int:
-        sample, length = worst_case_sample(
-            DATA, **{"sequence_length": None, "tokenizer_max": None, "model_max": None, **limits}
-        )
-        assert len(sample["tokens"]) == len(sample["labels"]) == length
-        return length
+        none = {"sequence_length": None, "tokenizer_max": None, "model_max": None}
+        sample = worst_case_sample(DATA, next_token(), **{**none, **limits})
+        assert len(sample["tokens"]) == len(sample["labels"])
+        return len(sample["tokens"])
 
     assert length(sequence_length=20, tokenizer_max=12) == 20
     assert length(tokenizer_max=12) == 12
@@ -80,13 +80,14 @@ def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the
 
 def test_samples_with_images_are_not_stretched() -> None:
     images: list[dict[str, Any]] = [{**sample, "encoder_input": object()} for sample in DATA]
-    sample, length = worst_case_sample(images, sequence_length=None, tokenizer_max=100, model_max=None)
-    assert (sample, length) == (images[1], 9)
+    sample = worst_case_sample(images, next_token(), sequence_length=None, tokenizer_max=100, model_max=None)
+    assert sample == images[1]
     with pytest.raises(ConfigError, match="multimodal data, whose longest sample has 9 tokens"):
-        worst_case_sample(images, sequence_length=20, tokenizer_max=None, model_max=None)
+        worst_case_sample(images, next_token(), sequence_length=20, tokenizer_max=None, model_max=None)
 
 
 def test_a_stretched_sample_has_a_target_to_learn_from() -> None:
     sample = {"tokens": [1, 2, 3, 4], "labels": [-100, -100, -100, 4]}
     assert stretch(sample, 6) == {"tokens": [1, 2, 3, 4, 1, 2], "labels": [-100, -100, -100, 4, -100, -100]}
+    assert stretch({**sample, "seq_lens": [4]}, 2) is None, "a pack has its length"
     assert stretch(sample, 2) == {"tokens": [1, 2], "labels": [1, 2]}

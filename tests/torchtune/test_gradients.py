@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torchtune.training import OffloadActivations
 
 from adaptive_batching.torchtune import gradients
+from tests.support.hosts import host, next_token
 
 
 @pytest.fixture
@@ -27,7 +27,8 @@ def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_i
 ) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     context = OffloadActivations(use_pin_memory=False, use_streams=False)
-    recipe = SimpleNamespace(_model=model, activations_handling_ctx=context, _device=torch.device("cpu"))
+    objective = next_token(activations=context)
+    tiny = host(objective, model=model)
     with pytest.raises(RuntimeError, match="breaks off"), context:
         model(torch.ones(32, 64, requires_grad=True))
         raise RuntimeError("breaks off")
@@ -40,12 +41,13 @@ def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_i
     )
     gc.disable()
     try:
-        gradients.discard(recipe)
+        gradients.discard(tiny)
     finally:
         gc.enable()
     assert not any(alive_at_release) and len(alive_at_release) == len(held)
-    with recipe.activations_handling_ctx:  # what runs next finds no trace of them
-        assert recipe.activations_handling_ctx.tracker == {}
+    next_context: Any = objective._activations
+    with next_context:  # what runs next finds no trace of them
+        assert next_context.tracker == {}
 
 
 class Copied(torch.Tensor):

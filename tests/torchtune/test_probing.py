@@ -9,7 +9,7 @@ import pytest
 import torchtune
 from omegaconf import OmegaConf
 
-from adaptive_batching.torchtune.probing import what_memory_may_depend_on
+from adaptive_batching.torchtune.probing import config_of_memory, settings_of_memory
 from adaptive_batching.torchtune.settings import read_settings
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
@@ -19,7 +19,7 @@ def changed(**settings: Any) -> bool:
     cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
     for key, value in settings.items():
         OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
-    keys = [what_memory_may_depend_on(each, read_settings(each)) for each in (cfg, other)]
+    keys = [{**config_of_memory(each), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
     return keys[0] != keys[1]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,38 +13,17 @@ from hypothesis import strategies as st
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.micro_batches.cut import Capacity
-from adaptive_batching.micro_batches.forward_cost import ForwardCost
 from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching.probe.find import DoesNotFitError, find_maximum_batch_size
-from adaptive_batching.ranks.agree import Ranks
-from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
-from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching.torchtune.recovery import Recovery, remedy
+from adaptive_batching.values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
+from tests.support.hosts import ALONE, host
 
-ALONE = Ranks(alone=True)
-PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2)]
-
-
-def recipe(**attributes: Any) -> Any:
-    """A stand-in with the attributes that recovery and cutting read."""
-    return SimpleNamespace(
-        **{
-            "ranks": ALONE,
-            "collectives": None,
-            "settings": SimpleNamespace(recover_from_oom=True),
-            "batch_dependent_module": lambda: None,
-            "gate": Gate(),
-            "probed_tokens": 0,
-            "samples_per_forward": None,
-            "length_in_forward": lambda length: length,
-            "_dataloader": SimpleNamespace(dataset=[]),
-            "_device": torch.device("cuda"),
-            "_loss_fn": SimpleNamespace(ignore_index=-100),
-            **attributes,
-        }
-    )
+CUDA = torch.device("cuda")
+PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2, tokens=16)]
 
 
 class OtherRanks:
@@ -65,7 +43,7 @@ class OtherRanks:
 def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any) -> None:
     """A rank whose allocator starts over would wait for the others, which do not know."""
     ranks, limit = OtherRanks(), TokenLimit()
-    recovery = Recovery(recipe(ranks=ranks, collectives=collectives), limit)
+    recovery = Recovery(host(ranks=ranks, collectives=collectives, device=CUDA), limit, lambda: None)
     for _ in range(4):
         recovery.note(PARTS, Outcome([], failed=False, retried=True))
         recovery.end_step()
@@ -74,7 +52,7 @@ def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any)
 
 def test_only_what_goes_on_shrinks_micro_batches_and_by_as_little_as_helps() -> None:
     limit = TokenLimit()
-    recovery = Recovery(recipe(), limit)
+    recovery = Recovery(host(device=CUDA), limit, lambda: None)
     for retried in (True, True, False, True, True):
         recovery.note(PARTS, Outcome([], failed=False, retried=retried))
         recovery.end_step()
@@ -90,9 +68,8 @@ class Run:
     def __init__(self, device: Device, capacity: Capacity) -> None:
         self.device = device
         self.limit = TokenLimit()
-        self.recipe = recipe(capacity=capacity, _device=device.device)
-        self._cutter = Cutter(self.recipe, "auto", ForwardCost(), self.limit)
-        self._recovery = Recovery(self.recipe, self.limit)
+        self._cutter = Cutter(host(device=device.device), Execution(ByLength(), capacity, limit=self.limit))
+        self._recovery = Recovery(host(device=device.device), self.limit, lambda: None)
         self.forwards: list[int] = []
 
     def step(self, batch: list[dict[str, Any]]) -> None:
@@ -159,13 +136,8 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
 
 def test_the_remedy_is_one_that_is_not_used_yet() -> None:
     def of(device: str, checkpointing: bool, offloading: bool) -> str:
-        return remedy(
-            SimpleNamespace(
-                _device=torch.device(device),
-                _enable_activation_checkpointing=checkpointing,
-                _enable_activation_offloading=offloading,
-            )
-        )
+        uses = {"checkpoints_activations": checkpointing, "offloads_activations": offloading}
+        return remedy(host(device=torch.device(device), **uses))
 
     assert of("cpu", False, False) == of("cuda", False, False) == "enable_activation_checkpointing=True"
     assert of("cuda", True, False) == "enable_activation_offloading=True"
