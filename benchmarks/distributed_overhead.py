@@ -36,6 +36,7 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
     import torch
     from omegaconf import OmegaConf
 
+    from adaptive_batching.report.watcher import Watcher
     from recipes import full_finetune_distributed as ours
 
     def make(name: str, recover: bool) -> Any:
@@ -55,7 +56,7 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
     threads = []
     for number, recover in ((OFF, False), (ARMED, True)):
         recipe = make(f"{number}", recover)
-        recipe.record_step = lambda epoch, loss, lr, recoveries, number=number: turns.step_done(number, loss)
+        recipe.watchers.append(turns.watcher(number))
         threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
     run_all(threads)
 
@@ -69,7 +70,12 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
 
     list(recipe._model.layers)[-1].register_forward_pre_hook(run_out)
     again: list[int] = []
-    recipe.record_step = lambda epoch, loss, lr, recoveries: again.append(recoveries)
+
+    class Counts(Watcher):
+        def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
+            again.append(recoveries)
+
+    recipe.watchers.append(Counts())
     recipe.train()
     is_first = recipe.ranks.is_first
     recipe.ranks.leave()

@@ -177,7 +177,8 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
             with meter.limit(min(resting + room, 2**60)):
                 losses, speed, _ = train(recipe)
             found.append((losses, speed))
-            recoveries = recipe.token_limit.num_recoveries
+            assert recipe._session is not None
+            recoveries = recipe._session.execution.limit.num_recoveries
             room = int(0.7 * (meter.peak_bytes() - resting))
     (free, speed), (limited, slower) = found
     return {

@@ -48,8 +48,8 @@ from omegaconf import OmegaConf
 from overhead import TakingTurns, run_all
 from torchtune import config
 
+from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
-from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.quickstart import build
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +85,16 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
 stock = load_stock("full_finetune_single_device")
 
 
+class Evaluating(Watcher):
+    """Has a recipe evaluated after its steps."""
+
+    def __init__(self, recipe: Measured) -> None:
+        self._recipe = recipe
+
+    def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
+        self._recipe.note_step(samples)
+
+
 class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
     """Our recipe, with a clock that stops while the held-out loss is taken, and no checkpoints."""
 
@@ -93,20 +103,22 @@ class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type:
     def watch(self, held_out: Any, every: int) -> None:
         """Take the loss on ``held_out`` after each ``every`` samples."""
         self._held_out, self._every, self._next = held_out, every, every
+        self.watchers.append(Evaluating(self))
         self._samples = self._steps = 0
         self._off_clock = 0.0
         self.curve = [(0.0, 0, self._loss())]
         self._start = time.perf_counter()
 
     def train(self) -> None:
-        TrainingLoop(self).run()  # without the pictures that our recipe draws at the end
+        assert self._session is not None
+        self._session.loop(self, self.watchers).run()  # without the pictures that our recipe draws at the end
         if self.curve and self.curve[-1][1] < self._steps:
             self.evaluate()
 
-    def record_step(self, *args: Any, **kwargs: Any) -> None:
-        super().record_step(*args, **kwargs)
+    def note_step(self, samples: int) -> None:
+        """Evaluate when it is time to, after a step on ``samples`` samples."""
         self._steps += 1
-        self._samples += self.global_batch_size
+        self._samples += samples
         if self._samples >= self._next:
             self._next += self._every
             self.evaluate()
@@ -201,7 +213,7 @@ def noise_overhead(inputs: Path, device: str, samples: int, directory: Path) -> 
                 "adaptive_batching": {"noise_scale_every": every},
             }  # fmt: skip
             recipe = recipe_for(changes, inputs, device, samples, directory / str(number))
-            recipe.record_step = lambda epoch, loss, lr, recoveries, number=number: turns.step_done(number, loss)  # type: ignore[method-assign]
+            recipe.watchers.append(turns.watcher(number))
             threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
         run_all(threads)
     plain, measured = (sum(seconds[5:]) for seconds in turns.seconds)  # a whole number of fives: the first is warm-up

@@ -72,6 +72,18 @@ class TakingTurns:
             self._wait(number)
         self._started = time.perf_counter()
 
+    def watcher(self, number: int) -> Any:
+        """Return what tells this of the steps of recipe ``number``, if it is ours."""
+        from adaptive_batching.report.watcher import Watcher
+
+        turns = self
+
+        class Turn(Watcher):
+            def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
+                turns.step_done(number, loss)
+
+        return Turn()
+
     def _wait(self, number: int) -> None:
         self._turns[number].acquire()
         self._started = time.perf_counter()
