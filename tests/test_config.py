@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from adaptive_batching.config import AdaptiveBatchingConfig, ConfigError, MemoryAmount
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, Whole
 
 
 def test_defaults_are_off() -> None:
@@ -95,3 +97,31 @@ def test_batch_increase_function_is_a_path_or_a_component(value: Any) -> None:
 def test_null_means_the_default() -> None:
     section = {"headroom": None, "memory_limit": None, "max_batch_size": None, "sequence_length": None}
     assert AdaptiveBatchingConfig.from_mapping(section) == AdaptiveBatchingConfig()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"micro_batch_size": "banana"}, "micro_batch_size='banana' must be a whole number, auto, explore or null"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0 must be a whole number of at least 1"),
+        ({"search": "nope"}, "search='nope' is unknown; Known: binary_search, power_of_two, predict"),
+        ({"max_batch_size": -3}, "max_batch_size=-3 must be a whole number of at least 1"),
+        ({"headroom": "lots"}, "headroom='lots' is no amount of memory"),
+        ({"memory_limit": "0"}, "memory_limit='0' leaves no memory"),
+        ({"lr_scaling": "cubic"}, "lr_scaling='cubic' is unknown"),
+    ],
+)
+def test_settings_are_validated_however_they_are_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdaptiveBatchingConfig(**fields)
+    with pytest.raises(ConfigError, match=message):
+        replace(AdaptiveBatchingConfig(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("value", "parsed"), [(None, Whole()), (4, Fixed(4)), ("auto", ByLength()), ("explore", Explore())]
+)
+def test_a_micro_batch_size_is_parsed_and_spelled_as_in_a_config(value: Any, parsed: Any) -> None:
+    config = AdaptiveBatchingConfig(micro_batch_size=value)
+    assert config.micro_batch_size == parsed == replace(config).micro_batch_size
+    assert str(parsed) == ("null" if value is None else str(value))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
+from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
 from adaptive_batching.host_memory import keep_little_on_the_host
@@ -62,13 +63,12 @@ class AdaptiveBatching:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        before = cls.__mro__[1 : cls.__mro__.index(AdaptiveBatching)]
-        first = next((c for c in before if "setup" in vars(c) and not issubclass(c, AdaptiveBatching)), None)
-        if first is not None:
-            raise TypeError(
-                f"class {cls.__name__}: {first.__name__} stands before AdaptiveBatching in the list of bases, so that "
-                f"its setup and train would run in place of ours; name AdaptiveBatching first"
-            )
+        for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
+            if FTRecipeInterface in base.__mro__ and not issubclass(base, AdaptiveBatching):
+                raise TypeError(
+                    f"class {cls.__name__}: {base.__name__} stands before AdaptiveBatching in the list of bases, so "
+                    f"that its setup and train would run in place of ours; name AdaptiveBatching first"
+                )
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = read_settings(cfg)

@@ -1,0 +1,33 @@
+"""How a recipe is put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
+
+stock = load_stock("full_finetune_single_device")
+
+
+def test_a_stock_recipe_before_ours_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(TypeError, match=r"class Wrong: FullFinetuneRecipeSingleDevice stands before AdaptiveBatching"):
+
+        class Wrong(stock.FullFinetuneRecipeSingleDevice, AdaptiveBatching):  # type: ignore[misc, name-defined]
+            """Stock's setup and train would run."""
+
+
+def test_our_recipes_can_be_subclassed_and_mixed_with_others() -> None:
+    class Noisy:
+        def setup(self, cfg: Any) -> None:
+            super().setup(cfg)  # type: ignore[misc]
+
+    class Ours(Noisy, FullFinetuneRecipeSingleDevice):
+        def train(self) -> None:
+            super().train()
+
+    assert [each.__name__ for each in Ours.__mro__[:4]] == [
+        "Ours", "Noisy", "FullFinetuneRecipeSingleDevice", "AdaptiveBatching",
+    ]  # fmt: skip
