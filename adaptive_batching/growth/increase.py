@@ -14,10 +14,13 @@ This module imports only the standard library.
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 IncreaseFunction = Callable[..., int]
 
@@ -126,20 +129,50 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         raise IncreaseFunctionError(f"{key} is a factory; write {{_component_: {path}}}, with its arguments, if any")
     if not isinstance(value, str):
         arguments = {k: v for k, v in value.items() if k != "_component_"}
-        try:
-            found = found(**arguments)
-        except Exception as error:
-            raise IncreaseFunctionError(
-                f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
-                f"plain function without _component_; a path given on the command line keeps the YAML's arguments"
-            ) from error
-        if not callable(found):
-            raise IncreaseFunctionError(
-                f"{key} is used as a factory (_component_) but returned {found!r}; it must return a function "
-                f"(epoch, current_batch_size) -> int. For a plain function write the path without _component_"
+        if not _is_increase_function(found, arguments):
+            found = _from_factory(key, found, arguments)
+        elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
+            log.warning(
+                "%s takes an epoch and a batch size, so it is no factory; dropped arguments: %s",
+                key,
+                ", ".join(arguments),
             )
     _check_signature(key, found)
     return path, found
+
+
+def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    """Return True if ``function`` takes an epoch and a batch size, rather than ``arguments`` as a factory would."""
+    if getattr(function, "__module__", None) == _FACTORIES:
+        return False
+    try:
+        signature = inspect.signature(function)
+        if list(signature.parameters)[:2] == ["epoch", "current_batch_size"]:
+            return True
+        signature.bind(0, 1, **{"state": None} if takes_state(function) else {})
+    except (TypeError, ValueError):
+        return False
+    try:
+        signature.bind(**arguments)
+    except TypeError:
+        return True  # it can be nothing else
+    return False
+
+
+def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> IncreaseFunction:
+    try:
+        function = factory(**arguments)
+    except Exception as error:
+        raise IncreaseFunctionError(
+            f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
+            f"plain function without _component_; a path given on the command line keeps the YAML's arguments"
+        ) from error
+    if not callable(function):
+        raise IncreaseFunctionError(
+            f"{key} is used as a factory (_component_) but returned {function!r}; it must return a function "
+            f"(epoch, current_batch_size) -> int. For a plain function write the path without _component_"
+        )
+    return function  # type: ignore[no-any-return]
 
 
 def _check_signature(key: str, function: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import logging
 from pathlib import Path
@@ -18,6 +19,17 @@ log = logging.getLogger(__name__)
 _OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
 _OF_ANY: tuple[str, ...] = ("lr_scaling", "noise_scale_every", "keep_global_batch")
 FIELDS = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
+_SECTION = [field.name for field in dataclasses.fields(AdaptiveBatchingConfig) if field.name not in FIELDS]
+# Names by which other tools know what ours do.
+_ELSEWHERE = {
+    "auto_find_batch_size": "use_maximum_batch_size: True",  # Transformers, Accelerate
+    "auto_scale_batch_size": "use_maximum_batch_size: True",  # Lightning
+    "scale_batch_size": "use_maximum_batch_size: True",
+    "per_device_train_batch_size": "batch_size, which is per device",  # Transformers
+    "train_batch_size": "batch_size, which is per device",  # DeepSpeed
+    "device_train_microbatch_size": "micro_batch_size: auto",  # Composer
+    "train_micro_batch_size_per_gpu": "micro_batch_size",  # DeepSpeed
+}
 
 
 def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
@@ -27,6 +39,7 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         ConfigError: On the first setting that cannot be used.
     """
     for key in map(str, cfg):
+        _check_place(key, cfg)
         close = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.85)
         if close and key not in FIELDS:
             raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
@@ -56,6 +69,21 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
         )
     _warn_of_what_does_nothing(settings)
     return settings
+
+
+def _check_place(key: str, cfg: DictConfig) -> None:
+    """Refuse a setting of ours that stands outside its section, and names that other tools use.
+
+    Raises:
+        ConfigError: If ``key`` is one of them.
+    """
+    if key in _SECTION:
+        raise ConfigError(
+            f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
+            f"adaptive_batching.{key}={cfg.get(key)}"
+        )
+    if key in _ELSEWHERE:
+        raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
 
 
 def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:

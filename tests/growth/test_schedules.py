@@ -25,6 +25,10 @@ STATE = GrowthState(
 )  # fmt: skip
 
 
+def other_names(e: int, b: int) -> int:
+    return 1
+
+
 def add_two(epoch: int, current_batch_size: int) -> int:
     return 2
 
@@ -198,6 +202,19 @@ def test_functions_and_factories_are_resolved_by_dotted_path() -> None:
     name, function = resolve({"_component_": "adaptive_batching.growth.fixed_increase", "increase": 3})
     assert name == "adaptive_batching.growth.fixed_increase"
     assert function(1, 5) == 3
+
+
+@pytest.mark.parametrize("name", ["add_two", "with_state", "other_names"])
+def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ``batch_increase_function=path`` on the command line arrives, over a component in the YAML."""
+    path = f"tests.growth.test_schedules.{name}"
+    assert resolve({"_component_": path, "every": 1})[1] is resolve(path)[1]
+    assert "dropped arguments: every" in caplog.text
+    caplog.clear()
+    assert resolve({"_component_": path})[1] is resolve(path)[1]
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
