@@ -294,7 +294,7 @@ def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
 def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(of_short_samples: tuple[Path, str]) -> None:
     for rank in range(2):
         error = (of_short_samples[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
-        assert re.match(r"error: the ranks cannot talk .*no host of that name.* GLOO_SOCKET_IFNAME", error)
+        assert re.match(r"error: the ranks cannot communicate .*no host of that name.* GLOO_SOCKET_IFNAME", error)
 
 
 @pytest.fixture(scope="module")
