@@ -9,10 +9,7 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from omegaconf import DictConfig
-from torchtune import config
-
-from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, ThroughClient, load_stock, run_recipe
+from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, ThroughClient, entry_point, load_stock
 
 stock = load_stock("full_finetune_distributed")
 
@@ -26,10 +23,7 @@ class FullFinetuneRecipeDistributed(
     """Stock's full fine-tuning."""
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    run_recipe(FullFinetuneRecipeDistributed, cfg)
-
+recipe_main = entry_point(FullFinetuneRecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

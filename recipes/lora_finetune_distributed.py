@@ -9,10 +9,7 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from omegaconf import DictConfig
-from torchtune import config
-
-from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, load_stock, run_recipe, start_process_group
+from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, entry_point, load_stock, start_process_group
 
 stock = load_stock("lora_finetune_distributed")
 
@@ -21,11 +18,7 @@ class LoRAFinetuneRecipeDistributed(AdaptiveBatching, ManyDevices, stock.LoRAFin
     """Stock's LoRA fine-tuning."""
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    start_process_group(cfg)
-    run_recipe(LoRAFinetuneRecipeDistributed, cfg)
-
+recipe_main = entry_point(LoRAFinetuneRecipeDistributed, before=start_process_group)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

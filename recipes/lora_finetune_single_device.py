@@ -9,10 +9,7 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from omegaconf import DictConfig
-from torchtune import config
-
-from adaptive_batching.torchtune import AdaptiveBatching, load_stock, run_recipe
+from adaptive_batching.torchtune import AdaptiveBatching, entry_point, load_stock
 
 stock = load_stock("lora_finetune_single_device")
 
@@ -21,10 +18,7 @@ class LoRAFinetuneRecipeSingleDevice(AdaptiveBatching, stock.LoRAFinetuneRecipeS
     """Stock's LoRA fine-tuning."""
 
 
-@config.parse
-def recipe_main(cfg: DictConfig) -> None:
-    run_recipe(LoRAFinetuneRecipeSingleDevice, cfg)
-
+recipe_main = entry_point(LoRAFinetuneRecipeSingleDevice)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

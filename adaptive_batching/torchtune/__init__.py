@@ -1,9 +1,17 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
 from adaptive_batching.torchtune.checkpoints import ThroughClient
-from adaptive_batching.torchtune.launch import run_recipe
+from adaptive_batching.torchtune.launch import entry_point, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.stock import load_stock
 
-__all__ = ["AdaptiveBatching", "ManyDevices", "ThroughClient", "load_stock", "run_recipe", "start_process_group"]
+__all__ = [
+    "AdaptiveBatching",
+    "ManyDevices",
+    "ThroughClient",
+    "entry_point",
+    "load_stock",
+    "run_recipe",
+    "start_process_group",
+]

@@ -1,38 +1,91 @@
-"""Run a recipe from its file: logging, errors in one line, and a clean exit."""
+"""Run a recipe from its file: the command line, log lines for people, and errors in one line."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from torchtune import config
 
+import adaptive_batching
 from adaptive_batching.growth.increase import IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.micro_batches.run import CannotRecoverError
 from adaptive_batching.probe.find import DoesNotFitError
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
+from adaptive_batching.torchtune.growing import resolve_increase
+from adaptive_batching.torchtune.settings import read_settings
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
 # Errors whose message says what is wrong and what to do.
 _CLEAR = (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError, CheckpointError)
+_NOT_OF_THE_USER = [
+    str(Path(adaptive_batching.__file__).parent),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+]
 
 
-def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
-    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe does; a mistake ends in one line."""
-    if not logging.getLogger().handlers:
-        logger = logging.getLogger("adaptive_batching")
-        if not logger.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(levelname)s:%(name)s: %(message)s"))
-            logger.addHandler(handler)
-        logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
+def entry_point(recipe_class: type[Any], before: Callable[[DictConfig], None] = lambda cfg: None) -> Callable[[], Any]:
+    """Return the main function of a recipe file, which reads the command line as torchtune does.
+
+    Args:
+        recipe_class: The recipe.
+        before: Called with the config before the recipe is made.
+    """
+
+    def main() -> Any:
+        begun = False
+
+        def recipe_main(cfg: DictConfig) -> None:
+            nonlocal begun
+            begun = True
+            run_recipe(recipe_class, cfg, before)
+
+        recipe_main.__doc__ = recipe_class.__doc__
+        try:
+            return config.parse(recipe_main)()
+        except Exception as error:
+            if begun:
+                raise
+            key = getattr(error, "full_key", None)
+            what = f"{key}: {_first_line(error)}" if key else _first_line(error)
+            raise SystemExit(
+                f"error: the command line or the config cannot be read ({what}); write key=value, with a value of the "
+                f"same kind as in the config"
+            ) from None
+
+    return main
+
+
+def run_recipe(
+    recipe_class: type[Any], cfg: DictConfig, before: Callable[[DictConfig], None] = lambda cfg: None
+) -> None:
+    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe does.
+
+    A mistake ends in one line that names key, value and remedy, after the frames of the user's own code if it raised.
+
+    Args:
+        recipe_class: The recipe.
+        cfg: Its config.
+        before: Called with the config before the recipe is made.
+
+    Raises:
+        SystemExit: With that line.
+    """
+    _log_for_people()
     try:
+        resolve_increase(read_settings(cfg, warns=False))  # before the config is shown and pushes errors out of sight
+        before(cfg)
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
         recipe = recipe_class(cfg=cfg)
         recipe.setup(cfg=cfg)
@@ -40,18 +93,53 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
         recipe.ranks.leave()
         recipe.cleanup()
     except _CLEAR as error:
-        if error.__cause__ is not None:
-            log.error("the cause, in full:", exc_info=error.__cause__)
+        sys.stderr.write(_frames_of_the_user(error))
         raise SystemExit(f"error: {error}") from None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        log.error("out of memory, in full:", exc_info=error)
+        log.debug("out of memory, in full:", exc_info=error)
         raise SystemExit(
             f"error: out of memory outside of a forward or backward, where nothing can run again "
             f"({_first_line(error)}); a checkpoint that was saved before stands. Leave more memory: raise "
             f"adaptive_batching.headroom, or set a smaller batch_size"
         ) from None
+
+
+class _ForPeople(logging.Formatter):
+    """Messages as they are; the level only where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+def _log_for_people() -> None:
+    """Show our log on the first rank, and warnings on all, unless the program has set logging up itself."""
+    if logging.getLogger().handlers:
+        return
+    logger = logging.getLogger("adaptive_batching")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_ForPeople("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
+
+
+def _frames_of_the_user(error: BaseException) -> str:
+    """Return the frames of code that is neither ours nor installed, from the errors that led to ``error``."""
+    lines: list[str] = []
+    cause = error.__cause__
+    while cause is not None:
+        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_of_the_user(frame.filename)]
+        if frames:
+            lines += [*traceback.format_list(frames), f"{type(cause).__name__}: {cause}\n"]
+        cause = cause.__cause__
+    return "".join(lines)
+
+
+def _is_of_the_user(filename: str) -> bool:
+    return not filename.startswith(("<", *_NOT_OF_THE_USER))
 
 
 def _first_line(error: Exception) -> str:

@@ -31,6 +31,7 @@ from adaptive_batching.torchtune.probing import circumstances_of
 from adaptive_batching.torchtune.session import Session
 from adaptive_batching.torchtune.settings import read_settings, report_dir
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
+from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,14 @@ class AdaptiveBatching:
     # Where stock's set-up is extended
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> SampleLoader:
-        loader = SampleLoader(super()._setup_data(*args, **kwargs), self._state_to_store)  # type: ignore[misc]
+        try:
+            stock_loader = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".!")
+            raise ConfigError(
+                f"dataset cannot be loaded: {type(error).__name__}: {reason}. Check dataset.source, its split and files"
+            ) from error
+        loader = SampleLoader(stock_loader, self._state_to_store)
         check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._gradient_accumulation_steps)
         return loader
 

@@ -32,8 +32,12 @@ _ELSEWHERE = {
 }
 
 
-def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
+def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
     """Read and validate what a config says about adaptive batching, without touching the model or the data.
+
+    Args:
+        cfg: The config.
+        warns: Warn of settings that do nothing.
 
     Raises:
         ConfigError: On the first setting that cannot be used.
@@ -67,7 +71,8 @@ def read_settings(cfg: DictConfig) -> AdaptiveBatchingConfig:
             "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to "
             "gain; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
         )
-    _warn_of_what_does_nothing(settings)
+    if warns:
+        _warn_of_what_does_nothing(settings)
     return settings
 
 
