@@ -152,11 +152,15 @@ def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, 
         signature.bind(0, 1, **{"state": None} if takes_state(function) else {})
     except (TypeError, ValueError):
         return False
+    return not any(name in signature.parameters for name in arguments) and not _binds(signature, arguments)
+
+
+def _binds(signature: inspect.Signature, arguments: Mapping[str, Any]) -> bool:
     try:
         signature.bind(**arguments)
     except TypeError:
-        return True  # it can be nothing else
-    return False
+        return False
+    return True
 
 
 def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> IncreaseFunction:

@@ -57,6 +57,8 @@ class Execution:
 
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
+    is_stock: bool = True
+    """True for the batches of stock, which are never cut while all fits, so that ranks need not agree."""
 
     @property
     def most_samples(self) -> int | None:
@@ -102,6 +104,7 @@ class Cutter:
         in_parts = self._execution.most_samples is not None or self._limit.max_tokens is not None
         # Otherwise there is one part on every rank, or as many as sizes have been compiled.
         in_parts = in_parts or isinstance(self._execution.size, ByLength) or len(parts) > 1 or min_parts > 1
+        in_parts = in_parts or (self._compiled_sizes is not None and not self._execution.is_stock)
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
 
     def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:

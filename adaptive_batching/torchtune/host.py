@@ -216,7 +216,7 @@ def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> S
         log_every=recipe._log_every_n_steps,
         logs_peak_memory=recipe._log_peak_memory_stats and recipe._device.type != "cpu",
         profiler=getattr(recipe, "_profiler", None),
-        profiles_steps=recipe.profiles_steps,
+        profiles_steps=getattr(recipe, "profiles_steps", False),
         memory_history=history,
     )
 
@@ -236,7 +236,7 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
 
     Stock merges LoRA's adapters into ``tensor.cpu()``, which on the cpu is the tensor that is being trained.
     """
-    merges = getattr(recipe, "_save_adapter_weights_only", True) is False
+    merges = not getattr(recipe, "_save_adapter_weights_only", True)
     model: nn.Module = recipe._model
     return model if merges and recipe._device.type == "cpu" and not is_sharded(model) else None
 

@@ -230,6 +230,7 @@ class TrainingLoop:
         elif self._run.scheduler is not None:
             self._run.scheduler.step()
         self.global_step += 1
+        self._note_progress(epochs_run=epoch)
         loss = host.objective.mean_loss(sums)
         if growth is not None:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does

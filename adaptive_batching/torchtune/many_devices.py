@@ -38,6 +38,7 @@ class ManyDevices:
     _device: torch.device
 
     profiles_steps = True
+    """Stock's profiler counts optimizer steps rather than batches."""
 
     def __init__(self, cfg: DictConfig) -> None:
         if not training.is_distributed():
@@ -54,8 +55,8 @@ class ManyDevices:
 
 
 def start_process_group(cfg: DictConfig) -> None:
-    """Start the process group of a recipe that expects one, if the launcher has made several processes."""
-    if not training.is_distributed():
+    """Start the process group of a recipe that expects one, if there are several processes and no group yet."""
+    if not training.is_distributed() or dist.is_initialized():
         return
     if cfg.get("fsdp_cpu_offload", False):
         training.set_torch_num_threads()  # as stock does: the optimizer runs on the host

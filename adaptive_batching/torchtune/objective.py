@@ -56,8 +56,8 @@ class Sums:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
         """Apply ``function`` to each of the values."""
-        metrics = {name: function(value) for name, value in self.metrics.items()}
-        return Sums(function(self.loss), function(self.tokens), metrics)
+        tokens, loss = function(self.tokens), function(self.loss)  # in the order in which stock sums over ranks
+        return Sums(loss, tokens, {name: function(value) for name, value in self.metrics.items()})
 
 
 class Objective(ABC):
@@ -212,11 +212,12 @@ class NextToken(Objective):
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
         labels = batch.pop("labels")  # [b, s]
-        num_tokens = (labels != self._loss.ignore_index).sum()
+        ignored = self._loss.ignore_index
+        num_tokens = (labels != ignored).sum()
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
         # Logits stay whole and labels move: each position predicts the next one.
-        labels = torch.hstack((labels[..., 1:], torch.full_like(labels[..., :1], self._loss.ignore_index)))
+        labels = torch.hstack((labels[..., 1:], torch.full_like(labels[..., :1], ignored, dtype=torch.long)))
         if not isinstance(logits, list):
             labels = labels.reshape(-1)
             logits = logits.reshape(-1, logits.size(-1))

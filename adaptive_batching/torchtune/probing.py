@@ -69,8 +69,8 @@ class Probed:
 class Circumstances:
     """Facts of a run, besides its model and data, that the memory of a step depends on."""
 
-    config: Mapping[str, Any]
-    """The config's entries that memory may depend on."""
+    config: Callable[[], Mapping[str, Any]]
+    """Returns the config's entries that memory may depend on."""
 
     make_optimizers: MakeOptimizers
     measures_noise: bool = False
@@ -82,7 +82,7 @@ def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
     def make_optimizers(groups: Any) -> Any:
         return [config.instantiate(cfg.optimizer, list(group)) for group in groups]
 
-    return Circumstances(config_of_memory(cfg), make_optimizers, measures_noise)
+    return Circumstances(partial(config_of_memory, cfg), make_optimizers, measures_noise)
 
 
 def find_maximum(
@@ -179,7 +179,7 @@ def probe_or_stored(
     include = run.batch_size if settings.grows else None
     ranks, dataset = host.ranks, host.loader.dataset
     path = folder / "probe.json"
-    key = {**circumstances.config, **settings_of_memory(settings)}
+    key = {**circumstances.config(), **settings_of_memory(settings)}
     key |= {"include": include, "upper": upper}
     key |= {"recipe": host.name, "sequence_length": len(host.objective.tokens(sample))}
     key |= {"measures_noise": circumstances.measures_noise}

@@ -40,10 +40,11 @@ class AdaptiveBatching:
     """Mixed into a stock fine-tuning recipe, before it in the list of bases.
 
     With none of ``use_maximum_batch_size``, ``batch_increase_function`` and ``micro_batch_size`` set, the recipe trains
-    as stock, bit for bit.
+    as stock, bit for bit. A subclass extends the methods of stock's set-up (``_setup_model`` and the like), or names
+    another ``make_objective``; attributes that it changes when ``setup`` has ended are not looked at again.
 
     Raises:
-        TypeError: When a class is made that names a stock recipe before this one.
+        TypeError: When a class is made that names a stock recipe before this one, or overrides ``_loss_step``.
     """
 
     # Set by the stock recipe
@@ -59,9 +60,6 @@ class AdaptiveBatching:
     make_objective: Callable[[hosts.StockParts], Objective] = staticmethod(hosts.next_token)
     """Makes the recipe's objective."""
 
-    profiles_steps = False
-    """True if stock's profiler counts optimizer steps rather than batches."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
@@ -69,6 +67,11 @@ class AdaptiveBatching:
                 raise TypeError(
                     f"class {cls.__name__}: {base.__name__} stands before AdaptiveBatching in the list of bases, so "
                     f"that its setup and train would run in place of ours; name AdaptiveBatching first"
+                )
+            if "_loss_step" in vars(base):
+                raise TypeError(
+                    f"class {cls.__name__}: _loss_step of {base.__name__} would not be called; give the class a "
+                    f"make_objective, whose objective computes the loss"
                 )
 
     def __init__(self, cfg: DictConfig) -> None:

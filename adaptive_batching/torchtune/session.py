@@ -81,7 +81,7 @@ class Session:
         self._random_states: list[dict[str, Any]] = []
         self._explored: int | str | None = None
         self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
-        self.execution = Execution()
+        self.execution = Execution(is_stock=report is None)
         self.growth: Growth | None = None
         self._probed_tokens = 0
         if report is None:

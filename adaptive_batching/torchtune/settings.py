@@ -82,6 +82,8 @@ def _check_place(key: str, cfg: DictConfig) -> None:
     Raises:
         ConfigError: If ``key`` is one of them.
     """
+    if f"${{{key}}}" in OmegaConf.to_yaml(cfg):  # a name that the config uses itself
+        return
     if key in _SECTION:
         raise ConfigError(
             f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "

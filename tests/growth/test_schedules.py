@@ -25,6 +25,10 @@ STATE = GrowthState(
 )  # fmt: skip
 
 
+def two_arguments(start: int, gamma: float) -> Any:
+    return growth.step(every=start, gamma=gamma)
+
+
 def other_names(e: int, b: int) -> int:
     return 1
 
@@ -227,6 +231,7 @@ def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
         ("tests.growth.test_schedules.one_argument", r"cannot be called with \(epoch, current_batch_size\)"),
         ("adaptive_batching.growth.step", r"a factory.*_component_"),
         ({"_component_": "tests.growth.test_schedules.broken_factory", "every": 2}, "failed with the arguments"),
+        ({"_component_": "tests.growth.test_schedules.two_arguments", "start": 1, "gama": 2}, "argument 'gama'"),
         ({"_component_": "adaptive_batching.growth.step", "evry": 2}, "evry"),
         ({"_component_": "builtins.dict"}, "must return a function"),
     ],

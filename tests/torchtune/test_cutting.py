@@ -121,7 +121,7 @@ def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cu
 ) -> None:
     monkeypatch.setattr(cutting, "compiles_each_size", lambda dataset: True)
     ranks = CountingRanks()
-    cutter = Cutter(host(ranks=ranks, gate=Gate() if in_backward else None), Execution())
+    cutter = Cutter(host(ranks=ranks, gate=Gate() if in_backward else None), Execution(is_stock=False))
     pack = {"tokens": [1] * 10, "labels": [1] * 10}
     sizes = [[len(each.samples) for each in cutter.cut([pack] * number)] for number in range(1, 40)]
     assert [sum(parts) for parts in sizes] == [*range(1, 40)]
@@ -130,5 +130,4 @@ def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cu
         assert ranks.agreements == 0
     else:
         assert {size for parts in sizes for size in parts} == {1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32}
-        in_parts = sum(len(parts) > 1 for parts in sizes)
-        assert ranks.agreements == in_parts > 20, "a rank whose packs have no targets may run fewer"
+        assert ranks.agreements == len(sizes), "a rank whose packs have no targets may run fewer"

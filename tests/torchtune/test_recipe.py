@@ -19,6 +19,14 @@ def test_a_stock_recipe_before_ours_is_refused_when_the_class_is_made() -> None:
             """Stock's setup and train would run."""
 
 
+def test_a_loss_step_that_would_not_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"class Own: _loss_step of Own would not be called; .*make_objective"):
+
+        class Own(FullFinetuneRecipeSingleDevice):
+            def _loss_step(self, batch: Any) -> Any:
+                return super()._loss_step(batch)
+
+
 def test_our_recipes_can_be_subclassed_and_mixed_with_others() -> None:
     class Noisy:
         def setup(self, cfg: Any) -> None:

@@ -1,0 +1,30 @@
+"""The parser of the command line, and the place where a command joins it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import adaptive_batching
+from adaptive_batching.torchtune.commands import add_commands
+
+PROG = "adaptive-batching"
+
+COMMANDS: list[Callable[[Any, str], None]] = [add_commands]
+"""Functions that take (subparsers, program name) and add one or more commands, each with its ``func``."""
+
+
+def main() -> None:
+    """Run the command that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="torchtune fine-tuning with the largest batch that fits: recipes, configs, and their runs.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROG} {adaptive_batching.__version__}")
+    parser.set_defaults(func=lambda args: parser.print_help())
+    subparsers = parser.add_subparsers(title="commands")
+    for add in COMMANDS:
+        add(subparsers, PROG)
+    args = parser.parse_args()
+    args.func(args)

@@ -1,0 +1,93 @@
+"""torchtune's commands (``ls``, ``cp``, ``cat``, ``validate``, ``run``) over the recipes and configs of this package.
+
+torchtune finds recipes and configs through a registry, by paths relative to its own. Ours are in it by absolute paths,
+each with the configs of this package and those of the stock recipe of the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtune import _recipe_registry as registry
+from torchtune._cli.cat import Cat
+from torchtune._cli.cp import Copy
+from torchtune._cli.ls import List
+from torchtune._cli.run import Run
+from torchtune._cli.validate import Validate
+
+import adaptive_batching
+
+_PACKAGE = Path(adaptive_batching.__file__).parent
+_COMMANDS: dict[str, Any] = {"ls": List, "cp": Copy, "cat": Cat, "validate": Validate, "run": Run}
+
+
+def recipes_folder() -> Path:
+    """Return the folder of our recipes: inside an installed package, next to it in a checkout."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def add_commands(subparsers: Any, prog: str) -> None:
+    """Add torchtune's commands to a command line.
+
+    Args:
+        subparsers: What ``argparse.ArgumentParser.add_subparsers`` returned.
+        prog: Name of the command line, for help and errors.
+    """
+    registry._ALL_RECIPES[:] = _ours()
+    for name, command in _COMMANDS.items():
+        command.create(subparsers)
+        parser = subparsers.choices[name]
+        for attribute in ("prog", "usage", "epilog", "description"):
+            text = getattr(parser, attribute)
+            setattr(parser, attribute, text and text.replace("tune ", f"{prog} ").replace("torchtune", "these"))
+    run = subparsers.choices["run"].get_default("func")
+    subparsers.choices["run"].set_defaults(func=lambda args: _run(args, subparsers.choices["run"], run))
+
+
+def _ours() -> list[Any]:
+    folder, found = recipes_folder(), []
+    stock = {recipe.name: recipe for recipe in registry.get_all_recipes()}
+    for path in sorted(folder.glob("*.py")):
+        if path.stem not in stock:
+            continue
+        kind = path.stem.split("_")[0]
+        configs = [
+            registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
+            for config in sorted((folder / "configs").rglob("*.yaml"))
+            if config.stem.split("_")[0] == kind
+        ]
+        others = [config for config in stock[path.stem].configs if "/" in config.name]
+        several = stock[path.stem].supports_distributed
+        found.append(registry.Recipe(path.stem, str(path), [*configs, *others], supports_distributed=several))
+    return found
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) -> None:
+    """Run a recipe, after a look at what is named; torchtune would end in a traceback."""
+    known = [recipe.name for recipe in registry.get_all_recipes()]
+    name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
+    args.recipe = name if name in known else args.recipe
+    if args.recipe not in known and not Path(args.recipe).is_file():
+        parser.error(f"there is no recipe {args.recipe!r}{_closest(args.recipe, known)}")
+    if "--config" not in args.recipe_args[:-1]:
+        parser.error("--config <name or path> is missing after the recipe")
+    config = args.recipe_args[args.recipe_args.index("--config") + 1]
+    configs = [each.name for recipe in registry.get_all_recipes() for each in recipe.configs]
+    if config not in configs and not Path(config).is_file():
+        parser.error(f"there is no config {config!r}{_closest(config, configs)}")
+    # Processes that torchrun starts find this package, and modules in the working directory, on the path.
+    paths = [str(_PACKAGE.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.argv[0] = parser.prog
+    run(args)
+
+
+def _closest(name: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"
