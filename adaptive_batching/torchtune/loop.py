@@ -236,7 +236,8 @@ class TrainingLoop:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         progress.update(1)
-        progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {loss}")
+        progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
+        progress.set_postfix_str(self._columns())
         if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
         recoveries = self._recovery.num_recoveries
@@ -254,6 +255,17 @@ class TrainingLoop:
                             global_batch_size=growth.global_batch_size, step=self.global_step, reason=decision.reason,
                         )  # fmt: skip
         self._start_window()
+
+    def _columns(self) -> str:
+        """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
+        objective, samples = self._host.objective, [sample for batch in self._window for sample in batch]
+        columns = [] if self._growth is None else [f"batch {len(self._window[-1])}"]
+        real = sum(len(objective.tokens(sample)) for sample in samples)
+        if self._growth is not None and real and objective.is_text(samples[0]):
+            columns.append(f"padded {sum(each.tokens for each in self._ran) / real:.2f}x")
+        if self._recovery.num_recoveries:
+            columns.append(f"recovered {self._recovery.num_recoveries}")
+        return ", ".join(columns)
 
     def _log_metrics(self, loss: torch.Tensor | float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
         host = self._host
