@@ -14,7 +14,7 @@ from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
 from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
-from tests.growth.test_schedules import STATE
+from tests.support.examples import STATE
 
 
 def decide(controller: BatchController, epochs: int) -> list[int]:

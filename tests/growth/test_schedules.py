@@ -18,11 +18,7 @@ from adaptive_batching.growth.increase import (
     resolve,
     takes_state,
 )
-
-STATE = GrowthState(
-    epoch=0, total_epochs=4, batch_size=4, initial_batch_size=4, maximum=64, global_batch_size=4, samples_seen=0,
-    steps=0, lr_decay=1.0,
-)  # fmt: skip
+from tests.support.examples import STATE
 
 
 def add_two(epoch: int, current_batch_size: int) -> int:
@@ -193,8 +189,8 @@ def test_factories_check_their_arguments(factory: str, arguments: dict[str, Any]
 
 
 def test_functions_and_factories_are_resolved_by_dotted_path() -> None:
-    assert resolve("tests.test_growth.add_two")[1](0, 4) == 2
-    assert not is_planned(resolve("tests.test_growth.with_state")[1])
+    assert resolve("tests.growth.test_schedules.add_two")[1](0, 4) == 2
+    assert not is_planned(resolve("tests.growth.test_schedules.with_state")[1])
     name, function = resolve({"_component_": "adaptive_batching.growth.fixed_increase", "increase": 3})
     assert name == "adaptive_batching.growth.fixed_increase"
     assert function(1, 5) == 3
@@ -204,12 +200,12 @@ def test_functions_and_factories_are_resolved_by_dotted_path() -> None:
     ("value", "message"),
     [
         ("no_such_package.f", "cannot be imported"),
-        ("tests.test_growth.no_such_function", "cannot be imported"),
+        ("tests.growth.test_schedules.no_such_function", "cannot be imported"),
         ("not a path", "cannot be imported"),
-        ("tests.test_growth.not_callable", "not callable but of type int"),
-        ("tests.test_growth.one_argument", r"cannot be called with \(epoch, current_batch_size\)"),
+        ("tests.growth.test_schedules.not_callable", "not callable but of type int"),
+        ("tests.growth.test_schedules.one_argument", r"cannot be called with \(epoch, current_batch_size\)"),
         ("adaptive_batching.growth.step", r"a factory.*_component_"),
-        ({"_component_": "tests.test_growth.broken_factory", "every": 2}, "failed with the arguments"),
+        ({"_component_": "tests.growth.test_schedules.broken_factory", "every": 2}, "failed with the arguments"),
         ({"_component_": "adaptive_batching.growth.step", "evry": 2}, "evry"),
         ({"_component_": "builtins.dict"}, "must return a function"),
     ],

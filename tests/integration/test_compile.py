@@ -15,7 +15,7 @@ import torch
 
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close
-from tests.integration.test_probe import events
+from tests.support.records import events
 
 # Samples that each layer was compiled for, in order, as a number or "any".
 compiled: list[int | str] = []

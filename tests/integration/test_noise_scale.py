@@ -12,7 +12,7 @@ from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun
 from tests.integration.faults import disarm, plan
 from tests.integration.one_target import NOISE, mean_of, truth
-from tests.integration.test_probe import events
+from tests.support.records import events
 
 DATA = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 
@@ -12,19 +11,10 @@ import pytest
 import torch
 
 from adaptive_batching.host_memory import CpuMeter
-from tests.conftest import Run, TuneRun, assert_same_weights
+from tests.conftest import TuneRun, assert_same_weights
+from tests.support.records import events, without_sizes
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
-
-
-def events(run: Run, kind: str) -> list[dict]:
-    lines = (run.output_dir / "adaptive_batching" / "report.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def without_sizes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    ours = ("batch_size", "global_batch_size", "out_of_memory_recoveries")
-    return [{k: v for k, v in step.items() if k not in ours} for step in metrics]
 
 
 CASES = {

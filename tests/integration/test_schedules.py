@@ -10,8 +10,8 @@ from adaptive_batching.torchtune.data import Sample, index_of
 from adaptive_batching.torchtune.growing import Growth
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
-from tests.integration.test_learning_rate import SCHEDULES
-from tests.integration.test_probe import events
+from tests.support.lr_schedules import SCHEDULES
+from tests.support.records import events
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "constant": {},

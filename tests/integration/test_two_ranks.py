@@ -17,9 +17,10 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE, truth
-from tests.integration.test_probe import events, without_sizes
-from tests.integration.test_real_limit import TAME_MALLOC
-from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS, SGD, same_everywhere
+from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS, same_everywhere
+from tests.support.environment import TAME_MALLOC
+from tests.support.overrides import SGD
+from tests.support.records import events, without_sizes
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
 

@@ -36,11 +36,11 @@ from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
+from tests.support.overrides import SGD
 
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
-SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
 
 
 class LossThatFailsOnOneRank(nn.CrossEntropyLoss):

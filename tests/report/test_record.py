@@ -9,7 +9,7 @@ from adaptive_batching.config import ConfigError
 from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.report.plots import draw
 from adaptive_batching.report.record import Report, read_events
-from tests.probe.test_result import RESULT
+from tests.support.examples import RESULT
 
 
 def write_run(report: Report, epochs: range, changes: bool = False) -> None:
