@@ -30,6 +30,14 @@ ARCHITECTURE = dict(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one worker of pytest-xdist run all that is marked ``serial``."""
+    for item in items:
+        if item.get_closest_marker("serial"):
+            item.add_marker(pytest.mark.xdist_group("serial"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> None:
     """Keep what torch and its libraries have made out of each collection: it takes half a second with, none without.

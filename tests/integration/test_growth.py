@@ -125,6 +125,7 @@ def adds_three(every: int = 1):
     return lambda epoch, current_batch_size: 3 if epoch else 0
 
 
+@pytest.mark.serial
 def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards stay within what was found to fit, the gradients are those of the whole batch."""
     model = "model._component_=tests.integration.counting.CountingModel"

@@ -50,6 +50,7 @@ def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: py
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_probe_that_went_over_its_limit_leaves_no_trace(
     kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +170,7 @@ def test_a_step_that_cannot_be_traced_is_measured(tune_run: TuneRun, caplog: pyt
     assert [m["batch_size"] for m in probe["measurements"]][:2] == [1, 4]
 
 
+@pytest.mark.serial
 def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
     tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:

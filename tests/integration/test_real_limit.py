@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.support.environment import TAME_MALLOC
 
+pytestmark = pytest.mark.serial
+
 CASES = {
     "full": ("full", "tokenizer.max_seq_len=128"),
     "full-long": ("full", "tokenizer.max_seq_len=400", "loss._component_=torch.nn.CrossEntropyLoss"),

@@ -14,6 +14,8 @@ import torch
 from tests.conftest import ARCHITECTURE, ROOT, Run
 from tests.support.environment import TAME_MALLOC
 
+pytestmark = pytest.mark.serial
+
 
 def train(inputs: Path, data: Path, output_dir: Path, extra_mib: int, *more: str) -> tuple[Run, str]:
     command = [

@@ -267,6 +267,7 @@ def bytes_of_tensors() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.serial
 def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
