@@ -18,7 +18,7 @@ endif
 WORKERS ?= 2
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help quickstart check fix lint test test-all test-cuda bench clean
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-cuda bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,10 +46,14 @@ test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with re
 	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest tests/integration/test_cuda.py \
 		tests/test_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
 
-lint: $(call installed,dev)  ## Lint and types
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+lint: ruff-check ruff-format  ## Lint and types
 	$(RUN) -m mypy
+
+ruff-check: $(call installed,dev)  ## Lint alone, as before each commit
+	$(RUN) -m ruff check .
+
+ruff-format: $(call installed,dev)  ## The format alone, as before each commit
+	$(RUN) -m ruff format --check .
 
 ifeq ($(DEVICE),cuda)
 bench: $(call installed,bench)  ## Run every benchmark, or with DEVICE=cuda the one for a GPU; results go to benchmarks/results
