@@ -50,7 +50,7 @@ def write_report(
     packages: Sequence[str] = PACKAGES,
     quiet: bool = False,
 ) -> None:
-    """Write a result with its command, hardware, versions and commit; print its table and, in the last line, its figures.
+    """Write a result with what it was measured on; print its table and, in the last line, its figures.
 
     Args:
         title: Heading of the file.

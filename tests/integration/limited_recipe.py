@@ -71,7 +71,7 @@ def snapshot(recipe: Any) -> list[torch.Tensor]:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    adaptive_batching.torchtune.probing.probe = limited_probe
+    adaptive_batching.torchtune.probing.probe = limited_probe  # type: ignore[assignment]
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)

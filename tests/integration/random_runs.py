@@ -32,6 +32,7 @@ from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.report.record import Report, read_events
+from adaptive_batching.torchtune import growing
 from adaptive_batching.torchtune import recipe as recipe_module
 from adaptive_batching.torchtune.data import index_of
 from adaptive_batching.torchtune.loop import TrainingLoop
@@ -155,7 +156,7 @@ class Watched:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        make_controller, run, finish = recipe_module.make_controller, TrainingLoop.run, TrainingLoop._finish_step
+        make_controller, run, finish = growing.make_controller, TrainingLoop.run, TrainingLoop._finish_step
 
         def limited_controller(*arguments: Any) -> Any:
             self._limit()

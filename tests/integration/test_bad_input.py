@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def returns_nothing_at_epoch_one(epoch: int, current_batch_size: int) -> int | N
     return 0 if epoch == 0 else None
 
 
-def factory(every: int = 1, reads_state: bool = False):
+def factory(every: int = 1, reads_state: bool = False) -> Any:
     if reads_state:
         return lambda epoch, current_batch_size, state: returns_nothing_at_epoch_one(epoch, current_batch_size)
     return returns_nothing_at_epoch_one

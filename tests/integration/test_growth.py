@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from adaptive_batching.growth.increase import IncreaseFunction
 from adaptive_batching.host_memory import CpuMeter
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
@@ -121,7 +122,7 @@ def test_a_maximum_and_a_growth_that_do_not_divide_the_global_batch_are_rounded_
     assert "7 does not divide the global batch 12" in epochs[2]["reason"]
 
 
-def adds_three(every: int = 1):
+def adds_three(every: int = 1) -> IncreaseFunction:
     return lambda epoch, current_batch_size: 3 if epoch else 0
 
 
@@ -136,7 +137,7 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}"
     beyond = [limit, "adaptive_batching.max_batch_size=128", "adaptive_batching.grow_beyond_memory=True"]
     run = TrainingLoop.run
-    monkeypatch.setattr(TrainingLoop, "run", lambda self: (CountingModel.shapes.clear(), run(self)))
+    monkeypatch.setattr(TrainingLoop, "run", lambda self: CountingModel.shapes.clear() or run(self))
     grown = tune_run("full", *few, *DOUBLE, *beyond, name="grown")
     [probe] = events(grown, "probe")
     assert 20 < probe["batch_size"] < 100

@@ -324,8 +324,8 @@ class NormalisedOverTheBatch(RMSNorm):
 
 def batch_dependent_model(**arguments: Any) -> nn.Module:
     model = full_model(**arguments)
-    layer = list(model.layers)[1]
-    layer.mlp_norm = NormalisedOverTheBatch(arguments["embed_dim"])  # type: ignore[assignment]
+    assert isinstance(model.layers, nn.ModuleList)
+    model.layers[1].mlp_norm = NormalisedOverTheBatch(arguments["embed_dim"])
     return model
 
 

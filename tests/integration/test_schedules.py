@@ -39,7 +39,7 @@ COMMON = [
     "epochs=3",
 ]
 # It falls where the run is resumed, after 30 of 90 steps, and is to do so once.
-REPLACED = {"lr_scheduler": {**SCHEDULES["stepwise"], "steps": 30}}
+REPLACED = {"lr_scheduler": {**(SCHEDULES["stepwise"] or {}), "steps": 30}}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -81,7 +81,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int | None] = []
+    seen: list[Any] = []
     run_batch = TrainingLoop._run_batch
 
     def noted(self: TrainingLoop, batch: list[Sample], *, ends_window: bool) -> None:

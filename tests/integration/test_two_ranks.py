@@ -24,6 +24,7 @@ from tests.support.environment import TAME_MALLOC
 from tests.support.overrides import SGD
 from tests.support.records import events, without_sizes
 
+Finished = Callable[[str], Run]
 Test = TypeVar("Test", bound=Callable[..., None])
 LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -81,7 +82,7 @@ def finished_in(launched: tuple[Path, str], name: str) -> Run:
 
 
 @pytest.fixture
-def finished(launched: tuple[Path, str]):
+def finished(launched: tuple[Path, str]) -> Finished:
     """``finished(name)``: a run that ended well."""
     return partial(finished_in, launched)
 
@@ -96,7 +97,7 @@ KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
 
 @of_launch("as_stock")
 @KINDS
-def test_off_is_stock(kind: str, finished) -> None:
+def test_off_is_stock(kind: str, finished: Finished) -> None:
     ours, stock = finished(f"{kind}_off"), finished(f"{kind}_stock")
     assert len(stock.metrics) == 3
     assert ours.metrics == stock.metrics
@@ -106,7 +107,7 @@ def test_off_is_stock(kind: str, finished) -> None:
 @of_launch("cut")
 @KINDS
 def test_two_ranks_train_as_one_device_on_the_same_samples(
-    kind: str, finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+    kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
     one = tune_run(kind, *SGD, "batch_size=8", "gradient_accumulation_steps=2", "epochs=1", "dataset.split=train[:48]",
@@ -117,7 +118,7 @@ def test_two_ranks_train_as_one_device_on_the_same_samples(
 @of_launch("cut")
 @KINDS
 @pytest.mark.parametrize("size", ["1", "2", "auto"])
-def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished) -> None:
+def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished: Finished) -> None:
     cut, whole = finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole")
     pairs = [(weights, cut.weights(0)[name]) for name, weights in whole.weights(0).items()]
     assert not all(torch.equal(*pair) for pair in pairs), "rounding tells that batches were cut"
@@ -131,7 +132,7 @@ def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: st
 @pytest.mark.parametrize("failure", [f"{where}_{on}" for where in ("forward", "backward") for on in ("0", "1", "01")]
                          + ["first", "twice"])  # fmt: skip
 def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
-    kind: str, failure: str, finished, launched: tuple[Path, str]
+    kind: str, failure: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
     recovered = finished(f"{kind}_{failure}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == (2 if failure == "twice" else 1)
@@ -141,7 +142,7 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
 
 @of_launch("recovery")
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_recovery_with_activation_checkpointing(where: str, finished) -> None:
+def test_recovery_with_activation_checkpointing(where: str, finished: Finished) -> None:
     recovered = finished(f"checkpointing_{where}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
     assert_close(recovered, finished("checkpointing_whole"), epoch=0)
@@ -166,7 +167,7 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     indirect=["launched"],
 )
 def test_the_noise_scale_is_right_on_two_ranks(
-    kind: str, names: dict[str, float], finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+    kind: str, names: dict[str, float], finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truths = []
 
@@ -183,7 +184,7 @@ def test_the_noise_scale_is_right_on_two_ranks(
 
 
 @of_launch("noise")
-def test_ranks_grow_together_by_what_they_measure_together(finished) -> None:
+def test_ranks_grow_together_by_what_they_measure_together(finished: Finished) -> None:
     run = finished("by_noise")
     sizes = [step["batch_size"] for step in run.metrics]
     assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
@@ -198,19 +199,19 @@ def test_where_recovery_is_off_the_run_ends_and_says_what_to_set(launched: tuple
 
 
 @of_launch("recovery")
-def test_parameters_on_the_host_train_and_recover_as_those_on_the_device(finished) -> None:
+def test_parameters_on_the_host_train_and_recover_as_those_on_the_device(finished: Finished) -> None:
     assert_close(finished("offload"), finished("full_whole"), epoch=0)
     assert finished("offload_backward").metrics[-1]["out_of_memory_recoveries"] == 1
     assert_close(finished("offload_backward"), finished("full_whole"), epoch=0)
 
 
 @of_launch("growth")
-def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished) -> None:
+def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished: Finished) -> None:
     assert [epoch["batch_size"] for epoch in events(finished("agreed"), "epoch")] == [4, 6, 8]
 
 
 @of_launch("growth")
-def test_a_resumed_run_equals_the_uninterrupted_one(finished, launched: tuple[Path, str]) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(finished: Finished, launched: tuple[Path, str]) -> None:
     whole, resumed = finished("uninterrupted"), Run(launched[0] / "resumed")
     assert "the power went out" in (launched[0] / "resumed" / "error_0.txt").read_text()
     assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
@@ -219,7 +220,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished, launched: tuple[Pa
 
 
 @of_launch("growth")
-def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_one(launched) -> None:
+def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_one(
+    launched: tuple[Path, str],
+) -> None:
     whole, resumed = Run(launched[0] / "async"), Run(launched[0] / "async_resumed")
     assert "the power went out" in (launched[0] / "async_resumed" / "error_0.txt").read_text()
     assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
@@ -236,7 +239,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str
 
 
 @of_launch("memory")
-def test_the_rank_that_has_least_memory_decides_the_maximum(finished, launched: tuple[Path, str]) -> None:
+def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, launched: tuple[Path, str]) -> None:
     run = finished("unequal_memory")
     [probe] = events(run, "probe")
     assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
@@ -247,7 +250,7 @@ def test_the_rank_that_has_least_memory_decides_the_maximum(finished, launched: 
 
 @of_launch("as_stock")
 def test_optimizers_in_the_backward_pass_train_as_stock_and_are_not_probed(
-    finished, launched: tuple[Path, str]
+    finished: Finished, launched: tuple[Path, str]
 ) -> None:
     ours, stock = finished("in_backward_off"), finished("in_backward_stock")
     assert ours.metrics == stock.metrics
@@ -259,7 +262,9 @@ def test_optimizers_in_the_backward_pass_train_as_stock_and_are_not_probed(
 
 
 @of_launch("as_stock")
-def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(finished, launched: tuple[Path, str]) -> None:
+def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(
+    finished: Finished, launched: tuple[Path, str]
+) -> None:
     ours, stock = finished("tensor_parallel_off"), finished("tensor_parallel_stock")
     assert ours.metrics == stock.metrics
     assert_same_weights(ours.weights(0), stock.weights(0))
@@ -267,7 +272,7 @@ def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(finish
 
 
 @of_launch("memory")
-def test_ranks_explore_together(finished) -> None:
+def test_ranks_explore_together(finished: Finished) -> None:
     run = finished("explored")
     [exploration] = events(run, "exploration")
     assert [estimate["candidate"] for estimate in exploration["estimates"]] == [1, 2, 4, "auto"]
@@ -275,7 +280,9 @@ def test_ranks_explore_together(finished) -> None:
 
 
 @of_launch("memory")
-def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(finished) -> None:
+def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(
+    finished: Finished,
+) -> None:
     [probe] = events(finished("square"), "probe")
     assert probe["sequence_length"] == 512 and probe["batch_size"] < 48
     (length, batch_size, peak), *_ = probe["shorter"]
@@ -285,7 +292,7 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_o
 
 
 @of_launch("growth")
-def test_the_global_batch_is_kept_on_two_ranks(finished) -> None:
+def test_the_global_batch_is_kept_on_two_ranks(finished: Finished) -> None:
     kept, constant = finished("kept"), finished("constant")
     assert {step["global_batch_size"] for step in kept.metrics} == {16}
     assert sorted({step["batch_size"] for step in kept.metrics}) == [2, 4, 8]
@@ -309,7 +316,7 @@ def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inpu
 
 
 @of_launch("memory")
-def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
+def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) -> None:
     limited, free = finished("real_limit"), finished("real_no_limit")
     assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
     assert len(free.metrics) == 1
@@ -321,7 +328,7 @@ def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
 @of_launch("short_samples")
 @pytest.mark.parametrize("way", ["8", "2", "auto"])
 def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recover(
-    way: str, finished, launched: tuple[Path, str]
+    way: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
     whole = finished("whole")
     assert len(whole.metrics) == 2
@@ -336,7 +343,7 @@ def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recov
 @of_launch("short_samples")
 @pytest.mark.parametrize("name", ["off", "no_gloo", "no_group"])
 def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
-    name: str, finished, launched: tuple[Path, str]
+    name: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
     ours, stock = finished(name), finished("stock")
     assert ours.metrics == stock.metrics
@@ -346,7 +353,9 @@ def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
 
 
 @of_launch("short_samples")
-def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(finished, launched: tuple[Path, str]) -> None:
+def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(
+    finished: Finished, launched: tuple[Path, str]
+) -> None:
     for rank in range(2):
         error = (launched[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
         assert re.match(r"error: the ranks cannot talk .*no host of that name.* GLOO_SOCKET_IFNAME", error)
@@ -354,7 +363,9 @@ def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(finished
 
 @of_launch("failing_collectives")
 @pytest.mark.parametrize(("kind", "moment", "number"), FAILING_COLLECTIVES)
-def test_memory_may_run_out_at_any_moment_of_a_collective(kind: str, moment: str, number: int, finished) -> None:
+def test_memory_may_run_out_at_any_moment_of_a_collective(
+    kind: str, moment: str, number: int, finished: Finished
+) -> None:
     recovered = finished(f"{kind}_{moment}_{number}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
     assert_close(recovered, finished("whole"), epoch=0)

@@ -15,7 +15,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -316,7 +316,7 @@ def runs_of_short_samples(run: Runner) -> None:
     with mock.patch.object(agree, "_start_gloo", side_effect=RuntimeError("no host of that name")):
         run("full", "no_gloo", *in_chunks, "clip_grad_norm=1.0")
         run("full", "no_gloo_but_asked_for", "use_maximum_batch_size=True")
-    with mock.patch.object(agree.dist, "new_group", side_effect=AssertionError("a group was made")):
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("a group was made")):
         run("full", "no_group", *in_chunks, "clip_grad_norm=1.0", "adaptive_batching.recover_from_oom=False")
 
 
@@ -357,7 +357,7 @@ def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
             sys.exit(3)  # the other rank may be anywhere: as in a launch of one recipe, the launcher ends it
 
 
-LAUNCHES = {
+LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "as_stock": runs_as_stock,
     "cut": runs_that_are_cut,
     "recovery": runs_that_recover,
@@ -374,7 +374,7 @@ LAUNCHES = {
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]
-    LoRALinear.initialize_parameters = same_everywhere  # type: ignore[method-assign]
+    LoRALinear.initialize_parameters = same_everywhere
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
     inputs, directory, which = sys.argv[1:4]
     gc.freeze()  # else each recovery goes through all that torch has made

@@ -87,7 +87,7 @@ def everything(model: Model, optimizer: Optimizer) -> dict[str, Any]:
             "optimizer": optimizer.state_dict(),
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state()[1],
+            "numpy": np.random.get_state(legacy=True)[1],
         }
     )
 
