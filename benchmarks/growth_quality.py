@@ -88,7 +88,9 @@ stock = load_stock("full_finetune_single_device")
 class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
     """Our recipe, with a clock that stops while the held-out loss is taken, and no checkpoints."""
 
-    curve: tuple[Any, ...] | list[tuple[float, int, float]] = ()
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.curve: list[tuple[float, int, float]] = []
 
     def watch(self, held_out: Any, every: int) -> None:
         """Take the loss on ``held_out`` after each ``every`` samples."""
@@ -200,8 +202,8 @@ def noise_overhead(inputs: Path, device: str, samples: int, directory: Path) -> 
                 "batch_increase_function": {"_component_": "adaptive_batching.growth.constant"},
                 "adaptive_batching": {"noise_scale_every": every},
             }  # fmt: skip
-            recipe = recipe_for(changes, inputs, device, samples, directory / str(number))
-            recipe.record_step = lambda epoch, loss, lr, recoveries, number=number: turns.step_done(number, loss)  # type: ignore[method-assign]
+            recipe: Any = recipe_for(changes, inputs, device, samples, directory / str(number))
+            recipe.record_step = lambda epoch, loss, lr, recoveries, number=number: turns.step_done(number, loss)
             threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
         run_all(threads)
     plain, measured = (sum(seconds[5:]) for seconds in turns.seconds)  # a whole number of fives: the first is warm-up

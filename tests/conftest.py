@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; waiting threads cost more than they save
@@ -148,9 +149,10 @@ def _tune_run(
     inputs: Path, directory: Path, kind: str, overrides: Sequence[str], stock: bool, replaced: Mapping[str, object]
 ) -> Run:
     recipe = f"{kind}_finetune_single_device"
-    cfg = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml")
+    source = ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml"
+    cfg: Any = OmegaConf.to_container(OmegaConf.load(source))
     config = directory.parent / f"{directory.name}.yaml"
-    OmegaConf.save({**OmegaConf.to_container(cfg), **replaced}, config)
+    OmegaConf.save({**cfg, **replaced}, config)
     defaults = [
         f"data_dir={inputs}",
         f"output_dir={directory}",

@@ -137,7 +137,12 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}"
     beyond = [limit, "adaptive_batching.max_batch_size=128", "adaptive_batching.grow_beyond_memory=True"]
     run = TrainingLoop.run
-    monkeypatch.setattr(TrainingLoop, "run", lambda self: CountingModel.shapes.clear() or run(self))
+
+    def run_and_count(self: TrainingLoop) -> None:
+        CountingModel.shapes.clear()
+        run(self)
+
+    monkeypatch.setattr(TrainingLoop, "run", run_and_count)
     grown = tune_run("full", *few, *DOUBLE, *beyond, name="grown")
     [probe] = events(grown, "probe")
     assert 20 < probe["batch_size"] < 100

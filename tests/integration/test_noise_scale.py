@@ -25,7 +25,12 @@ def never(epoch: float, current_batch_size: int, state: GrowthState) -> int:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[NoiseEstimate]:
     norms: list[NoiseEstimate] = []
     add = NoiseScale.add
-    monkeypatch.setattr(NoiseScale, "add", lambda self, each: (norms.append(each), add(self, each))[1])
+
+    def noted(self: NoiseScale, each: NoiseEstimate) -> None:
+        norms.append(each)
+        add(self, each)
+
+    monkeypatch.setattr(NoiseScale, "add", noted)
     return norms
 
 

@@ -130,7 +130,7 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     device = Device(total, [Layer(40 * MIB, 40 * KIB, 20 * KIB)] * 8, length=2048, overhead=1.4)
     assert device.peak_allocated(device.length) < 2 * GIB
     if is_measured:  # by a device that cannot be limited
-        device.limit = lambda num_bytes: nullcontext()  # type: ignore[method-assign]
+        device.limit = lambda num_bytes: nullcontext()  # type: ignore[assignment, method-assign, return-value]
     config = replace(EXACT, memory_limit=MemoryAmount(num_bytes=2 * GIB))
     less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
