@@ -4,6 +4,7 @@ Once the recipe is set up, the process may grow by ``extra_mib``. Then the probe
 its answer, and one step of as many more as what is left free would hold, and two.
 """
 
+import gc
 import json
 import resource
 from typing import Any
@@ -71,6 +72,7 @@ def snapshot(recipe: Any) -> list[torch.Tensor]:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
+    gc.freeze()  # else each collection goes through all that torch has made
     adaptive_batching.torchtune.probing.probe = limited_probe  # type: ignore[assignment]
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)

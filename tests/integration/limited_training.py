@@ -4,6 +4,7 @@ With ``through_memory_limit`` the limit is that of our field, which the recipe s
 """
 
 import dataclasses
+import gc
 import resource
 import sys
 
@@ -42,6 +43,7 @@ class Limited(FullFinetuneRecipeSingleDevice):
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
+    gc.freeze()  # else each collection goes through all that torch has made
     run_recipe(Limited, cfg)
 
 

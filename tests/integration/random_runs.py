@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import math
@@ -296,6 +297,7 @@ def with_twin(case: Case, inputs: Path, directory: Path) -> dict[str, Any]:
 
 
 def main(inputs: Path, directory: Path, seed: int, count: int, first: int = 0) -> list[tuple[Case, dict[str, Any]]]:
+    gc.freeze()  # else each collection of a fork goes through all that torch has made
     found = []
     for number in range(first, first + count):
         case = draw(number, seed)
