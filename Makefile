@@ -14,7 +14,11 @@ RUN := PYTHONPATH=. $(VENV)/bin/python
 installed = $(VENV)/.$(1)
 endif
 
-.PHONY: help quickstart test test-all test-cuda lint bench clean
+# Of pytest-xdist. Tests of two ranks start two processes each, so that more workers than half of the cores hardly help.
+WORKERS ?= 2
+PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
+
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-cuda bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,11 +27,18 @@ quickstart: $(call installed,plots)  ## Make a small model and real data, then p
 	$(RUN) -m adaptive_batching.torchtune.quickstart --output_dir data/quickstart
 	$(RUN) -m torchtune._cli.tune run recipes/full_finetune_single_device.py --config $(QUICKSTART)/full_single_device.yaml
 
+check: lint  ## Lint, types, and the tests that start no run: under a minute
+	$(PYTEST) --ignore tests/integration
+
+fix: $(call installed,dev)  ## Mend what ruff can mend, and format
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
 test: lint  ## Lint, types, and all tests but the slow ones
-	$(RUN) -m pytest
+	$(PYTEST)
 
 test-all: lint  ## Lint, types, and all tests
-	$(RUN) -m pytest -m ''
+	$(PYTEST) -m ''
 
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt
@@ -35,10 +46,14 @@ test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with re
 	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest tests/integration/test_cuda.py \
 		tests/test_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
 
-lint: $(call installed,dev)
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+lint: ruff-check ruff-format  ## Lint and types
 	$(RUN) -m mypy
+
+ruff-check: $(call installed,dev)  ## Lint alone, as before each commit
+	$(RUN) -m ruff check .
+
+ruff-format: $(call installed,dev)  ## The format alone, as before each commit
+	$(RUN) -m ruff format --check .
 
 ifeq ($(DEVICE),cuda)
 bench: $(call installed,bench)  ## Run every benchmark, or with DEVICE=cuda the one for a GPU; results go to benchmarks/results

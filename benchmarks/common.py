@@ -50,7 +50,7 @@ def write_report(
     packages: Sequence[str] = PACKAGES,
     quiet: bool = False,
 ) -> None:
-    """Write a result with its command, hardware and versions; print its table and, in the last line, its figures.
+    """Write a result with what it was measured on; print its table and, in the last line, its figures.
 
     Args:
         title: Heading of the file.
@@ -70,7 +70,7 @@ def write_report(
         f"# {title}",
         f"\n    {shlex.join(['python', *sys.argv])}\n",
         f"- {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {name}, {len(os.sched_getaffinity(0))} CPU cores; "
-        f"Python {platform.python_version()}, {versions}",
+        f"Python {platform.python_version()}, {versions}; commit {_commit()}",
         *(f"- {fact}" for fact in facts),
         "",
         *rows,
@@ -82,6 +82,20 @@ def write_report(
     if not quiet:
         print("\n".join(rows))
         print(json.dumps(figures))
+
+
+def _commit() -> str:
+    """The commit that is measured, with ``-dirty`` where files differ from it; results may, as each run writes some."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"]
+    try:
+        commit, changes = (
+            subprocess.run([*git, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+            for arguments in (["rev-parse", "--short", "HEAD"], changed)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit}-dirty" if changes else commit
 
 
 def _version(distribution: str) -> str:

@@ -39,6 +39,8 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
     from adaptive_batching.report.watcher import Watcher
     from recipes import full_finetune_distributed as ours
 
+    stock: Any = ours.stock
+
     def make(name: str, recover: bool) -> Any:
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
         cfg.update(
@@ -46,9 +48,9 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
             use_maximum_batch_size=False, batch_increase_function=None, adaptive_batching={"recover_from_oom": recover},
         )  # fmt: skip
         cfg.dataset.split = f"train[:{samples}]"
-        recipe = ours.FullFinetuneRecipeDistributed(cfg=cfg)
+        recipe: Any = ours.FullFinetuneRecipeDistributed(cfg=cfg)
         recipe.setup(cfg)
-        ours.stock.init_process_group = lambda backend: None  # the next recipe joins the same
+        stock.init_process_group = lambda backend: None  # the next recipe joins the same
         recipe.save_checkpoint = lambda epoch: None
         return recipe
 

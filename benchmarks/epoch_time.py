@@ -50,7 +50,7 @@ class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ign
 def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
     """Train one epoch in this process."""
     with tempfile.TemporaryDirectory() as output_dir:
-        cfg = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+        cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
         changes = {
             "data_dir": inputs, "output_dir": output_dir, "device": device, "epochs": 1,
             "use_maximum_batch_size": False, "batch_increase_function": None, "clip_grad_norm": None,
@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=2, metavar=("WAY", "INPUTS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(*args.measure, args.device, args.samples)))
+        way, inputs = args.measure
+        print(json.dumps(measure(way, inputs, args.device, args.samples)))
         return
 
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}

@@ -98,7 +98,9 @@ class Evaluating(Watcher):
 class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
     """Our recipe, with a clock that stops while the held-out loss is taken, and no checkpoints."""
 
-    curve: tuple[Any, ...] | list[tuple[float, int, float]] = ()
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.curve: list[tuple[float, int, float]] = []
 
     def watch(self, held_out: Any, every: int) -> None:
         """Take the loss on ``held_out`` after each ``every`` samples."""

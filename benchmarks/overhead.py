@@ -55,6 +55,7 @@ class TakingTurns:
         self._turns = [threading.Semaphore(0), threading.Semaphore(0)]
         self._turns[first].release()
         self._done = [False, False]
+        self._started = 0.0
 
     def train(self, number: int, recipe: Any) -> None:
         """Train, in a thread of its own."""

@@ -187,9 +187,9 @@ def predict(task: Task) -> Search:
 
 def lightning(task: Task, mode: str) -> Search:
     import lightning.pytorch as pl
-    from lightning.pytorch.tuner import Tuner
+    from lightning.pytorch.tuner.tuning import Tuner
 
-    class Samples(torch.utils.data.Dataset):
+    class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:
             return 4 * MAX_SIZE
 
@@ -220,7 +220,7 @@ def lightning(task: Task, mode: str) -> Search:
         enable_model_summary=False,
     )  # fmt: skip
     module = Module()
-    return lambda: Tuner(trainer).scale_batch_size(module, mode=mode)
+    return lambda: Tuner(trainer).scale_batch_size(module, mode=mode) or 0  # None where it is not asked to
 
 
 def accelerate(task: Task) -> Search:
@@ -342,7 +342,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "METHOD"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(*args.measure, args.device)))
+        model, method = args.measure
+        print(json.dumps(measure(model, method, args.device)))
         return
 
     start, cpus = time.perf_counter(), len(os.sched_getaffinity(0))

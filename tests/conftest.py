@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import gc
+import hashlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are tiny; waiting threads cost more than they save
@@ -27,15 +31,53 @@ ARCHITECTURE = dict(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have one worker of pytest-xdist run all that is marked ``serial``."""
+    for item in items:
+        if item.get_closest_marker("serial"):
+            item.add_marker(pytest.mark.xdist_group("serial"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_garbage_collection() -> None:
+    """Keep what torch and its libraries have made out of each collection: it takes half a second with, none without.
+
+    Every trial step and every recovery collects garbage. That of the tests themselves is still found.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for what is made once, by whichever worker of pytest-xdist comes first."""
+    own = tmp_path_factory.getbasetemp()
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    directory.mkdir(exist_ok=True)
+    os.environ.setdefault("HF_DATASETS_CACHE", str(directory / "datasets"))
+    return directory
+
+
+@contextlib.contextmanager
+def made_once(directory: Path) -> Iterator[bool]:
+    """True where ``directory`` is still to be made; other workers wait until it is."""
+    done = directory.with_suffix(".done")
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not done.exists()
+        done.touch()
+
+
+@pytest.fixture(scope="session")
+def inputs(shared: Path) -> Path:
     """A directory with real text, a tokenizer trained on it, and a tiny model."""
     from adaptive_batching.torchtune.quickstart import Architecture, build
 
-    os.environ.setdefault("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
-    directory = tmp_path_factory.mktemp("inputs") / "small"
-    build(directory, architecture=Architecture(**ARCHITECTURE))
-    return directory
+    with made_once(shared / "small") as missing:
+        if missing:
+            build(shared / "small", architecture=Architecture(**ARCHITECTURE))
+    return shared / "small"
 
 
 @dataclass(frozen=True)
@@ -81,29 +123,53 @@ def tune_run(inputs: Path, tmp_path: Path) -> TuneRun:
         stock: bool = False,
         replaced: Mapping[str, object] = MappingProxyType({}),
     ) -> Run:
-        recipe = f"{kind}_finetune_single_device"
-        cfg = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml")
-        config = tmp_path / f"{name}.yaml"
-        OmegaConf.save({**OmegaConf.to_container(cfg), **replaced}, config)
-        defaults = [
-            f"data_dir={inputs}",
-            f"output_dir={tmp_path / name}",
-            "dataset.split=train[:50]",
-            "tokenizer.max_seq_len=64",
-            "batch_size=4",
-            "epochs=2",
-            "use_maximum_batch_size=False",
-            "batch_increase_function=null",
-            "lr_scheduler.num_warmup_steps=5",
-            *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
-        ]
-        keys = {override.split("=")[0] for override in overrides}
-        defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
-        target = recipe if stock else f"recipes/{recipe}.py"
-        _main("run", target, "--config", str(config), *defaults, *overrides)
-        return Run(tmp_path / name)
+        return _tune_run(inputs, tmp_path / name, kind, overrides, stock, replaced)
 
     return run
+
+
+@pytest.fixture
+def baseline(inputs: Path, shared: Path) -> TuneRun:
+    """As ``tune_run``, but a run that tests compare others with is made once, for all tests that ask for it."""
+
+    def run(
+        kind: str, *overrides: str, stock: bool = False, replaced: Mapping[str, object] = MappingProxyType({})
+    ) -> Run:
+        asked = repr((kind, sorted(overrides), stock, sorted(replaced.items())))
+        directory = shared / f"baseline_{hashlib.sha1(asked.encode()).hexdigest()}"
+        with made_once(directory) as missing:
+            if missing:
+                _tune_run(inputs, directory, kind, overrides, stock, replaced)
+        return Run(directory)
+
+    return run
+
+
+def _tune_run(
+    inputs: Path, directory: Path, kind: str, overrides: Sequence[str], stock: bool, replaced: Mapping[str, object]
+) -> Run:
+    recipe = f"{kind}_finetune_single_device"
+    source = ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml"
+    cfg: Any = OmegaConf.to_container(OmegaConf.load(source))
+    config = directory.parent / f"{directory.name}.yaml"
+    OmegaConf.save({**cfg, **replaced}, config)
+    defaults = [
+        f"data_dir={inputs}",
+        f"output_dir={directory}",
+        "dataset.split=train[:50]",
+        "tokenizer.max_seq_len=64",
+        "batch_size=4",
+        "epochs=2",
+        "use_maximum_batch_size=False",
+        "batch_increase_function=null",
+        "lr_scheduler.num_warmup_steps=5",
+        *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+    ]
+    keys = {override.split("=")[0] for override in overrides}
+    defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
+    target = recipe if stock else f"recipes/{recipe}.py"
+    _main("run", target, "--config", str(config), *defaults, *overrides)
+    return Run(directory)
 
 
 def _main(*arguments: str) -> None:

@@ -15,7 +15,7 @@ from adaptive_batching.growth.accumulation import FixedAccumulation, KeepGlobal
 from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
-from tests.growth.test_schedules import STATE
+from tests.support.examples import STATE
 
 
 def decide(controller: BatchController, epochs: int) -> list[int]:
@@ -45,7 +45,7 @@ def test_a_smaller_increase_is_taken_after_a_larger_one_was_refused() -> None:
 
 
 @pytest.mark.parametrize("answer", [1.0, True, None, math.nan, -1, "2", np.float32(2), [1]])
-def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer: object) -> None:
+def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer: Any) -> None:
     controller = BatchController(4, 100, increase=lambda epoch, size: answer, name="pkg.f")
     with pytest.raises(IncreaseFunctionError, match=r"pkg\.f\(epoch=3, current_batch_size=4\) returned .*>= 0"):
         controller.decide(at(3))
@@ -146,7 +146,7 @@ def test_what_is_planned_is_what_happens(
     if shape["max_steps"] is not None:
         reference_steps = min(reference_steps, shape["max_steps"])
     shape |= {"reference_steps": reference_steps, "reference_samples": size * shape["accumulation"]}
-    answers = {}
+    answers: dict[float, int] = {}
 
     def increase(epoch: float, current_batch_size: int) -> int:
         return answers.setdefault(epoch, increases[len(answers) % len(increases)])

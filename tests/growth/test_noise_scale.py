@@ -14,14 +14,14 @@ def gradients(rng: np.random.Generator, mean: np.ndarray, deviation: np.ndarray,
 
 
 def of_groups(sums: list[np.ndarray], tokens: list[int]) -> NoiseEstimate:
-    total = sum(tokens)
+    total, whole = sum(tokens), np.sum(sums, axis=0)
     small = sum(float(s @ s) / n for s, n in zip(sums, tokens, strict=True)) / total
-    return NoiseEstimate.of_groups(len(tokens), small, float(sum(sums) @ sum(sums)) / total**2, total, len(tokens))
+    return NoiseEstimate.of_groups(len(tokens), small, float(whole @ whole) / total**2, total, len(tokens))
 
 
 def of_part(sums: list[np.ndarray], tokens: list[int]) -> NoiseEstimate:
-    total, part = sum(tokens), float(sums[0] @ sums[0]) / tokens[0] ** 2
-    return NoiseEstimate.of_part(part, tokens[0], float(sum(sums) @ sum(sums)) / total**2, total, len(tokens))
+    total, whole, part = sum(tokens), np.sum(sums, axis=0), float(sums[0] @ sums[0]) / tokens[0] ** 2
+    return NoiseEstimate.of_part(part, tokens[0], float(whole @ whole) / total**2, total, len(tokens))
 
 
 @pytest.mark.parametrize("estimate", [of_groups, of_part])
@@ -49,6 +49,7 @@ def test_the_noise_scale_comes_out_in_tokens_and_in_samples_and_survives_a_check
             restored.load_state_dict(scale.state_dict())
             scale = restored
     assert scale.tokens == pytest.approx(truth, rel=0.1)
+    assert scale.tokens is not None
     assert scale.samples == pytest.approx(scale.tokens * 3 / 140)
 
 

@@ -18,11 +18,7 @@ from adaptive_batching.growth.increase import (
     resolve,
     takes_state,
 )
-
-STATE = GrowthState(
-    epoch=0, total_epochs=4, batch_size=4, initial_batch_size=4, maximum=64, global_batch_size=4, samples_seen=0,
-    steps=0, lr_decay=1.0,
-)  # fmt: skip
+from tests.support.examples import STATE
 
 
 def two_arguments(start: int, gamma: float) -> Any:

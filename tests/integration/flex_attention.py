@@ -48,7 +48,8 @@ def prepare() -> None:
         def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
             return (q >= kv) & (documents[b, q] == documents[b, kv])
 
-        return create_block_mask(sees, *documents.shape[:1], None, *[documents.shape[1]] * 2, device="cpu")
+        (batch_size, length) = documents.shape
+        return create_block_mask(sees, batch_size, None, length, length, device="cpu")
 
     collate.packed_block_causal_mask = mask_on_cpu
 
@@ -82,7 +83,7 @@ def main() -> None:
         began = compiled
         run(loop)
 
-    TrainingLoop.run = begin  # type: ignore[method-assign]
+    TrainingLoop.run = begin  # type: ignore[assignment, method-assign]
     sys.argv = ["tune", *sys.argv[2:]]
     try:
         tune()

@@ -4,6 +4,7 @@ Once the recipe is set up, the process may grow by ``extra_mib``. Then the probe
 its answer, and one step of as many more as what is left free would hold, and two.
 """
 
+import gc
 import json
 import resource
 from functools import partial
@@ -74,7 +75,8 @@ def snapshot(host: Host) -> list[torch.Tensor]:
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    adaptive_batching.torchtune.probing.probe_or_stored = partial(limited_probe, cfg.extra_mib)
+    gc.freeze()  # else each collection goes through all that torch has made
+    adaptive_batching.torchtune.probing.probe_or_stored = partial(limited_probe, cfg.extra_mib)  # type: ignore[assignment]
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)

@@ -4,15 +4,16 @@ With ``through_memory_limit`` the limit is that of our field, which the recipe s
 """
 
 import dataclasses
+import gc
 import resource
 import sys
 
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batching.config import MemoryAmount
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.torchtune import run_recipe
+from adaptive_batching.values import MemoryAmount
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 
 MIB = 2**20
@@ -43,6 +44,7 @@ class Limited(FullFinetuneRecipeSingleDevice):
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
+    gc.freeze()  # else each collection goes through all that torch has made
     run_recipe(Limited, cfg)
 
 

@@ -64,6 +64,11 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
     return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
 
 
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    assert isinstance(model.layers, nn.ModuleList)
+    return model.layers
+
+
 def in_forward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
     calls = 0
 
@@ -73,7 +78,7 @@ def in_forward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
         if calls == call:
             raise torch.OutOfMemoryError("injected")
 
-    return model.layers[layer].register_forward_pre_hook(run_out).remove
+    return layers_of(model)[layer].register_forward_pre_hook(run_out).remove
 
 
 def in_backward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
@@ -88,7 +93,7 @@ def in_backward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
     def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
         output.register_hook(run_out)
 
-    return model.layers[layer].register_forward_hook(watch).remove
+    return layers_of(model)[layer].register_forward_hook(watch).remove
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import math
@@ -32,7 +33,7 @@ from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.report.record import Report, read_events
-from adaptive_batching.torchtune import session
+from adaptive_batching.torchtune import probing, session
 from adaptive_batching.torchtune.data import index_of
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
@@ -155,11 +156,11 @@ class Watched:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        make_controller, run, finish = session.make_controller, TrainingLoop.run, TrainingLoop._finish_step
+        find_maximum, run, finish = probing.find_maximum, TrainingLoop.run, TrainingLoop._finish_step
 
-        def limited_controller(*arguments: Any) -> Any:
+        def limited_probe(*arguments: Any) -> Any:
             self._limit()
-            return make_controller(*arguments)
+            return find_maximum(*arguments)
 
         def limited_run(loop: TrainingLoop) -> None:
             self._limit()
@@ -173,7 +174,7 @@ class Watched:
             finish(loop, epoch, progress)
 
         with (
-            mock.patch.object(session, "make_controller", limited_controller),
+            mock.patch.object(session, "find_maximum", limited_probe),
             mock.patch.object(TrainingLoop, "run", limited_run),
             mock.patch.object(TrainingLoop, "_finish_step", noted),
             mock.patch.object(Report, "_draw"),
@@ -295,6 +296,7 @@ def with_twin(case: Case, inputs: Path, directory: Path) -> dict[str, Any]:
 
 
 def main(inputs: Path, directory: Path, seed: int, count: int, first: int = 0) -> list[tuple[Case, dict[str, Any]]]:
+    gc.freeze()  # else each collection of a fork goes through all that torch has made
     found = []
     for number in range(first, first + count):
         case = draw(number, seed)

@@ -15,7 +15,7 @@ import torch
 
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close
-from tests.integration.test_probe import events
+from tests.support.records import events
 
 # Samples that each layer was compiled for, in order, as a number or "any".
 compiled: list[int | str] = []
@@ -130,4 +130,5 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
             found = json.loads(done.stdout.strip().splitlines()[-1])
             assert 1 <= found["compiled_in_training"] <= 7, "of nine sizes, or of the parts of seven packs"
             assert "maximum batch size" in done.stdout and "cannot be traced" not in done.stdout
-    assert_close(*runs, epoch=8 if way == "grows" else 0)
+    flex, dense = runs
+    assert_close(flex, dense, epoch=8 if way == "grows" else 0)

@@ -23,8 +23,8 @@ from adaptive_batching.probe.trial import TrainingStep, Trial
 from adaptive_batching.ranks.fsdp import can_drain
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
-from tests.integration.test_growth import SGD
-from tests.integration.test_probe import events, without_sizes
+from tests.support.overrides import SGD
+from tests.support.records import events, without_sizes
 
 pytestmark = pytest.mark.cuda
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

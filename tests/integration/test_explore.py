@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from adaptive_batching.torchtune.exploring import sizes_to_time
 from tests.conftest import TuneRun, assert_same_weights
-from tests.integration.test_growth import FUNCTION
-from tests.integration.test_probe import events
+from tests.support.power_cut import FUNCTION
+from tests.support.records import events
 
 EXPLORE = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
 
@@ -89,10 +89,10 @@ def test_a_resumed_run_takes_what_the_first_one_has_explored(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:160]"]
-    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", 1)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1)
     with pytest.raises(SystemExit, match="the power went out"):
         tune_run("full", *common, name="run")
-    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", None)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     caplog.set_level(logging.INFO, "adaptive_batching")
     caplog.clear()
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"

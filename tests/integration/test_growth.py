@@ -6,36 +6,20 @@ import logging
 
 import pytest
 
-from adaptive_batching.growth.increase import GrowthState
+from adaptive_batching.growth.increase import IncreaseFunction
 from adaptive_batching.host_memory import CpuMeter
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel
-from tests.integration.test_probe import events
+from tests.support.overrides import DOUBLE, SGD
+from tests.support.power_cut import FUNCTION
+from tests.support.records import events
 
-DOUBLE = [
-    "batch_increase_function._component_=adaptive_batching.growth.step",
-    "batch_increase_function.every=1",
-]
 BOUND = ["adaptive_batching.max_batch_size=16"]
-fail_at_epoch: int | None = None
 
 
 def doubles(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch else 0
-
-
-def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:
-    if epoch == fail_at_epoch:
-        raise RuntimeError("the power went out")
-    return current_batch_size if epoch else 0
-
-
-FUNCTION = ["batch_increase_function._component_=tests.integration.test_growth.factory"]
-
-
-def factory(every: int = 1):
-    return doubles_until_told_to_fail
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -114,9 +98,6 @@ def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: Tu
     assert events(run, "epoch")[0]["batch_size"] == 40
 
 
-SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
-
-
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_global_batch_stays_where_it_is_to_be_kept(kind: str, tune_run: TuneRun) -> None:
     """What batch_size gains, accumulation loses: losses, rates and weights are those of the constant run."""
@@ -141,10 +122,11 @@ def test_a_maximum_and_a_growth_that_do_not_divide_the_global_batch_are_rounded_
     assert "7 does not divide the global batch 12" in epochs[2]["reason"]
 
 
-def adds_three(every: int = 1):
+def adds_three(every: int = 1) -> IncreaseFunction:
     return lambda epoch, current_batch_size: 3 if epoch else 0
 
 
+@pytest.mark.serial
 def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards stay within what was found to fit, the gradients are those of the whole batch."""
     model = "model._component_=tests.integration.counting.CountingModel"
@@ -155,7 +137,12 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     limit = f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}"
     beyond = [limit, "adaptive_batching.max_batch_size=128", "adaptive_batching.grow_beyond_memory=True"]
     run = TrainingLoop.run
-    monkeypatch.setattr(TrainingLoop, "run", lambda self: (CountingModel.shapes.clear(), run(self)))
+
+    def run_and_count(self: TrainingLoop) -> None:
+        CountingModel.shapes.clear()
+        run(self)
+
+    monkeypatch.setattr(TrainingLoop, "run", run_and_count)
     grown = tune_run("full", *few, *DOUBLE, *beyond, name="grown")
     [probe] = events(grown, "probe")
     assert 20 < probe["batch_size"] < 100
@@ -176,10 +163,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         common += ["model.lora_dropout=0.1"]
     whole = tune_run(kind, *common, name="whole")
 
-    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", 2)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 2)
     with pytest.raises(SystemExit, match=r"factory\(epoch=2, current_batch_size=8\) raised RuntimeError: the power"):
         tune_run(kind, *common, name="broken")
-    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", None)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     resume = ["resume_from_checkpoint=True"]
     if kind == "full":
         resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]")
@@ -198,10 +185,10 @@ def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     common = ["epochs=4", *BOUND, *FUNCTION]
-    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", 2)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 2)
     with pytest.raises(SystemExit):
         tune_run("full", *common, name="run")
-    monkeypatch.setattr("tests.integration.test_growth.fail_at_epoch", None)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     caplog.set_level(logging.INFO, "adaptive_batching")
     files = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
     resumed = tune_run("full", *common, "resume_from_checkpoint=True", files, "batch_size=5", name="run")

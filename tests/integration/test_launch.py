@@ -66,6 +66,7 @@ def test_an_installed_wheel_in_any_directory(overrides: list[str], tmp_path: Pat
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"adaptive_batching"}
     assert "adaptive_batching/recipes/configs/quickstart/full_single_device.yaml" in names
+    assert "adaptive_batching/py.typed" in names
 
     site, anywhere = tmp_path / "site", tmp_path / "anywhere"
     anywhere.mkdir()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
-from torch.optim import Optimizer, lr_scheduler
 
 from tests.conftest import Run, TuneRun
+from tests.support.lr_schedules import SCHEDULES
 
 GROW = [
     "batch_increase_function._component_=adaptive_batching.growth.step",
@@ -20,23 +19,6 @@ GROW = [
 ]
 
 
-def linear(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
-    return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / num_training_steps, last_epoch)
-
-
-def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
-    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 20), last_epoch)
-
-
-def stepwise(optimizer: Optimizer, num_training_steps: int, last_epoch: int, steps: int = 7) -> Any:
-    """It computes a rate from the last one, as many do."""
-    return lr_scheduler.StepLR(optimizer, steps, gamma=0.5, last_epoch=last_epoch)
-
-
-def annealed(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
-    return lr_scheduler.CosineAnnealingLR(optimizer, num_training_steps, last_epoch=last_epoch)
-
-
 def by_samples(run: Run) -> dict[int, float]:
     """The rate after so many samples."""
     seen, rates = 0, {}
@@ -44,20 +26,6 @@ def by_samples(run: Run) -> dict[int, float]:
         seen += int(step.get("global_batch_size", 4))
         rates[seen] = step["lr"]
     return rates
-
-
-COSINE: dict[str, Any] = {
-    "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    "num_warmup_steps": 5,
-}
-SCHEDULES: dict[str, dict[str, Any] | None] = {
-    "cosine": COSINE,
-    **{
-        name: {"_component_": f"tests.integration.test_learning_rate.{name}"}
-        for name in ("linear", "constant_with_warmup", "stepwise", "annealed")
-    },
-    "none": None,
-}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -12,7 +12,7 @@ from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun
 from tests.integration.faults import disarm, plan
 from tests.integration.one_target import NOISE, mean_of, truth
-from tests.integration.test_probe import events
+from tests.support.records import events
 
 DATA = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
 
@@ -25,7 +25,12 @@ def never(epoch: float, current_batch_size: int, state: GrowthState) -> int:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[NoiseEstimate]:
     norms: list[NoiseEstimate] = []
     add = NoiseScale.add
-    monkeypatch.setattr(NoiseScale, "add", lambda self, each: (norms.append(each), add(self, each))[1])
+
+    def noted(self: NoiseScale, each: NoiseEstimate) -> None:
+        norms.append(each)
+        add(self, each)
+
+    monkeypatch.setattr(NoiseScale, "add", noted)
     return norms
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 
@@ -12,19 +11,10 @@ import pytest
 import torch
 
 from adaptive_batching.host_memory import CpuMeter
-from tests.conftest import Run, TuneRun, assert_same_weights
+from tests.conftest import TuneRun, assert_same_weights
+from tests.support.records import events, without_sizes
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
-
-
-def events(run: Run, kind: str) -> list[dict]:
-    lines = (run.output_dir / "adaptive_batching" / "report.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def without_sizes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    ours = ("batch_size", "global_batch_size", "out_of_memory_recoveries")
-    return [{k: v for k, v in step.items() if k not in ours} for step in metrics]
 
 
 CASES = {
@@ -60,6 +50,7 @@ def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: py
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_probe_that_went_over_its_limit_leaves_no_trace(
     kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +170,7 @@ def test_a_step_that_cannot_be_traced_is_measured(tune_run: TuneRun, caplog: pyt
     assert [m["batch_size"] for m in probe["measurements"]][:2] == [1, 4]
 
 
+@pytest.mark.serial
 def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
     tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.serial
+
 
 @pytest.mark.parametrize(
     ("seed", "count"), [(0, 12), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 6))]

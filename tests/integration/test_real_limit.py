@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ARCHITECTURE, ROOT
+from tests.support.environment import TAME_MALLOC
 
-# glibc keeps and scatters freed memory; so told, it gives it back, and the limit is repeatable to one sample.
-TAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+pytestmark = pytest.mark.serial
 
 CASES = {
     "full": ("full", "tokenizer.max_seq_len=128"),

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.conftest import ARCHITECTURE, ROOT, Run
-from tests.integration.test_real_limit import TAME_MALLOC
+from tests.support.environment import TAME_MALLOC
+
+pytestmark = pytest.mark.serial
 
 
 def train(inputs: Path, data: Path, output_dir: Path, extra_mib: int, *more: str) -> tuple[Run, str]:

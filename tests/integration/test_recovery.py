@@ -18,8 +18,8 @@ from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel
 from tests.integration.faults import disarm, full_model, plan
-from tests.integration.test_growth import DOUBLE, SGD
-from tests.integration.test_probe import events, without_sizes
+from tests.support.overrides import DOUBLE, SGD
+from tests.support.records import events, without_sizes
 
 
 @pytest.fixture(autouse=True)
@@ -29,21 +29,25 @@ def no_plan() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
-def test_micro_batches_train_as_the_whole_batch(kind: str, micro_batch_size: int, tune_run: TuneRun) -> None:
+def test_micro_batches_train_as_the_whole_batch(
+    kind: str, micro_batch_size: int, tune_run: TuneRun, baseline: TuneRun
+) -> None:
     # One epoch: at its end stock's LoRA recipe merges on the cpu, and ours does not where a field is set.
     common = [*SGD, "batch_size=6", "gradient_accumulation_steps=2", "epochs=1"]
-    whole = tune_run(kind, *common, name="whole")
+    whole = baseline(kind, *common)
     cut = tune_run(kind, *common, f"micro_batch_size={micro_batch_size}", name="cut")
     assert cut.metrics != whole.metrics, "rounding tells that the batch was cut"
     assert_close(cut, whole, epoch=0)
 
 
 @pytest.mark.parametrize("micro_batch_size", ["1", "auto"])
-def test_micro_batches_weigh_by_targets_where_every_token_is_one(micro_batch_size: str, tune_run: TuneRun) -> None:
+def test_micro_batches_weigh_by_targets_where_every_token_is_one(
+    micro_batch_size: str, tune_run: TuneRun, baseline: TuneRun
+) -> None:
     """Without a masked prompt a sample has a label more than it has targets, which weighs most in short samples."""
     common = [*SGD, "batch_size=8", "dataset.train_on_input=True", "tokenizer.max_seq_len=256", "epochs=1"]
     common += ["adaptive_batching.memory_limit=8GiB", "lr_scheduler.num_warmup_steps=0"]
-    whole = tune_run("full", *common, name="whole")
+    whole = baseline("full", *common)
     assert_close(
         tune_run("full", *common, f"micro_batch_size={micro_batch_size}", name="cut"), whole, epoch=0, rel=3e-6
     )
@@ -81,13 +85,12 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("call", [1, 4])
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
-    kind: str, where: str, layer: int, call: int, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+    kind: str, where: str, layer: int, call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = f"model._component_=tests.integration.faults.{kind}_model"
     common = [*SGD, model, "gradient_accumulation_steps=2", "epochs=1"]
-    plan["layer"] = layer
-    undisturbed = tune_run(kind, *common, name="undisturbed")
-    plan.update(where=where, call=call, calls=0, times=2)
+    undisturbed = baseline(kind, *common)
+    plan.update(where=where, layer=layer, call=call, calls=0, times=2)
     recovered = tune_run(kind, *common, name="recovered")
     assert plan["times"] == 0
     assert caplog.text.count("running the step's samples again") == 2
@@ -95,14 +98,14 @@ def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_recovery_with_activation_checkpointing(where: str, tune_run: TuneRun) -> None:
+def test_recovery_with_activation_checkpointing(where: str, tune_run: TuneRun, baseline: TuneRun) -> None:
     common = [
         *SGD,
         "model._component_=tests.integration.faults.full_model",
         "enable_activation_checkpointing=True",
         "epochs=1",
     ]
-    undisturbed = tune_run("full", *common, name="undisturbed")
+    undisturbed = baseline("full", *common)
     plan.update(where=where, call=3, calls=0, times=1)
     assert_close(tune_run("full", *common, name="recovered"), undisturbed, epoch=0)
     assert plan["times"] == 0
@@ -139,14 +142,14 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
 
 @pytest.mark.parametrize("call", [2, 5, 6])
 def test_what_has_fitted_before_runs_again_as_it_was(
-    call: int, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+    call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bit for bit the run without the error, with dropout; memory was only scattered."""
     common = [
         "model._component_=tests.integration.faults.lora_model", "model.lora_dropout=0.2", "dataset.packed=True",
         "epochs=1", "gradient_accumulation_steps=2", "dataset.split=train[:100]",
     ]  # fmt: skip
-    undisturbed = tune_run("lora", *common, name="undisturbed")
+    undisturbed = baseline("lora", *common)
     disarm()
     plan.update(where="backward", call=call, times=1)
     recovered = tune_run("lora", *common, name="recovered")
@@ -159,10 +162,12 @@ def test_what_has_fitted_before_runs_again_as_it_was(
 
 
 @pytest.mark.parametrize("fits", [1, 2])
-def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(fits: int, tune_run: TuneRun) -> None:
+def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
+    fits: int, tune_run: TuneRun, baseline: TuneRun
+) -> None:
     """Down to single samples. Whatever is cut, the tokens behind each step's loss are the same."""
     common = [*SGD, "model._component_=tests.integration.faults.full_model", "batch_size=8", "epochs=1"]
-    undisturbed = tune_run("full", *common, name="undisturbed")
+    undisturbed = baseline("full", *common)
     plan.update(where="forward", call=1, calls=0, times=10**6, fits=fits)
     recovered = tune_run("full", *common, name="recovered")
     assert_close(recovered, undisturbed, epoch=0)
@@ -189,8 +194,10 @@ def weights_are_close(ours: Run, theirs: Run) -> None:
 
 
 @pytest.mark.parametrize("micro_batch_size", ["1", "3", "4", "auto", "explore"])
-def test_optimizers_in_backward_step_once_however_a_batch_is_cut(micro_batch_size: str, tune_run: TuneRun) -> None:
-    whole = tune_run("full", *IN_BACKWARD, "batch_size=12", name="whole")
+def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
+    micro_batch_size: str, tune_run: TuneRun, baseline: TuneRun
+) -> None:
+    whole = baseline("full", *IN_BACKWARD, "batch_size=12")
     limit = ["adaptive_batching.memory_limit=8GiB", "tokenizer.max_seq_len=64"]
     cut = tune_run(
         "full", *IN_BACKWARD, *limit, "batch_size=12", f"micro_batch_size={micro_batch_size}", name="cut"
@@ -211,10 +218,15 @@ def test_optimizers_in_backward_step_once_however_a_batch_is_cut(micro_batch_siz
     ],
 )
 def test_with_optimizers_in_backward_a_step_runs_again_until_a_parameter_is_updated(
-    fault: dict[str, Any], fields: list[str], recoverable: bool, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+    fault: dict[str, Any],
+    fields: list[str],
+    recoverable: bool,
+    tune_run: TuneRun,
+    baseline: TuneRun,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     common = [*IN_BACKWARD, "model._component_=tests.integration.faults.full_model"]
-    whole = tune_run("full", *common, name="whole")
+    whole = baseline("full", *common)
     disarm()
     plan.update({"times": 1, **fault})
     if not recoverable:
@@ -256,6 +268,7 @@ def bytes_of_tensors() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.serial
 def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,8 +325,8 @@ class NormalisedOverTheBatch(RMSNorm):
 
 def batch_dependent_model(**arguments: Any) -> nn.Module:
     model = full_model(**arguments)
-    layer = list(model.layers)[1]
-    layer.mlp_norm = NormalisedOverTheBatch(arguments["embed_dim"])  # type: ignore[assignment]
+    assert isinstance(model.layers, nn.ModuleList)
+    model.layers[1].mlp_norm = NormalisedOverTheBatch(arguments["embed_dim"])
     return model
 
 

@@ -7,28 +7,26 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching.torchtune.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
+from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights, made_once
 from tests.integration.one_target import NOISE, truth
-from tests.integration.test_probe import events, without_sizes
-from tests.integration.test_real_limit import TAME_MALLOC
-from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS, SGD, same_everywhere
+from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS, same_everywhere
+from tests.support.environment import TAME_MALLOC
+from tests.support.overrides import SGD
+from tests.support.records import events, without_sizes
 
+Finished = Callable[[str], Run]
+Test = TypeVar("Test", bound=Callable[..., None])
 LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def launch(which: str, inputs: Path, directory: Path) -> tuple[Path, str]:
-    """The directory with all runs, and what they printed. A launch that hangs fails."""
-    done = run_launch(which, inputs, directory)
-    assert done.returncode == 0, done.stdout[-9000:]
-    return directory, done.stdout
 
 
 def run_launch(which: str, inputs: Path, directory: Path) -> subprocess.CompletedProcess[str]:
@@ -41,14 +39,39 @@ def run_launch(which: str, inputs: Path, directory: Path) -> subprocess.Complete
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def launched(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return launch("recipes", inputs, tmp_path_factory.mktemp("two_ranks"))
+@pytest.fixture
+def launched(request: pytest.FixtureRequest, inputs: Path, shared: Path) -> tuple[Path, str]:
+    """The directory with all runs of a launch, and what they printed. A launch that hangs fails."""
+    directory = shared / f"two_ranks_{request.param}"
+    status, output = directory / "status.txt", directory / "output.txt"
+    with made_once(directory) as missing:
+        if missing:
+            directory.mkdir()
+            done = run_launch(request.param, inputs, directory)
+            status.write_text(str(done.returncode))
+            output.write_text(done.stdout)
+    assert status.read_text() == "0", output.read_text()[-9000:]
+    return directory, output.read_text()
 
 
-@pytest.fixture(scope="module")
-def of_short_samples(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return launch("short_samples", inputs, tmp_path_factory.mktemp("short_samples"))
+def with_the_launch(which: str) -> pytest.MarkDecorator:
+    """Have one worker run all tests of a launch."""
+    return pytest.mark.serial if which == "memory" else pytest.mark.xdist_group(f"two_ranks_{which}")
+
+
+def of_launch(which: str) -> Callable[[Test], Test]:
+    """Say which launch a test is about, a key of ``two_ranks.LAUNCHES``: it is made for the first test of them.
+
+    Its name is part of the test's, so that ``-k`` finds all that share it.
+    """
+    marks = (pytest.mark.parametrize("launched", [which], indirect=True), with_the_launch(which))
+
+    def mark(test: Test) -> Test:
+        for each in marks:
+            test = each(test)
+        return test
+
+    return mark
 
 
 def finished_in(launched: tuple[Path, str], name: str) -> Run:
@@ -59,7 +82,7 @@ def finished_in(launched: tuple[Path, str], name: str) -> Run:
 
 
 @pytest.fixture
-def finished(launched: tuple[Path, str]):
+def finished(launched: tuple[Path, str]) -> Finished:
     """``finished(name)``: a run that ended well."""
     return partial(finished_in, launched)
 
@@ -72,17 +95,19 @@ def output_of(launched: tuple[Path, str], name: str) -> str:
 KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
 
 
+@of_launch("as_stock")
 @KINDS
-def test_off_is_stock(kind: str, finished) -> None:
+def test_off_is_stock(kind: str, finished: Finished) -> None:
     ours, stock = finished(f"{kind}_off"), finished(f"{kind}_stock")
     assert len(stock.metrics) == 3
     assert ours.metrics == stock.metrics
     assert_same_weights(ours.weights(0), stock.weights(0))
 
 
+@of_launch("cut")
 @KINDS
 def test_two_ranks_train_as_one_device_on_the_same_samples(
-    kind: str, finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+    kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
     one = tune_run(kind, *SGD, "batch_size=8", "gradient_accumulation_steps=2", "epochs=1", "dataset.split=train[:48]",
@@ -90,9 +115,10 @@ def test_two_ranks_train_as_one_device_on_the_same_samples(
     assert_close(finished(f"{kind}_whole"), one, epoch=0)
 
 
+@of_launch("cut")
 @KINDS
 @pytest.mark.parametrize("size", ["1", "2", "auto"])
-def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished) -> None:
+def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished: Finished) -> None:
     cut, whole = finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole")
     pairs = [(weights, cut.weights(0)[name]) for name, weights in whole.weights(0).items()]
     assert not all(torch.equal(*pair) for pair in pairs), "rounding tells that batches were cut"
@@ -101,11 +127,12 @@ def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: st
         assert events(cut, "probe")[0]["batch_size"] == 8, "what a rank has in a step"
 
 
+@of_launch("cut")
 @KINDS
 @pytest.mark.parametrize("failure", [f"{where}_{on}" for where in ("forward", "backward") for on in ("0", "1", "01")]
                          + ["first", "twice"])  # fmt: skip
 def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
-    kind: str, failure: str, finished, launched: tuple[Path, str]
+    kind: str, failure: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
     recovered = finished(f"{kind}_{failure}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == (2 if failure == "twice" else 1)
@@ -113,61 +140,78 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
     assert "running the step's samples again" in output_of(launched, f"{kind}_{failure}")
 
 
+@of_launch("recovery")
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_recovery_with_activation_checkpointing(where: str, finished) -> None:
+def test_recovery_with_activation_checkpointing(where: str, finished: Finished) -> None:
     recovered = finished(f"checkpointing_{where}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
     assert_close(recovered, finished("checkpointing_whole"), epoch=0)
 
 
+@of_launch("recovery")
 def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tuple[Path, str]) -> None:
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
     assert re.search(r"out of memory with a single sample, or pack, of \d+ tokens: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
 
 
-@KINDS
+@pytest.mark.parametrize(
+    ("launched", "kind", "names"),
+    [
+        pytest.param(
+            "noise", "full", {"noise": 0.05, "noise_auto": 0.1}, marks=pytest.mark.xdist_group("two_ranks_noise")
+        ),
+        pytest.param("noise", "lora", {"noise": 0.05}, marks=pytest.mark.xdist_group("two_ranks_noise")),
+        pytest.param("noise_by_length", "lora", {"noise_auto": 0.1}, marks=pytest.mark.slow),
+    ],
+    indirect=["launched"],
+)
 def test_the_noise_scale_is_right_on_two_ranks(
-    kind: str, finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+    kind: str, names: dict[str, float], finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truths = []
 
     def ask(self: TrainingLoop) -> None:
-        truths.append(truth(self._recipe))
+        truths.append(truth(self._host))
 
     monkeypatch.setattr(LoRALinear, "initialize_parameters", same_everywhere)
     monkeypatch.setattr(TrainingLoop, "run", ask)
     tune_run(kind, *NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget")
-    for name, tolerance in [("noise", 0.05), ("noise_auto", 0.1)]:
+    for name, tolerance in names.items():
         measured = events(finished(f"{kind}_{name}"), "noise")
         mean = [sum(event[key] for event in measured) / 30 for key in ("variance", "norm_squared")]
         assert mean == pytest.approx(list(truths[0]), rel=tolerance), name
 
 
-def test_ranks_grow_together_by_what_they_measure_together(finished) -> None:
+@of_launch("noise")
+def test_ranks_grow_together_by_what_they_measure_together(finished: Finished) -> None:
     run = finished("by_noise")
     sizes = [step["batch_size"] for step in run.metrics]
     assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
     assert "gradient_noise_scale" in run.metrics[-1]
 
 
+@of_launch("recovery")
 def test_where_recovery_is_off_the_run_ends_and_says_what_to_set(launched: tuple[Path, str]) -> None:
     error = (launched[0] / "not_to_recover" / "error_0.txt").read_text()
     assert error.startswith("error: out of memory in a forward or backward of 4 samples of up to")
     assert "set adaptive_batching.recover_from_oom=True" in error.splitlines()[0]
 
 
-def test_parameters_on_the_host_train_and_recover_as_those_on_the_device(finished) -> None:
+@of_launch("recovery")
+def test_parameters_on_the_host_train_and_recover_as_those_on_the_device(finished: Finished) -> None:
     assert_close(finished("offload"), finished("full_whole"), epoch=0)
     assert finished("offload_backward").metrics[-1]["out_of_memory_recoveries"] == 1
     assert_close(finished("offload_backward"), finished("full_whole"), epoch=0)
 
 
-def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished) -> None:
+@of_launch("growth")
+def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished: Finished) -> None:
     assert [epoch["batch_size"] for epoch in events(finished("agreed"), "epoch")] == [4, 6, 8]
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(finished, launched: tuple[Path, str]) -> None:
+@of_launch("growth")
+def test_a_resumed_run_equals_the_uninterrupted_one(finished: Finished, launched: tuple[Path, str]) -> None:
     whole, resumed = finished("uninterrupted"), Run(launched[0] / "resumed")
     assert "the power went out" in (launched[0] / "resumed" / "error_0.txt").read_text()
     assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
@@ -175,7 +219,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(finished, launched: tuple[Pa
     assert_same_weights(resumed.weights(2), whole.weights(2))
 
 
-def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_one(launched) -> None:
+@of_launch("growth")
+def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_one(
+    launched: tuple[Path, str],
+) -> None:
     whole, resumed = Run(launched[0] / "async"), Run(launched[0] / "async_resumed")
     assert "the power went out" in (launched[0] / "async_resumed" / "error_0.txt").read_text()
     assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
@@ -183,6 +230,7 @@ def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_
     assert_same_weights(resumed.weights(2), whole.weights(2))
 
 
+@of_launch("cut")
 def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str], tune_run: TuneRun) -> None:
     saved = launched[0] / "full_whole" / "epoch_0"
     run = tune_run("full", "epochs=1", f"checkpointer.checkpoint_dir={saved}",
@@ -190,7 +238,8 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str
     assert run.metrics[0]["loss"] < Run(launched[0] / "full_whole").metrics[0]["loss"]
 
 
-def test_the_rank_that_has_least_memory_decides_the_maximum(finished, launched: tuple[Path, str]) -> None:
+@of_launch("memory")
+def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, launched: tuple[Path, str]) -> None:
     run = finished("unequal_memory")
     [probe] = events(run, "probe")
     assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
@@ -199,8 +248,9 @@ def test_the_rank_that_has_least_memory_decides_the_maximum(finished, launched: 
     assert {step["batch_size"] for step in run.metrics} == {probe["batch_size"]}
 
 
+@of_launch("as_stock")
 def test_optimizers_in_the_backward_pass_train_as_stock_and_are_not_probed(
-    finished, launched: tuple[Path, str]
+    finished: Finished, launched: tuple[Path, str]
 ) -> None:
     ours, stock = finished("in_backward_off"), finished("in_backward_stock")
     assert ours.metrics == stock.metrics
@@ -211,21 +261,28 @@ def test_optimizers_in_the_backward_pass_train_as_stock_and_are_not_probed(
         assert "the largest batch cannot be probed on several devices: optimizer_in_bwd=True" in error
 
 
-def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(finished, launched: tuple[Path, str]) -> None:
+@of_launch("as_stock")
+def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(
+    finished: Finished, launched: tuple[Path, str]
+) -> None:
     ours, stock = finished("tensor_parallel_off"), finished("tensor_parallel_stock")
     assert ours.metrics == stock.metrics
     assert_same_weights(ours.weights(0), stock.weights(0))
     assert "is off: tensor_parallel_dim above 1" in output_of(launched, "tensor_parallel_off")
 
 
-def test_ranks_explore_together(finished) -> None:
+@of_launch("memory")
+def test_ranks_explore_together(finished: Finished) -> None:
     run = finished("explored")
     [exploration] = events(run, "exploration")
     assert [estimate["candidate"] for estimate in exploration["estimates"]] == [1, 2, 4, "auto"]
     assert len(run.metrics) == 6
 
 
-def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(finished) -> None:
+@of_launch("memory")
+def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(
+    finished: Finished,
+) -> None:
     [probe] = events(finished("square"), "probe")
     assert probe["sequence_length"] == 512 and probe["batch_size"] < 48
     (length, batch_size, peak), *_ = probe["shorter"]
@@ -234,7 +291,8 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_o
     assert peak <= probe["budget_bytes"]
 
 
-def test_the_global_batch_is_kept_on_two_ranks(finished) -> None:
+@of_launch("growth")
+def test_the_global_batch_is_kept_on_two_ranks(finished: Finished) -> None:
     kept, constant = finished("kept"), finished("constant")
     assert {step["global_batch_size"] for step in kept.metrics} == {16}
     assert sorted({step["batch_size"] for step in kept.metrics}) == [2, 4, 8]
@@ -257,7 +315,8 @@ def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inpu
     assert "ZeroDivisionError: this rank has a bug" in done.stdout
 
 
-def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
+@of_launch("memory")
+def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) -> None:
     limited, free = finished("real_limit"), finished("real_no_limit")
     assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
     assert len(free.metrics) == 1
@@ -266,54 +325,56 @@ def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished) -> None:
         torch.testing.assert_close(limited.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
 
 
+@of_launch("short_samples")
 @pytest.mark.parametrize("way", ["8", "2", "auto"])
 def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recover(
-    way: str, of_short_samples: tuple[Path, str]
+    way: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
-    whole = finished_in(of_short_samples, "whole")
+    whole = finished("whole")
     assert len(whole.metrics) == 2
-    assert_close(finished_in(of_short_samples, f"cut_{way}"), whole, epoch=0)
+    assert_close(finished(f"cut_{way}"), whole, epoch=0)
     for where in ("forward", "backward"):
-        recovered = finished_in(of_short_samples, f"cut_{way}_{where}")
+        recovered = finished(f"cut_{way}_{where}")
         assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
         assert_close(recovered, whole, epoch=0)
-    assert "not always the same" not in of_short_samples[1]
+    assert "not always the same" not in launched[1]
 
 
+@of_launch("short_samples")
 @pytest.mark.parametrize("name", ["off", "no_gloo", "no_group"])
 def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
-    name: str, of_short_samples: tuple[Path, str]
+    name: str, finished: Finished, launched: tuple[Path, str]
 ) -> None:
-    ours, stock = finished_in(of_short_samples, name), finished_in(of_short_samples, "stock")
+    ours, stock = finished(name), finished("stock")
     assert ours.metrics == stock.metrics
     assert_same_weights(ours.weights(0), stock.weights(0))
-    warned = output_of(of_short_samples, name).count("GLOO_SOCKET_IFNAME")
+    warned = output_of(launched, name).count("GLOO_SOCKET_IFNAME")
     assert warned == (1 if name == "no_gloo" else 0)
 
 
-def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(of_short_samples: tuple[Path, str]) -> None:
+@of_launch("short_samples")
+def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(
+    finished: Finished, launched: tuple[Path, str]
+) -> None:
     for rank in range(2):
-        error = (of_short_samples[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
+        error = (launched[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
         assert re.match(r"error: the ranks cannot communicate .*no host of that name.* GLOO_SOCKET_IFNAME", error)
 
 
-@pytest.fixture(scope="module")
-def of_failing_collectives(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return launch("failing_collectives", inputs, tmp_path_factory.mktemp("failing_collectives"))
-
-
+@of_launch("failing_collectives")
 @pytest.mark.parametrize(("kind", "moment", "number"), FAILING_COLLECTIVES)
 def test_memory_may_run_out_at_any_moment_of_a_collective(
-    kind: str, moment: str, number: int, of_failing_collectives: tuple[Path, str]
+    kind: str, moment: str, number: int, finished: Finished
 ) -> None:
-    recovered = finished_in(of_failing_collectives, f"{kind}_{moment}_{number}")
+    recovered = finished(f"{kind}_{moment}_{number}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
-    assert_close(recovered, finished_in(of_failing_collectives, "whole"), epoch=0)
+    assert_close(recovered, finished("whole"), epoch=0)
 
 
 ONE_LIMIT = 60  # MiB: a sample fits, or nearly
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "extra_mib", [pytest.param(mib, marks=() if mib == ONE_LIMIT else pytest.mark.slow) for mib in REAL_LIMITS]
 )

@@ -16,7 +16,7 @@ from tests.conftest import ARCHITECTURE, ROOT
 stock = load_stock("full_finetune_single_device")
 
 
-class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):
+class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[name-defined]
     """The recipe of the same name."""
 
 

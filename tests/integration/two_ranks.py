@@ -2,19 +2,20 @@
 
     torchrun --nproc_per_node 2 tests/integration/two_ranks.py <inputs> <directory> <which>
 
-Starting two processes takes longer than any of these runs, so many share them: ``which`` is a key of :data:`LAUNCHES`.
-Each run gets a directory of its own, with ``error_<rank>.txt`` where it ended with an error.
+Starting two processes takes longer than any of these runs, so those that belong together share them: ``which`` is a key
+of :data:`LAUNCHES`. Each run gets a directory of its own, with ``error_<rank>.txt`` where it ended with an error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import resource
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,11 +37,11 @@ from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
+from tests.support.overrides import SGD
 
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
-SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
 
 
 class LossThatFailsOnOneRank(nn.CrossEntropyLoss):
@@ -172,15 +173,35 @@ def model(kind: str) -> str:
     return f"model._component_=tests.integration.faults.{kind}_model"
 
 
-def runs(run: Runner) -> None:
-    """Every run, on this rank."""
-    global fail_at_epoch
-    accumulate = "gradient_accumulation_steps=2"
-    for kind in ("full", "lora"):
-        run(kind, f"{kind}_stock", "clip_grad_norm=1.0", accumulate, stock=True)
-        run(kind, f"{kind}_off", "clip_grad_norm=1.0", accumulate)
+ACCUMULATE = "gradient_accumulation_steps=2"
+GROW = ["batch_increase_function._component_=tests.integration.two_ranks.factory", "epochs=3"]
+KINDS = ("full", "lora")
 
-        common = [*SGD, model(kind), accumulate]
+
+def recoverable(kind: str) -> list[str]:
+    """A model that can run out of memory, and steps of two batches."""
+    return [*SGD, model(kind), ACCUMULATE]
+
+
+def runs_as_stock(run: Runner) -> None:
+    """Ours with all fields unset, and stock's."""
+    for kind in KINDS:
+        run(kind, f"{kind}_stock", "clip_grad_norm=1.0", ACCUMULATE, stock=True)
+        run(kind, f"{kind}_off", "clip_grad_norm=1.0", ACCUMULATE)
+    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
+    run("full", "in_backward_stock", *in_backward, stock=True)
+    run("full", "in_backward_off", *in_backward)
+    run("full", "in_backward_probe", *in_backward, "use_maximum_batch_size=True")
+    plan_of_layers = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+    tensor_parallel = ["tensor_parallel_dim=2", plan_of_layers, "clip_grad_norm=null"]  # stock cannot clip there
+    run("full", "tensor_parallel_stock", *tensor_parallel, stock=True)
+    run("full", "tensor_parallel_off", *tensor_parallel)
+
+
+def runs_that_are_cut(run: Runner) -> None:
+    """By a number, by length, and by running out of memory."""
+    for kind in KINDS:
+        common = recoverable(kind)
         run(kind, f"{kind}_whole", *common)
         for size in ("1", "2"):
             run(kind, f"{kind}_cut_{size}", *common, f"micro_batch_size={size}")
@@ -191,41 +212,54 @@ def runs(run: Runner) -> None:
                 name = f"{kind}_{where}_{''.join(map(str, on))}"
                 run(kind, name, *common, where=where, on=on, layer=RANK if len(on) == 2 else 1, call=4)
         run(kind, f"{kind}_first", *common, where="backward", on=[1], layer=1, call=2)
-        noise = [*NOISE, "batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
-        run(kind, f"{kind}_noise", *noise, "micro_batch_size=3")
-        run(kind, f"{kind}_noise_auto", *noise, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
         run(kind, f"{kind}_twice", *common, where="forward", on=[0], layer=1, call=3, times=2)
-    common_of_full = [*SGD, model("full"), accumulate]
+
+
+def runs_that_recover(run: Runner) -> None:
+    """With checkpointing and with parameters on the host; and those that cannot, or must not."""
     checkpointing = [*SGD, model("full"), "enable_activation_checkpointing=True"]
     run("full", "checkpointing_whole", *checkpointing)
     run("full", "checkpointing_forward", *checkpointing, where="forward", on=[1], layer=1, call=3)
     run("full", "checkpointing_backward", *checkpointing, where="backward", on=[0], call=3)
     run("full", "hopeless", model("full"), where="forward", on=[1], times=10**6)
     run("full", "not_to_recover", model("full"), "adaptive_batching.recover_from_oom=False", where="forward", on=[0, 1])
+    common = recoverable("full")
+    run("full", "full_whole", *common)
     with offloading_without_pinned_memory():
-        run("full", "offload", *common_of_full, "fsdp_cpu_offload=True")
-        run("full", "offload_backward", *common_of_full, "fsdp_cpu_offload=True", where="backward", on=[1], call=4)
+        run("full", "offload", *common, "fsdp_cpu_offload=True")
+        run("full", "offload_backward", *common, "fsdp_cpu_offload=True", where="backward", on=[1], call=4)
 
-    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
-    run("full", "in_backward_stock", *in_backward, stock=True)
-    run("full", "in_backward_off", *in_backward)
-    run("full", "in_backward_probe", *in_backward, "use_maximum_batch_size=True")
-    plan_of_layers = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
-    tensor_parallel = ["tensor_parallel_dim=2", plan_of_layers, "clip_grad_norm=null"]  # stock cannot clip there
-    run("full", "tensor_parallel_stock", *tensor_parallel, stock=True)
-    run("full", "tensor_parallel_off", *tensor_parallel)
 
-    grow = ["batch_increase_function._component_=tests.integration.two_ranks.factory", "epochs=3"]
-    rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
-    run("full", "agreed", *grow, *rankwise)
-
+def runs_with_noise(run: Runner) -> None:
+    """The gradient noise scale, measured by both ranks."""
+    for kind in KINDS:
+        run(kind, f"{kind}_noise", *NOISE, *ONE_TARGET, "micro_batch_size=3")
+    run("full", "full_noise_auto", *NOISE, *ONE_TARGET, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
     by_noise = ["batch_increase_function._component_=adaptive_batching.growth.gradient_noise_scale",
                 "~batch_increase_function.every", "batch_increase_function.multiplier=4",
                 "adaptive_batching.noise_scale_every=1", "epochs=3",
                 "adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=auto"]  # fmt: skip
     run("full", "by_noise", *by_noise, "adaptive_batching.max_batch_size=12")
 
-    resume = [*grow, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
+
+def runs_with_noise_by_length(run: Runner) -> None:
+    """As in the full recipe above."""
+    run("lora", "lora_noise_auto", *NOISE, *ONE_TARGET, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
+
+
+ONE_TARGET = ["batch_size=5", "dataset._component_=tests.integration.one_target.OneTarget"]
+
+
+def runs_that_grow(run: Runner) -> None:
+    """Together, and on from a checkpoint."""
+    global fail_at_epoch
+    rankwise = ["batch_increase_function.rankwise=True", "adaptive_batching.max_batch_size=12"]
+    run("full", "agreed", *GROW, *rankwise)
+    keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
+    run("full", "kept", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=8")
+    run("full", "constant", *SGD, *GROW, *keep, "adaptive_batching.max_batch_size=2")
+
+    resume = [*GROW, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
     run("full", "uninterrupted", *resume)
     fail_at_epoch = 1
     run("full", "resumed", *resume)
@@ -233,22 +267,22 @@ def runs(run: Runner) -> None:
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
     run("full", "resumed", *resume, "resume_from_checkpoint=True", files)
 
-    save_async = [*grow, "adaptive_batching.max_batch_size=16", "enable_async_checkpointing=True"]
+    save_async = [*GROW, "adaptive_batching.max_batch_size=16", "enable_async_checkpointing=True"]
     run("full", "async", *save_async)
     fail_at_epoch = 2
     run("full", "async_resumed", *save_async)
     fail_at_epoch = None
     run("full", "async_resumed", *save_async, "resume_from_checkpoint=True")
 
+
+def runs_within_memory(run: Runner) -> None:
+    """What is probed, explored and run under a real limit."""
     explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
     run("full", "explored", *explore, "tokenizer.max_seq_len=256")
     CpuMeter().release()
     limit = f"adaptive_batching.memory_limit={CpuMeter().used_bytes() + 200 * MIB}"
     run("full", "square", "micro_batch_size=auto", limit, "model.attn_dropout=0.1", "tokenizer.max_seq_len=512",
         "dataset.split=train[:96]", "batch_size=48")  # fmt: skip
-    keep = ["adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4", "batch_size=2"]
-    run("full", "kept", *SGD, *grow, *keep, "adaptive_batching.max_batch_size=8")
-    run("full", "constant", *SGD, *grow, *keep, "adaptive_batching.max_batch_size=2")
 
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     few = ["dataset.split=train[:400]", "tokenizer.max_seq_len=256", "max_steps_per_epoch=1"]
@@ -282,7 +316,7 @@ def runs_of_short_samples(run: Runner) -> None:
     with mock.patch.object(agree, "_start_gloo", side_effect=RuntimeError("no host of that name")):
         run("full", "no_gloo", *in_chunks, "clip_grad_norm=1.0")
         run("full", "no_gloo_but_asked_for", "use_maximum_batch_size=True")
-    with mock.patch.object(agree.dist, "new_group", side_effect=AssertionError("a group was made")):
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("a group was made")):
         run("full", "no_group", *in_chunks, "clip_grad_norm=1.0", "adaptive_batching.recover_from_oom=False")
 
 
@@ -323,8 +357,14 @@ def runs_under_a_real_limit(run: Runner, extra_mib: int) -> None:
             sys.exit(3)  # the other rank may be anywhere: as in a launch of one recipe, the launcher ends it
 
 
-LAUNCHES = {
-    "recipes": runs,
+LAUNCHES: dict[str, Callable[[Runner], None]] = {
+    "as_stock": runs_as_stock,
+    "cut": runs_that_are_cut,
+    "recovery": runs_that_recover,
+    "noise": runs_with_noise,
+    "noise_by_length": runs_with_noise_by_length,
+    "growth": runs_that_grow,
+    "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     "failing_collectives": runs_of_failing_collectives,
     **{f"limit_{extra}": partial(runs_under_a_real_limit, extra_mib=extra) for extra in REAL_LIMITS},
@@ -334,9 +374,10 @@ LAUNCHES = {
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]
-    LoRALinear.initialize_parameters = same_everywhere  # type: ignore[method-assign]
+    LoRALinear.initialize_parameters = same_everywhere
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
     inputs, directory, which = sys.argv[1:4]
+    gc.freeze()  # else each recovery goes through all that torch has made
     LAUNCHES[which](Runner(Path(inputs), Path(directory)))
     dist.barrier()
     dist.destroy_process_group()

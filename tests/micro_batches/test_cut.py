@@ -158,7 +158,8 @@ def test_a_cost_is_stored_and_goes_on() -> None:
     for step in range(20):
         first.observe(100 * step, 0.1 + 0.01 * step)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    first.observe(5000, 0.7), second.observe(5000, 0.7)
+    first.observe(5000, 0.7)
+    second.observe(5000, 0.7)
     assert first.line() == second.line() is not None
 
 
@@ -192,7 +193,7 @@ def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None
     assert limit.max_tokens is None
     limit.shrink(1000)
     assert limit.max_tokens == 500
-    seen = []
+    seen: list[int | None] = []
     for _ in range(4):
         limit.note_clean_step()
         seen.append(limit.max_tokens)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.micro_batches.run import CannotRecoverError, run_micro_batches
-from adaptive_batching.ranks import agree
 from adaptive_batching.ranks.agree import GroupError, Ranks
 from adaptive_batching.ranks.fsdp import MicroBatchCollectives
 
@@ -130,7 +130,7 @@ class TwoRanks:
             "all_reduce": lambda tensor, **kwargs: tensor.fill_(1.0) if other_fails else None,
         }
         for name, function in replaced.items():
-            monkeypatch.setattr(agree.dist, name, function)
+            monkeypatch.setattr(dist, name, function)
 
     def new_group(self, backend: str, timeout: object = None) -> str:
         self.groups += 1
@@ -176,7 +176,7 @@ def test_where_gloo_cannot_start_all_ranks_know_what_would_help(where: str, monk
     launch = TwoRanks(monkeypatch, other_fails=where != "here")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface" if where == "here" else "lo")
     if where == "here":
-        monkeypatch.setattr(agree.dist, "all_reduce", lambda tensor, **kwargs: None)
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, **kwargs: None)
     ranks = Ranks()
     assert ("no_such_interface" if where == "here" else where) in ranks.connect()
     assert launch.groups == 0, "nor does the other rank wait for this one to join"

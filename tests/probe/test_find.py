@@ -11,11 +11,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from adaptive_batching.config import AdaptiveBatchingConfig, MemoryAmount
+from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.probe import find as find_module
 from adaptive_batching.probe.find import DoesNotFitError, Remedy, find_maximum_batch_size
 from adaptive_batching.probe.result import ProbeResult
 from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching.values import MemoryAmount
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 
 EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
@@ -130,7 +131,7 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     device = Device(total, [Layer(40 * MIB, 40 * KIB, 20 * KIB)] * 8, length=2048, overhead=1.4)
     assert device.peak_allocated(device.length) < 2 * GIB
     if is_measured:  # by a device that cannot be limited
-        device.limit = lambda num_bytes: nullcontext()  # type: ignore[method-assign]
+        device.limit = lambda num_bytes: nullcontext()  # type: ignore[assignment, method-assign, return-value]
     config = replace(EXACT, memory_limit=MemoryAmount(num_bytes=2 * GIB))
     less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:

@@ -77,7 +77,9 @@ def test_a_trace_changes_nothing_and_is_the_same_before_and_after_the_first_step
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
-def test_states_on_a_device_are_traced_on_the_cpu_like_the_parameters(optimizer_class: type[Optimizer]) -> None:
+def test_states_on_a_device_are_traced_on_the_cpu_like_the_parameters(
+    optimizer_class: Callable[..., Optimizer],
+) -> None:
     """The meta device stands for an accelerator: tensors that are not on the cpu."""
 
     def curve(device: str, *, has_states: bool) -> list[int]:

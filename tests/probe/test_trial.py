@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching.config import ConfigError
 from adaptive_batching.host_memory import CpuMeter
 from adaptive_batching.probe import snapshot
 from adaptive_batching.probe.trial import TrainingStep, Trial
+from adaptive_batching.values import ConfigError
 
 BUDGET = 2**40
 
@@ -87,7 +87,7 @@ def everything(model: Model, optimizer: Optimizer) -> dict[str, Any]:
             "optimizer": optimizer.state_dict(),
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state()[1],
+            "numpy": np.random.get_state()[1],  # type: ignore[index]
         }
     )
 
@@ -118,7 +118,7 @@ def test_a_trial_leaves_no_trace_wherever_it_runs_out_of_memory(fail_in: str, tr
     torch.manual_seed(1)
     model = Model()
     with torch.no_grad():
-        model.layers[0].weight[0, :2] = torch.tensor([-0.0, torch.nan])  # bits that arithmetic would not keep
+        model.layers[0].weight[0, :2] = torch.tensor([-0.0, torch.nan])  # type: ignore[operator]  # bits that arithmetic would not keep
     optimizer = HalfwayOptimizer(model.parameters(), lr=0.1)
     step = training_step(model, optimizer)
     if trained_before:
@@ -199,7 +199,7 @@ class PagedAdam(torch.optim.Optimizer):
 
 
 def test_states_that_cannot_be_freed_are_made_once_and_start_training_at_their_first_values() -> None:
-    def train(probes: bool) -> tuple[PagedAdam, list[torch.Tensor]]:
+    def train(probes: bool) -> tuple[PagedAdam, list[nn.Parameter]]:
         torch.manual_seed(1)
         model = Model()
         trained = [p for p in model.parameters() if p.requires_grad]

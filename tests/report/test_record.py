@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching.config import ConfigError
 from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.report.plots import draw
 from adaptive_batching.report.record import Report, read_events
-from tests.probe.test_result import RESULT
+from adaptive_batching.values import ConfigError
+from tests.support.examples import RESULT
 
 
 def write_run(report: Report, epochs: range, changes: bool = False) -> None:

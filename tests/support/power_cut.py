@@ -1,0 +1,20 @@
+"""An increase function that ends a run where a test says."""
+
+from __future__ import annotations
+
+from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
+
+fail_at_epoch: int | None = None
+
+
+def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:
+    if epoch == fail_at_epoch:
+        raise RuntimeError("the power went out")
+    return current_batch_size if epoch else 0
+
+
+FUNCTION = ["batch_increase_function._component_=tests.support.power_cut.factory"]
+
+
+def factory(every: int = 1) -> IncreaseFunction:
+    return doubles_until_told_to_fail

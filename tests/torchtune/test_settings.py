@@ -1,0 +1,80 @@
+"""Mistakes in a config are refused in one line that names key, value and remedy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from adaptive_batching.growth.increase import IncreaseFunctionError, resolve
+from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching.values import ConfigError
+from tests.conftest import ROOT
+
+CONFIG = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"
+OFF = ["use_maximum_batch_size=False", "batch_increase_function=null", "batch_size=4", "adaptive_batching=null"]
+
+
+def config(*overrides: str) -> DictConfig:
+    """The quickstart's config with all fields unset, but for ``overrides``."""
+    cfg = OmegaConf.merge(OmegaConf.load(CONFIG), OmegaConf.from_dotlist(OFF), OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["use_maximum_batch_size='yes'"], "use_maximum_batch_size='yes' must be True or False"),
+        (["use_maximum_batchsize=True"], "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
+        (["adaptive_batching.memory_limt=1GiB"], "memory_limt is unknown; did you mean 'memory_limit'"),
+        (["adaptive_batching.memory_limit=lots"], "memory_limit='lots' is no amount of memory; write bytes"),
+        (["adaptive_batching.search=fastest"], r"search='fastest' is unknown; Known: .*predict"),
+        (["adaptive_batching.max_batch_size=3"], "max_batch_size=3 is below batch_size=4; raise"),
+        (["micro_batch_size=3"], r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
+        (["micro_batch_size=most"], "micro_batch_size='most' must be a whole number, auto, explore or null"),
+        (["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True"],
+         "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to gain"),
+        (["adaptive_batching.keep_global_batch=True", "adaptive_batching.grow_beyond_memory=True"],
+         "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
+        (["adaptive_batching.keep_global_batch=1"], "keep_global_batch=1 must be True or False"),
+        (["adaptive_batching.increase_every=0.3"], r"increase_every=0\.3 does not divide an epoch; write epoch, or a"),
+        (["adaptive_batching.lr_scaling=cube"], "lr_scaling='cube' is unknown; Known: auto, linear, none, sqrt"),
+        (["adaptive_batching.max_lr_scale=0"], "max_lr_scale=0 must be a number of at least 1"),
+        (["batch_size=0"], "batch_size=0 must be a whole number"),
+        (["collate_fn=torchtune.data.left_pad_sequence"], "left_pad_sequence' pads on the left"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        read_settings(config(*overrides))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no.such.function", r"batch_increase_function='no\.such\.function' cannot be imported"),
+        ("math.pi", "is not callable but of type float"),
+        ("math.sqrt", "failed with the arguments"),
+    ],
+)
+def test_an_increase_function_that_cannot_be_had_is_refused(path: str, message: str) -> None:
+    with pytest.raises(IncreaseFunctionError, match=message) as error:
+        resolve({"_component_": path, "every": 1})
+    assert "\n" not in str(error.value)
+
+
+SETTINGS = ["adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=sqrt"]
+
+
+def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    read_settings(config(*SETTINGS))
+    assert "increase_every=0.5 does nothing without any of the fields" in caplog.text
+    assert "lr_scaling=sqrt does nothing without any of the fields" in caplog.text
+    caplog.clear()
+    read_settings(config(*SETTINGS, "micro_batch_size=2"))
+    assert "increase_every=0.5 does nothing without batch_increase_function" in caplog.text
+    assert "lr_scaling=sqrt does nothing" not in caplog.text
