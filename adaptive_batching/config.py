@@ -113,11 +113,20 @@ class AdaptiveBatchingConfig:
         for key in ("max_batch_size", "sequence_length", "noise_scale_every"):
             if getattr(self, key) is not None:
                 require_positive_int(f"adaptive_batching.{key}", getattr(self, key))
-        self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", self.headroom))
+        headroom = MemoryAmount.parse("adaptive_batching.headroom", self.headroom)
+        if headroom.fraction == 1:
+            raise ConfigError(
+                f"adaptive_batching.headroom={self.headroom!r} keeps all of the device free and leaves no memory to "
+                f"train in; write less, such as '2%' or '1GiB'"
+            )
+        self._set("headroom", headroom)
         if self.memory_limit is not None:
             limit = MemoryAmount.parse("adaptive_batching.memory_limit", self.memory_limit)
             if limit.of(2**50) == 0:
-                raise ConfigError(f"adaptive_batching.memory_limit={self.memory_limit!r} leaves no memory")
+                raise ConfigError(
+                    f"adaptive_batching.memory_limit={self.memory_limit!r} leaves no memory to train in; write what "
+                    f"training may take, such as '40GiB' or '90%'"
+                )
             self._set("memory_limit", limit)
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")

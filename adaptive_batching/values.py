@@ -22,9 +22,9 @@ class MemoryAmount:
 
     @classmethod
     def parse(cls, key: str, value: Any) -> MemoryAmount:
-        """Read ``1073741824``, ``"40GiB"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
+        """Read ``1073741824``, ``1e9``, ``"40GiB"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
 
-        A whole number is bytes; a number with a decimal point is a fraction of the device.
+        A whole number is bytes; a number of at most 1 with a decimal point is a fraction of the device.
 
         Raises:
             ConfigError: If ``value`` is none of these, or a fraction outside [0, 1].
@@ -34,11 +34,12 @@ class MemoryAmount:
         remedy = f"{key}={value!r} is no amount of memory; write bytes (8589934592), '8GiB', '90%' or a fraction (0.9)"
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ConfigError(remedy)
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*", str(value))
+        match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
         if match is None:
             raise ConfigError(remedy)
         number, unit = match.group(1), match.group(2).upper()
-        if unit == "%" or (not unit and not number.isdigit()):
+        is_whole = number.isdigit() or (float(number) > 1 and float(number).is_integer())
+        if unit == "%" or (not unit and not is_whole):
             fraction = float(number) / (100 if unit == "%" else 1)
             if fraction > 1:
                 raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
@@ -46,6 +47,9 @@ class MemoryAmount:
         if unit not in _BYTES_PER_UNIT:
             raise ConfigError(remedy)
         return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes} bytes" if self.fraction is None else f"{100 * self.fraction:g}%"
 
     def of(self, total_bytes: int) -> int:
         """Return the amount in bytes on a device that has ``total_bytes``."""

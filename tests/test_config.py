@@ -39,6 +39,7 @@ def test_a_bound_makes_the_probe_needless_for_growth_alone(
     [
         (1024, 1024), ("1024", 1024), ("40GiB", 40 * 2**30), ("1.5 GiB", 3 * 2**29), ("512MB", 512 * 10**6),
         (0.5, 500), ("0.9", 900), ("2%", 20), ("0", 0), (0.0, 0),
+        (1e9, 10**9), ("1e9", 10**9), ("2.5e3", 2500), ("1.5e1GiB", 15 * 2**30),
     ],
 )  # fmt: skip
 def test_amounts_of_memory(value: Any, expected: int) -> None:
@@ -108,6 +109,8 @@ def test_null_means_the_default() -> None:
         ({"max_batch_size": -3}, "max_batch_size=-3 must be a whole number of at least 1"),
         ({"headroom": "lots"}, "headroom='lots' is no amount of memory"),
         ({"memory_limit": "0"}, "memory_limit='0' leaves no memory"),
+        ({"headroom": "100%"}, "headroom='100%' keeps all of the device free"),
+        ({"headroom": 1.0}, "headroom=1.0 keeps all of the device free"),
         ({"lr_scaling": "cubic"}, "lr_scaling='cubic' is unknown"),
     ],
 )

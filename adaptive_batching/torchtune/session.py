@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,6 +87,9 @@ class Session:
         self._probed_tokens = 0
         if report is None:
             return
+        # Collections of garbage, in each trial step and each recovery, need not go through all that torch has made.
+        gc.collect()
+        gc.freeze()
         # Before memory is measured: the thread that watches progress bars takes some, and Python waits for it for good
         # if it cannot start.
         tqdm(disable=True).close()
