@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config
+from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
 from adaptive_batching.growth.increase import IncreaseFunctionError
@@ -57,14 +60,28 @@ def entry_point(recipe_class: type[Any], before: Callable[[DictConfig], None] = 
         except Exception as error:
             if begun:
                 raise
-            key = getattr(error, "full_key", None)
-            what = f"{key}: {_first_line(error)}" if key else _first_line(error)
             raise SystemExit(
-                f"error: the command line or the config cannot be read ({what}); write key=value, with a value of the "
-                f"same kind as in the config"
+                f"error: {_what_cannot_be_read()} cannot be read ({_first_line(error)}); write key=value, with a value "
+                f"of the same kind as in the config"
             ) from None
 
     return main
+
+
+def _what_cannot_be_read() -> str:
+    """Return the first override on the command line that cannot be read by itself; else what else it may be."""
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    config_path = next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+    try:
+        values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
+    except Exception:  # whatever is wrong with it
+        return f"the config {config_path!r}"
+    for override in overrides:
+        try:
+            _merge_yaml_and_cli_args(values, [override])
+        except Exception:
+            return override
+    return "the command line"
 
 
 def run_recipe(

@@ -1,0 +1,180 @@
+"""Mistaken commands, as people type them: each ends in one line with key, value and remedy, before training."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from recipes import full_finetune_single_device as full
+from recipes import lora_finetune_single_device as lora
+from tests.conftest import ROOT, TuneRun
+
+CONFIGS = ROOT / "recipes" / "configs" / "quickstart"
+OURS = "adaptive_batching"
+FUNCTION = "batch_increase_function"
+HERE = "tests.integration.test_mistakes"
+
+
+def one_argument(epoch: int) -> int:
+    return 1
+
+
+def fails_at_once(epoch: int, current_batch_size: int) -> int:
+    raise RuntimeError("not today")
+
+
+def returns_a_float(epoch: int, current_batch_size: int) -> float:
+    return 2.0
+
+
+def takes_start(start: int) -> None:
+    return None
+
+
+# (overrides, words that the line has to have)
+IN_THE_CONFIG: list[tuple[str, list[str]]] = [
+    # the fields
+    ("use_maximum_batch_size=yes-please", ["use_maximum_batch_size='yes-please'", "must be True or False"]),
+    ("use_maximum_batch_size=1", ["use_maximum_batch_size=1", "must be True or False"]),
+    ("use_maximum_batchsize=True", ["use_maximum_batchsize", "did you mean 'use_maximum_batch_size'"]),
+    ("use_max_batch_size=True", ["use_max_batch_size", "did you mean 'use_maximum_batch_size'"]),
+    ("micro_batchsize=2", ["micro_batchsize", "did you mean 'micro_batch_size'"]),
+    ("batch_increase_fn=a.b", ["batch_increase_fn", "did you mean 'batch_increase_function'"]),
+    ("adaptive_batchin.search=predict", ["adaptive_batchin", "did you mean 'adaptive_batching'"]),
+    (f"micro_batch_size=3 batch_size=8 use_maximum_batch_size=False {FUNCTION}=null",
+     ["micro_batch_size=3", "batch_size=8", "[1, 2, 4, 8]"]),
+    ("micro_batch_size=0", ["micro_batch_size=0", "at least 1"]),
+    ("micro_batch_size=-2", ["micro_batch_size=-2", "at least 1"]),
+    ("micro_batch_size=2.5", ["micro_batch_size=2.5", "whole number"]),
+    ("micro_batch_size=most", ["micro_batch_size='most'", "auto, explore or null"]),
+    ("micro_batch_size=True", ["micro_batch_size=True", "whole number"]),
+    ("batch_size=0", ["batch_size=0", "at least 1"]),
+    ("batch_size=auto", ["batch_size='auto'", "whole number"]),
+    # the section
+    (f"{OURS}.serach=predict", ["adaptive_batching.serach", "did you mean 'search'"]),
+    (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
+    (f"{OURS}.memory_limt=1GiB", ["memory_limt", "did you mean 'memory_limit'"]),
+    (f"{OURS}.memory_limit=lots", ["memory_limit='lots'", "no amount of memory", "'8GiB'"]),
+    (f"{OURS}.memory_limit=-1", ["memory_limit=-1", "no amount of memory"]),
+    (f"{OURS}.memory_limit=0", ["memory_limit=0", "leaves no memory", "'40GiB'"]),
+    (f"{OURS}.memory_limit=120%", ["memory_limit='120%'", "more than the whole device"]),
+    (f"{OURS}.memory_limit=12XB", ["memory_limit='12XB'", "no amount of memory"]),
+    (f"{OURS}.headroom=100%", ["headroom='100%'", "leaves no memory", "'2%'"]),
+    (f"{OURS}.headroom=some", ["headroom='some'", "no amount of memory"]),
+    (f"{OURS}.max_batch_size=3 batch_size=8", ["max_batch_size=3", "batch_size=8", "raise max_batch_size"]),
+    (f"{OURS}.max_batch_size=0", ["max_batch_size=0", "at least 1"]),
+    (f"{OURS}.max_batch_size=many", ["max_batch_size='many'", "whole number"]),
+    (f"{OURS}.sequence_length=long", ["sequence_length='long'", "whole number"]),
+    (f"{OURS}.round_to_power_of_two=no-thanks", ["round_to_power_of_two='no-thanks'", "must be True or False"]),
+    (f"{OURS}.recover_from_oom=0", ["recover_from_oom=0", "must be True or False"]),
+    (f"{OURS}.keep_global_batch=1", ["keep_global_batch=1", "must be True or False"]),
+    (f"{OURS}.increase_every=0.3", ["increase_every=0.3", "does not divide an epoch", "0.25"]),
+    (f"{OURS}.increase_every=2", ["increase_every=2", "cannot be used", "epoch"]),
+    (f"{OURS}.increase_every=step", ["increase_every='step'", "cannot be used"]),
+    (f"{OURS}.lr_scaling=cube", ["lr_scaling='cube'", "auto, linear, none, sqrt"]),
+    (f"{OURS}.max_lr_scale=0", ["max_lr_scale=0", "at least 1"]),
+    (f"{OURS}.noise_scale_every=0", ["noise_scale_every=0", "at least 1"]),
+    (f"{OURS}.report_dir=5", ["report_dir=5", "must be a path"]),
+    (f"{OURS}=fast", ["adaptive_batching='fast'", "must be a mapping"]),
+    (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
+    # a setting in the wrong place
+    ("max_batch_size=16", ["max_batch_size=16", "write adaptive_batching.max_batch_size=16"]),
+    ("lr_scaling=sqrt", ["lr_scaling='sqrt'", "write adaptive_batching.lr_scaling=sqrt"]),
+    ("memory_limit=8GiB", ["memory_limit='8GiB'", "write adaptive_batching.memory_limit=8GiB"]),
+    ("search=binary_search", ["search='binary_search'", "write adaptive_batching.search=binary_search"]),
+    ("headroom=1GiB", ["headroom='1GiB'", "write adaptive_batching.headroom=1GiB"]),
+    ("recover_from_oom=False", ["recover_from_oom=False", "write adaptive_batching.recover_from_oom=False"]),
+    # names of other tools
+    ("auto_find_batch_size=True", ["auto_find_batch_size=True", "use_maximum_batch_size: True"]),
+    ("auto_scale_batch_size=power", ["auto_scale_batch_size='power'", "use_maximum_batch_size: True"]),
+    ("device_train_microbatch_size=auto", ["device_train_microbatch_size='auto'", "micro_batch_size: auto"]),
+    ("per_device_train_batch_size=8", ["per_device_train_batch_size=8", "batch_size"]),
+    ("train_micro_batch_size_per_gpu=2", ["train_micro_batch_size_per_gpu=2", "micro_batch_size"]),
+    # together
+    (f"use_maximum_batch_size=True {OURS}.keep_global_batch=True", ["gradient_accumulation_steps=1", "raise"]),
+    (f"{OURS}.keep_global_batch=True {OURS}.grow_beyond_memory=True", ["keep_global_batch=True", "one of them"]),
+    ("collate_fn=torchtune.data.left_pad_sequence", ["left_pad_sequence", "padded_collate_sft"]),
+    (f"{FUNCTION}=adaptive_batching.growth.norm_test ~{FUNCTION}.every {OURS}.keep_global_batch=True "
+     "gradient_accumulation_steps=2", ["norm_test", "keep_global_batch=False"]),
+    (f"{FUNCTION}=adaptive_batching.growth.norm_test ~{FUNCTION}.every optimizer_in_bwd=True clip_grad_norm=null",
+     ["norm_test", "set optimizer_in_bwd=False"]),
+    # increase functions
+    (f"{FUNCTION}=no.such.function", ["no.such.function", "cannot be imported", "dotted path"]),
+    (f"{FUNCTION}=add_eight", ["add_eight", "cannot be imported", "dotted path"]),
+    (f"{FUNCTION}=math.pi", ["math.pi", "not callable", "name a function"]),
+    (f"{FUNCTION}={HERE}.one_argument", [f"{HERE}.one_argument", "failed with the arguments"]),
+    (f"{FUNCTION}={HERE}.takes_start", [f"{HERE}.takes_start", "unexpected keyword argument 'every'"]),
+    (f"{FUNCTION}=adaptive_batching.growth.stp", ["adaptive_batching.growth.stp", "cannot be imported"]),
+    (f"{FUNCTION}.evry=2", ["adaptive_batching.growth.step", "evry"]),
+    (f"{FUNCTION}.every=0", ["adaptive_batching.growth.step", "every"]),
+    (f"{FUNCTION}.gamma=1", ["adaptive_batching.growth.step", "gamma"]),
+    # the command line itself
+    ("use_maximum_batch_size", ["key=value", "use_maximum_batch_size"]),
+    ("--use_maximum_batch_size=True", ["key=value", "--use_maximum_batch_size=True"]),
+]  # fmt: skip
+
+
+FOR_BOTH = [f"{OURS}=[]", "max_batch_size=16", f"{OURS}.search=fastest"]
+
+
+def end_of(recipe: str, overrides: str, tmp_path: Path) -> str:
+    """Return what a command with these mistakes ends with; it does so before the model or the data are touched."""
+    module, config = {"full": (full, "full_single_device"), "lora": (lora, "lora_single_device")}[recipe]
+    arguments = ["run", "--config", str(CONFIGS / f"{config}.yaml"), f"output_dir={tmp_path}/out", *overrides.split()]
+    stock = mock.patch.object(module.stock.config, "instantiate", side_effect=AssertionError("something was made"))
+    with mock.patch.object(sys, "argv", arguments), stock, pytest.raises(SystemExit) as end:
+        module.recipe_main()
+    return str(end.value)
+
+
+@pytest.mark.parametrize(("overrides", "words"), IN_THE_CONFIG, ids=[overrides for overrides, _ in IN_THE_CONFIG])
+def test_a_mistaken_command_ends_in_one_line(
+    overrides: str, words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for recipe in ("full", "lora") if overrides in FOR_BOTH else ("full",):
+        line = end_of(recipe, overrides, tmp_path)
+        assert line.startswith("error: ") and "\n" not in line
+        assert [word for word in words if word not in line] == [], line
+        assert "Traceback" not in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_there_are_sixty_of_them() -> None:
+    assert len(IN_THE_CONFIG) >= 60
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ("dataset.split=train[:0]", ["dataset cannot be loaded", "train[:0]", "dataset.source, its split"]),
+        ("dataset.data_files=/no/such/file.json", ["dataset cannot be loaded", "/no/such/file.json"]),
+        ("adaptive_batching.report_dir=/dev/null use_maximum_batch_size=True", ["report_dir='/dev/null'", "set it to"]),
+        ("adaptive_batching.report_dir=/proc/x use_maximum_batch_size=True", ["report_dir='/proc/x'", "set it to"]),
+    ],
+)
+def test_a_mistake_that_set_up_meets_ends_in_one_line(
+    overrides: str, words: list[str], tune_run: TuneRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        tune_run("full", *overrides.split())
+    line = str(end.value)
+    assert line.startswith("error: ") and "\n" not in line
+    assert [word for word in words if word not in line] == [], line
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_where_the_users_code_raises_its_frames_are_shown_and_no_others(
+    tune_run: TuneRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = {FUNCTION: f"{HERE}.fails_at_once"}
+    with pytest.raises(SystemExit, match=r"^error: .*fails_at_once\(epoch=0, .*raised RuntimeError: not today"):
+        tune_run("full", "adaptive_batching.max_batch_size=8", replaced=function)
+    shown = capfd.readouterr().err
+    assert 'raise RuntimeError("not today")' in shown and "RuntimeError: not today" in shown
+    assert "adaptive_batching/" not in shown.split("File")[-1] and shown.count("File ") == 1, shown
+    with pytest.raises(SystemExit, match=r"returned 2\.0; it must return how many samples to add"):
+        tune_run("full", "adaptive_batching.max_batch_size=8", replaced={FUNCTION: f"{HERE}.returns_a_float"})
+    assert "File " not in capfd.readouterr().err
