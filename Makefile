@@ -3,7 +3,6 @@
 SHELL := /bin/bash -o pipefail
 BASE_PYTHON ?= python3
 VENV := .venv
-QUICKSTART := recipes/configs/quickstart
 DEVICE ?= cpu
 MINUTES ?= 8.5
 
@@ -24,8 +23,7 @@ help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 quickstart: $(call installed,plots)  ## Make a small model and real data, then probe, grow and train through `tune run`
-	$(RUN) -m adaptive_batching.torchtune.quickstart --output_dir data/quickstart
-	$(RUN) -m torchtune._cli.tune run recipes/full_finetune_single_device.py --config $(QUICKSTART)/full_single_device.yaml
+	$(RUN) -m adaptive_batching quickstart
 
 check: lint  ## Lint, types, and the tests that start no run: under a minute
 	$(PYTEST) --ignore tests/integration

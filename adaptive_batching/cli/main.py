@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching.torchtune.commands import add_commands
+from adaptive_batching.torchtune.commands import add_commands, add_quickstart
 
 PROG = "adaptive-batching"
 
-COMMANDS: list[Callable[[Any, str], None]] = [add_commands]
+COMMANDS: list[Callable[[Any, str], None]] = [add_quickstart, add_commands]
 """Functions that take (subparsers, program name) and add one or more commands, each with its ``func``."""
 
 

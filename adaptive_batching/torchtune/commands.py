@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
 
 import adaptive_batching
+from adaptive_batching.torchtune import quickstart
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 _COMMANDS: dict[str, Any] = {"ls": List, "cp": Copy, "cat": Cat, "validate": Validate, "run": Run}
@@ -48,6 +50,34 @@ def add_commands(subparsers: Any, prog: str) -> None:
             setattr(parser, attribute, text and text.replace("tune ", f"{prog} ").replace("torchtune", "these"))
     run = subparsers.choices["run"].get_default("func")
     subparsers.choices["run"].set_defaults(func=lambda args: _run(args, subparsers.choices["run"], run))
+
+
+def add_quickstart(subparsers: Any, prog: str) -> None:
+    """Add ``quickstart``: make small inputs, and fine-tune on them through a recipe."""
+    text = "Make real data, a tokenizer and a small model, then probe, grow and train on the CPU. No download."
+    parser = subparsers.add_parser("quickstart", prog=f"{prog} quickstart", help=text, description=text)
+    parser.add_argument("--data_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    parser.set_defaults(func=lambda args: _quickstart(args, parser, prog))
+
+
+def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog: str) -> None:
+    folder = recipes_folder()
+    config = folder / "configs" / "quickstart" / "full_single_device.yaml"
+    try:
+        quickstart.build(args.data_dir)
+    except FileExistsError as error:
+        parser.error(str(error))
+    sys.argv = [parser.prog, "--config", str(config), f"data_dir={args.data_dir}", *args.overrides]
+    try:
+        runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    print(
+        f"\nThat was {config}. Next, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
+        f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
+    )
 
 
 def _ours() -> list[Any]:
