@@ -75,6 +75,7 @@ def test_measuring_changes_no_gradient(tune_run: TuneRun) -> None:
 
 
 def test_a_step_that_runs_out_of_memory_is_not_measured(tune_run: TuneRun) -> None:
+    disarm()
     plan.update(where="backward", layer=0, calls=0, call=5, times=1)  # two forwards in a step
     settings = ["adaptive_batching.max_batch_size=4", "adaptive_batching.noise_scale_every=1", "epochs=1"]
     function = {"batch_increase_function": "tests.integration.test_noise_scale.never"}
