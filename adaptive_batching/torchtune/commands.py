@@ -25,6 +25,14 @@ import adaptive_batching
 from adaptive_batching.torchtune import quickstart
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
+# A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
+# runs out of memory, and is recovered.
+_SHORT = [
+    "dataset.split=train[:384]",
+    "lr_scheduler.num_warmup_steps=10",
+    "adaptive_batching.memory_limit=1.5GiB",
+    "adaptive_batching.sequence_length=128",
+]
 _COMMANDS: dict[str, Any] = {"ls": List, "cp": Copy, "cat": Cat, "validate": Validate, "run": Run}
 
 
@@ -68,14 +76,17 @@ def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog:
         quickstart.build(args.data_dir)
     except FileExistsError as error:
         parser.error(str(error))
-    sys.argv = [parser.prog, "--config", str(config), f"data_dir={args.data_dir}", *args.overrides]
+    overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
+    command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
+    print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
+    sys.argv = [parser.prog, "--config", str(config), *overrides]
     try:
         runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
     print(
-        f"\nThat was {config}. Next, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
+        f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
         f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
     )
 

@@ -6,19 +6,23 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ARCHITECTURE, ROOT
 
-TUNE = [sys.executable, "-c", "from torchtune._cli.tune import main; main()", "run"]
+TUNE = [sys.executable, "-c", "from torchtune._cli.tune import main; main()"]
 
 
-def run(arguments: list[str], cwd: Path, pythonpath: str = "") -> str:
+OURS = [sys.executable, "-m", "adaptive_batching"]
+
+
+def run(arguments: list[str], cwd: Path, pythonpath: str = "", command: Sequence[str] = (*TUNE, "run")) -> str:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": pythonpath}
     done = subprocess.run(
-        [*TUNE, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
@@ -75,6 +79,34 @@ def test_an_installed_wheel_in_any_directory(overrides: list[str], tmp_path: Pat
     recipe = "adaptive_batching/recipes/lora_finetune_single_device.py"
     output = run([recipe, "--config", str(config), *overrides], cwd=anywhere, pythonpath=str(site))
     assert "what was decided, and why" in output
+
+    # The command line, by names, with a function in the working directory
+    (anywhere / "mine.py").write_text("def add_eight(epoch, current_batch_size):\n    return 8\n")
+    by_name = ["run", "full_finetune_single_device", "--config", "quickstart/full_single_device", *overrides]
+    by_name += ["use_maximum_batch_size=False", "batch_increase_function=mine.add_eight", "max_steps_per_epoch=1"]
+    output = run([*by_name, "adaptive_batching.max_batch_size=16"], anywhere, str(site), OURS)
+    assert "batch size 8 -> 16 at epoch 0" in output and "dropped arguments: every" in output
+
+
+def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(tmp_path: Path) -> None:
+    def end_of(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([*OURS, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+
+    listed = subprocess.run([*OURS, "ls"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    assert {row[0] for row in rows if len(row) == 2} >= {path.stem for path in (ROOT / "recipes").glob("*_*.py")}
+    assert ["quickstart/lora_single_device"] in rows and ["llama3_2/1B_lora"] in rows
+    assert "quickstart/full_single_device" in listed
+    assert end_of("cp", "quickstart/full_single_device", str(tmp_path / "mine.yaml"))[0] == 0
+    assert "use_maximum_batch_size" in (tmp_path / "mine.yaml").read_text()
+    for arguments, message in (
+        (["run", "lora_single_device", "--config", "x"], "there is no recipe 'lora_single_device'; did you mean"),
+        (["run", "lora_finetune_single_device"], "--config <name or path> is missing after the recipe"),
+        (["run", "lora_finetune_single_device", "--config", "1B_lora"], "there is no config '1B_lora'"),
+    ):
+        code, line = end_of(*arguments)
+        assert code == 2 and message in line, line
 
 
 def _installed() -> bool:
