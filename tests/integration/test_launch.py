@@ -1,4 +1,4 @@
-"""The ways to launch that the README names."""
+"""The ways to launch that docs/command-line.md names."""
 
 from __future__ import annotations
 

@@ -1,0 +1,82 @@
+"""Render the table of settings from their dataclass. To write it to docs/settings.md, run this module::
+
+python -m tests.support.settings_table
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from adaptive_batching.config import LR_SCALINGS, AdaptiveBatchingConfig
+from adaptive_batching.probe.search import SEARCHES
+from adaptive_batching.torchtune.settings import FIELDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+_START, _END = "<!-- from AdaptiveBatchingConfig -->\n", "<!-- end -->"
+
+_NUMBER = "a whole number of at least 1"
+_MEMORY = 'bytes, `"40GiB"`, `"512 MB"`, `"90%"`, or a fraction of the device (`"0.9"`)'
+_VALUES = {
+    "batch_increase_function": '`"pkg.module.function"`, or `{_component_: pkg.module.factory, ...arguments}`',
+    "micro_batch_size": f"{_NUMBER}, `auto`, `explore`",
+    "search": ", ".join(f"`{name}`" for name in SEARCHES),
+    "max_batch_size": _NUMBER,
+    "memory_limit": _MEMORY,
+    "headroom": _MEMORY,
+    "sequence_length": _NUMBER,
+    "increase_every": "`epoch`, or a fraction of an epoch that divides it, such as `0.25`",
+    "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS) + " (`linear` for SGD, else `sqrt`)",
+    "max_lr_scale": "a number of at least 1",
+    "noise_scale_every": _NUMBER,
+    "report_dir": "a path",
+}
+_DEFAULTS = {"report_dir": "${output_dir}/adaptive_batching"}  # of the recipes
+
+
+def table() -> str:
+    """Return the table in Markdown, one row for each setting."""
+    rows = ["| setting | default | values | what it does |", "|---|---|---|---|"]
+    docstrings = _docstrings()
+    default = AdaptiveBatchingConfig()
+    for field in dataclasses.fields(AdaptiveBatchingConfig):
+        name = field.name if field.name in FIELDS else f"adaptive_batching.{field.name}"
+        values = "`True`, `False`" if isinstance(getattr(default, field.name), bool) else _VALUES[field.name]
+        shown = _DEFAULTS.get(field.name) or _spelled(getattr(default, field.name))
+        rows.append(f"| `{name}` | `{shown}` | {values} | {_markdown(docstrings[field.name])} |")
+    return "\n".join(rows) + "\n"
+
+
+def page() -> str:
+    """Return the whole page, with the table as it should be."""
+    before, rest = PAGE.read_text().split(_START)
+    return f"{before}{_START}{table()}{_END}{rest.split(_END)[1]}"
+
+
+def _docstrings() -> dict[str, str]:
+    """Return the text under each field of the dataclass."""
+    [definition] = ast.parse(inspect.getsource(AdaptiveBatchingConfig)).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+def _spelled(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _markdown(text: str) -> str:
+    """Turn reStructuredText roles and literals into Markdown, and None into what a YAML says."""
+    text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("``", "`").replace("|", r"\|")
+    return re.sub(r"\bNone\b", "Null", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,264 @@
+"""README and docs say nothing that does not hold: links resolve, code runs, settings and commands exist."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torchtune import _recipe_registry
+from torchtune.config._parse import TuneRecipeArgumentParser
+from torchtune.config._utils import _merge_yaml_and_cli_args
+from torchtune.models.llama2 import llama2
+
+from adaptive_batching import AdaptiveBatchingConfig, growth
+from adaptive_batching.growth.increase import resolve
+from adaptive_batching.torchtune.commands import add_commands
+from adaptive_batching.torchtune.host import StockParts, next_token
+from adaptive_batching.torchtune.objective import Objective
+from adaptive_batching.torchtune.settings import FIELDS, read_settings
+from tests.conftest import ROOT
+from tests.support.settings_table import PAGE, page
+
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS]
+QUICKSTART = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"
+MOST_WORDS = 1000
+NOT_CHECKED = ["pip install .", ". .venv/bin/activate"]
+"""Commands that need a network, or that a shell alone knows."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        return self.where
+
+
+def blocks(language: str) -> list[Block]:
+    found = []
+    for path in PAGES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.startswith(f"```{language}"):
+                text = path.read_text().split("\n", number)[-1].split("\n```")[0]
+                found.append(Block(language, text, f"{path.relative_to(ROOT)}:{number}"))
+    return found
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yield (place, command) of each line in a block of bash, without comments."""
+    for block in blocks("bash"):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield block.where, shlex.join(words)
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_every_relative_link_resolves(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        assert target.exists(), f"{path.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{path.name}: {link}"
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_linked_from_the_index_and_the_readme() -> None:
+    for index in (README, ROOT / "docs" / "README.md"):
+        for path in DOCS:
+            assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().split()) <= MOST_WORDS
+
+
+def test_the_page_of_settings_is_what_the_dataclass_says() -> None:
+    assert PAGE.read_text() == page(), "run python -m tests.support.settings_table"
+
+
+def test_the_settings_to_copy_are_the_defaults() -> None:
+    [block] = [block for block in blocks("yaml") if block.where.startswith("docs/settings.md")]
+    section = settings_of(block).pop("adaptive_batching")
+    assert len(section) == len(AdaptiveBatchingConfig.__dataclass_fields__) - len(FIELDS) + 1
+    assert section.pop("report_dir") == "${output_dir}/adaptive_batching"
+    assert AdaptiveBatchingConfig.from_mapping(section) == AdaptiveBatchingConfig()
+
+
+def test_every_increase_function_has_a_row() -> None:
+    rows = [line for line in (ROOT / "docs" / "grow-the-batch.md").read_text().splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    factories = {name for name in growth.__all__ if getattr(growth, name).__module__.endswith(".schedules")}
+    assert factories and factories <= named
+
+
+# Python
+
+
+@pytest.fixture
+def given() -> dict[str, Any]:
+    """The names that a block may rely on, as the prose says."""
+    model = nn.Sequential(nn.Linear(512, 8), nn.ReLU(), nn.Linear(8, 1))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "__name__": "docs"}
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs(block: Block, given: dict[str, Any]) -> None:
+    before = [parameter.clone() for parameter in given["model"].parameters()]
+    exec(compile(block.text, block.where, "exec", dont_inherit=True), given)
+    assert all(torch.equal(a, b) for a, b in zip(before, given["model"].parameters(), strict=True))
+    if "result" in given:
+        assert given["result"].batch_size == 4096
+    if "WithPenalty" in given:
+        check_that_parts_add_up(given["Recipe"])
+
+
+def check_that_parts_add_up(recipe: Any) -> None:
+    """The objective of a page gives parts of a batch their share, so that a cut batch has the same gradient."""
+    torch.manual_seed(0)
+    model = llama2(vocab_size=50, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=16, max_seq_len=32).double()
+
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels")}
+
+    parts = StockParts(collate, nn.CrossEntropyLoss(ignore_index=-100), torch.enable_grad(), 0)
+    tokens = torch.randint(50, (3, 8)).tolist()
+    samples = [{"tokens": row, "labels": [-100] * n + row[n:]} for n, row in enumerate(tokens)]
+
+    def gradient(objective: Objective, cut: list[list[Any]]) -> torch.Tensor:
+        model.zero_grad()
+        whole = objective.counts(samples)
+        for part in cut:
+            weight = None if len(cut) == 1 else objective.counts(part).terms * whole.weight / whole.terms
+            objective.loss(model, objective.collate(part), weight)[0].backward()
+        assert model.output.weight.grad is not None
+        return model.output.weight.grad.clone()
+
+    def of_penalty(cut: list[list[Any]]) -> torch.Tensor:
+        return gradient(recipe.make_objective(parts), cut) - gradient(next_token(parts), cut)
+
+    whole = of_penalty([samples])
+    assert whole.abs().sum() > 0
+    torch.testing.assert_close(of_penalty([samples[:1], samples[1:]]), whole, rtol=1e-4, atol=1e-12)
+
+
+# YAML
+
+
+def settings_of(block: Block) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(OmegaConf.create(block.text))
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_yaml_holds_known_settings(block: Block) -> None:
+    fields = settings_of(block)
+    base = OmegaConf.load(QUICKSTART)
+    assert set(fields) <= {*FIELDS, *map(str, base)}
+    settings = read_settings(OmegaConf.create({**base, "batch_increase_function": None, **fields}))
+    if isinstance(settings.batch_increase_function, dict):
+        resolve(settings.batch_increase_function)
+
+
+# Commands
+
+
+@pytest.mark.parametrize(("where", "command"), list(commands()))
+def test_commands_name_what_exists(where: str, command: str) -> None:
+    words = shlex.split(command)
+    while "=" in words[0]:  # variables of the environment
+        words = words[1:]
+    if shlex.join(words) in NOT_CHECKED:
+        return
+    program, rest = words[0], words[1:]
+    if program == "make":
+        [target, *variables] = rest
+        assert target in make_targets()
+        assert all(re.fullmatch(r"[A-Z]+=\S+", variable) for variable in variables)
+    elif program == "python" and rest[0] == "-m" and rest[1] != "adaptive_batching":
+        assert find_spec(rest[1]) is not None
+    elif program == "python" and rest[0] != "-m":
+        assert (ROOT / rest[0]).is_file()
+    elif program in ("adaptive-batching", "tune") or rest[:2] == ["-m", "adaptive_batching"]:
+        check_tune(rest[2:] if program == "python" else rest, ours=program != "tune")
+    else:
+        pytest.fail(f"{where}: nothing is known of {program!r}; check it, or add it to NOT_CHECKED")
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def test_make_targets_in_the_text_exist() -> None:
+    for path in PAGES:
+        assert set(re.findall(r"`make ([a-z-]+)", path.read_text())) <= make_targets(), path.name
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep torchtune's list of recipes as it is for other tests."""
+    monkeypatch.setattr(_recipe_registry, "_ALL_RECIPES", [*_recipe_registry._ALL_RECIPES])
+
+
+def check_tune(arguments: list[str], *, ours: bool) -> None:
+    """Check that a command line is parsed, and that the recipe, the config and the overrides that it names exist."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_commands(parser.add_subparsers(), "adaptive-batching")
+    known = {recipe.name: recipe for recipe in _recipe_registry.get_all_recipes()}
+    configs = {config.name: config for recipe in known.values() for config in recipe.configs}
+    args = parser.parse_args(arguments)
+    if arguments[0] == "cat":
+        assert args.config_name in configs
+    elif arguments[0] == "cp":
+        assert args.file in {*known, *configs}
+    elif arguments[0] == "validate":
+        assert Path(args.config).is_file()
+    elif arguments[0] == "run":
+        check_run(args, known, ours=ours)
+
+
+def check_run(args: Any, known: dict[str, Any], *, ours: bool) -> None:
+    name = Path(args.recipe).stem
+    assert name in known, args.recipe
+    if not (ours and args.recipe == name):
+        assert (ROOT / args.recipe.removeprefix("adaptive_batching/")).is_file(), args.recipe
+    option, config, *overrides = args.recipe_args
+    assert option == "--config"
+    path = Path(config)
+    if not path.suffix:
+        [found] = [each for each in known[name].configs if each.name == config]
+        path = Path(_recipe_registry.__file__).parent.parent / "recipes" / "configs" / found.file_path
+    several = [getattr(args, flag) for flag in ("nproc_per_node", "nnodes")]
+    assert known[name].supports_distributed == (several != ["1", "1:1"])
+    from_yaml, from_line = TuneRecipeArgumentParser().parse_known_args(["--config", str(path), *overrides])
+    assert all("=" in override for override in overrides)
+    read_settings(_merge_yaml_and_cli_args(from_yaml, from_line))
+
+
+def test_the_command_of_the_pages_is_installed() -> None:
+    scripts = re.search(r"^\[project.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
+    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching.cli.main:main"'
