@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -53,9 +54,11 @@ def add_commands(subparsers: Any, prog: str) -> None:
     for name, command in _COMMANDS.items():
         command.create(subparsers)
         parser = subparsers.choices[name]
-        for attribute in ("prog", "usage", "epilog", "description"):
-            text = getattr(parser, attribute)
-            setattr(parser, attribute, text and text.replace("tune ", f"{prog} ").replace("torchtune", "these"))
+        for part in (parser, *parser._actions, *subparsers._choices_actions):  # all texts that tell what to type
+            for attribute in ("prog", "usage", "epilog", "description", "help"):
+                text = getattr(part, attribute, None)
+                if isinstance(text, str):
+                    setattr(part, attribute, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
     run = subparsers.choices["run"].get_default("func")
     subparsers.choices["run"].set_defaults(func=lambda args: _run(args, subparsers.choices["run"], run))
 
