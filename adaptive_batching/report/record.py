@@ -194,7 +194,8 @@ class Report(Watcher):
 
     def table(self) -> list[str]:
         """Return the lines of the summary: the maximum, then every epoch."""
-        recovered = [("out of memory", f"{self._recoveries} times, recovered")] if self._recoveries else []
+        times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
+        recovered = [("out of memory", f"{times}, recovered")] if self._recoveries else []
         lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
         return [*lines, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
