@@ -15,9 +15,21 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 PACKAGES = ("torch", "torchtune", "torchao")
+
+
+class Recipe(Protocol):
+    """A recipe that has been set up: ours, or torchtune's."""
+
+    _device: Any
+    _metric_logger: Any
+    _model: Any
+    _tokenizer: Any
+    save_checkpoint: Any
+
+    def train(self) -> None: ...
 
 
 class ProcessFailed(RuntimeError):

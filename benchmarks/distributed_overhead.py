@@ -48,11 +48,11 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
             use_maximum_batch_size=False, batch_increase_function=None, adaptive_batching={"recover_from_oom": recover},
         )  # fmt: skip
         cfg.dataset.split = f"train[:{samples}]"
-        recipe: Any = ours.FullFinetuneRecipeDistributed(cfg=cfg)
-        recipe.setup(cfg)
+        made: Any = ours.FullFinetuneRecipeDistributed(cfg=cfg)
+        made.setup(cfg)
         stock.init_process_group = lambda backend: None  # the next recipe joins the same
-        recipe.save_checkpoint = lambda epoch: None
-        return recipe
+        made.save_checkpoint = lambda epoch: None
+        return made
 
     turns = TakingTurns(first)
     threads = []

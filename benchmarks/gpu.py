@@ -31,7 +31,7 @@ from typing import Any
 
 import probe_vs_peers
 import torch
-from common import write_report
+from common import Recipe, write_report
 from omegaconf import OmegaConf
 
 from adaptive_batching.config import AdaptiveBatchingConfig
@@ -109,7 +109,7 @@ def config_of(inputs: str, output_dir: str, device: str, samples: int, **fields:
     return cfg
 
 
-def train(recipe: Any) -> tuple[list[float], float, float]:
+def train(recipe: Recipe) -> tuple[list[float], float, float]:
     """Train an epoch.
 
     Returns:

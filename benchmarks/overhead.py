@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import measure_in_fresh_process, write_report
+from common import Recipe, measure_in_fresh_process, write_report
 
 # Our package is imported where it is used: stock's process must not pay for it.
 
@@ -57,7 +57,7 @@ class TakingTurns:
         self._done = [False, False]
         self._started = 0.0
 
-    def train(self, number: int, recipe: Any) -> None:
+    def train(self, number: int, recipe: Recipe) -> None:
         """Train, in a thread of its own."""
         self._wait(number)
         recipe.train()

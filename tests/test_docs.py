@@ -136,7 +136,7 @@ def test_python_runs(block: Block, given: dict[str, Any]) -> None:
         check_that_parts_add_up(given["Recipe"])
 
 
-def check_that_parts_add_up(recipe: Any) -> None:
+def check_that_parts_add_up(recipe: type[AdaptiveBatching]) -> None:
     """The objective of a page gives parts of a batch their share, so that a cut batch has the same gradient."""
     torch.manual_seed(0)
     model = llama2(vocab_size=50, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=16, max_seq_len=32).double()
