@@ -25,6 +25,7 @@ from adaptive_batching.growth.increase import resolve
 from adaptive_batching.torchtune.commands import add_commands
 from adaptive_batching.torchtune.host import StockParts, next_token
 from adaptive_batching.torchtune.objective import Objective
+from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.settings import FIELDS, read_settings
 from tests.conftest import ROOT
 from tests.support.settings_table import PAGE, page
