@@ -172,6 +172,17 @@ def _tune_run(
     return Run(directory)
 
 
+probes_by_speed = False
+"""True to probe for forwards that are large enough, as users do; see :func:`all_that_fits`."""
+
+
+def all_that_fits() -> contextlib.AbstractContextManager[Any]:
+    """Have probes look for all that fits: how large a forward has to be depends on the speed of the machine."""
+    from adaptive_batching.torchtune.probing import ForwardTimes
+
+    return mock.patch.object(ForwardTimes, "enough", lambda self: None)
+
+
 def _main(*arguments: str) -> None:
     from torchtune._cli.tune import main
 
@@ -179,7 +190,9 @@ def _main(*arguments: str) -> None:
         del sys.modules[module]
     torch._dynamo.reset()
     no_pictures = mock.patch.object(Report, "_draw")  # each takes a process of its own, and a second
-    with mock.patch.object(sys, "argv", ["tune", *arguments]), no_pictures, contextlib.suppress(_Success):
+    argv = mock.patch.object(sys, "argv", ["tune", *arguments])
+    fits = contextlib.nullcontext() if probes_by_speed else all_that_fits()
+    with argv, fits, no_pictures, contextlib.suppress(_Success):
         try:
             main()
         except SystemExit as end:

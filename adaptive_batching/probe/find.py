@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import MemoryMeter, allocator_advice, is_out_of_memory
 from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.probe.search import SEARCHES
+from adaptive_batching.probe.search import SEARCHES, settle_for_enough
 from adaptive_batching.probe.sizes import Measurement, SizesRun, candidate_sizes
 from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep, Trial
@@ -119,6 +120,7 @@ def find_maximum_batch_size(
     upper_reason: str = "upper bound",
     include: int | None = None,
     coarse: bool = False,
+    enough: Callable[[], int | None] | None = None,
     ranks: Ranks = ALONE,
     remedies: Callable[[], Sequence[Remedy]] = tuple,
     scratch: Path | None = None,
@@ -136,6 +138,8 @@ def find_maximum_batch_size(
         include: A size to consider although it is not a power of two.
         coarse: Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does
             not fit, this saves the step that would prove it, and its out-of-memory error.
+        enough: With ``search="predict"``, look no further than the size that this returns after steps at the two
+            smallest ones; see :func:`~adaptive_batching.probe.search.settle_for_enough`.
         ranks: Ranks that run the step together, each on its own device. All get the same answer, which fits on every
             one of them.
         remedies: Called if a batch of one does not fit; returns the changes to suggest.
@@ -164,6 +168,7 @@ def find_maximum_batch_size(
     curve: PeakMemoryCurve | None = None
     level = 0.0  # bytes in use on the device that the trace does not see
     sizes: SizesRun | None = None
+    settled: int | None = None
     try:
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
         stopped_at = None if meter.fails_safely else _memory_available(config, meter)
@@ -193,9 +198,12 @@ def find_maximum_batch_size(
                     trusts_prediction=trusts,
                 )  # fmt: skip
                 predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
-                SEARCHES[config.search](sizes, predict)
-                while sizes.found is not None and not sizes.confirm():
+                if enough is not None and config.search == "predict":
+                    settled = settle_for_enough(sizes, predict, partial(_agreed, enough, ranks))
+                if settled is None:
                     SEARCHES[config.search](sizes, predict)
+                    while sizes.found is not None and not sizes.confirm():
+                        SEARCHES[config.search](sizes, predict)
     except Exception as error:
         if sizes is not None or not is_out_of_memory(error):
             raise
@@ -212,23 +220,40 @@ def find_maximum_batch_size(
         raise DoesNotFitError(message)
 
     batch_size = sizes.found
-    predicted = _calibrated(curve, sizes) if curve is not None else []
+    predicted = _calibrated(curve, sizes, settled) if curve is not None else []
     result = ProbeResult(
         batch_size=batch_size,
-        reason=upper_reason if batch_size == candidates[-1] else "memory",
+        reason="what is of use" if settled else upper_reason if batch_size == candidates[-1] else "memory",
         budget_bytes=sizes.budget_bytes,
         total_bytes=meter.total_bytes,
         search=config.search if curve is not None or config.search != "predict" else "predict (measured, no trace)",
         seconds=time.perf_counter() - start,
         measurements=sizes.measurements,
         predicted=predicted,
+        enough=settled,
     )
+    if settled is not None:
+        peak = max((at for size, at in predicted if size <= settled), default=0)
+        log.info(
+            "forwards of up to %d samples are enough, and predicted to fit by far (%.0f of %.0f MiB); %d training "
+            "steps at up to %d samples, %.1f s",
+            settled, peak / 2**20, result.budget_bytes / 2**20, result.num_steps, batch_size, result.seconds,
+        )  # fmt: skip
+        return result
     log.info(
         "maximum batch size %d (%s): peak %.0f of %.0f MiB; %d training steps, %d out of memory, %.1f s",
         batch_size, result.reason, result.peak_bytes / 2**20, result.budget_bytes / 2**20,
         result.num_steps, result.num_out_of_memory, result.seconds,
     )  # fmt: skip
     return result
+
+
+def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
+    """Return the largest answer of all ranks, or None if one of them does not know."""
+    here = enough()
+    known = ranks.all(here is not None)
+    wanted = int(ranks.largest(here or 0))
+    return wanted if known else None
 
 
 def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCurve | None:
@@ -245,14 +270,14 @@ def _is_single_precision(model: nn.Module) -> bool:
     return all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun) -> list[tuple[int, int]]:
+def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, settled: int | None) -> list[tuple[int, int]]:
     """Return points of the curve around the sizes that ran, calibrated by the largest one that fitted."""
     known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
     largest = max(known, key=lambda m: m.batch_size)
     assert largest.peak_bytes is not None
     measured_at, traced_at = largest.peak_bytes, curve.peak_bytes(largest.batch_size)
     next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
-    last = max(next_size, *(m.batch_size for m in sizes.measurements))
+    last = max(next_size, sizes.candidates[-1] if settled else 0, *(m.batch_size for m in sizes.measurements))
     points = sorted(
         {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
     )

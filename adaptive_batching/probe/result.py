@@ -32,6 +32,10 @@ class ProbeResult:
     shorter: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
 
+    enough: int | None = None
+    """Batch size from which on a larger one would be of no use, if that was asked and the size is predicted to fit by
+    far; it has not run. :attr:`batch_size` is then the largest that has run."""
+
     @property
     def peak_bytes(self) -> int:
         """Measured peak at :attr:`batch_size`."""

@@ -94,6 +94,31 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
             _bisect(sizes)
 
 
+def settle_for_enough(
+    sizes: SizesRun, predict_peak: PredictPeak | None, enough: Callable[[], int | None]
+) -> int | None:
+    """Run the two smallest sizes, and leave out those that are larger than is of use.
+
+    Args:
+        sizes: Candidates, measurements and budget; narrowed in place.
+        predict_peak: Peak memory in bytes at a batch size; None if no trace was possible.
+        enough: Returns the size from which on a larger one is of no use, as far as measurements tell; else None.
+
+    Returns:
+        That size, if it is predicted to fit by far, so that it need not run. Else None: the search goes on, up to it.
+    """
+    for index in range(min(2, len(sizes.candidates))):
+        if not sizes.low < index < sizes.high or not sizes.run(index):
+            return None
+    wanted = enough()
+    if wanted is None:
+        return None
+    sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
+    last = len(sizes.candidates) - 1
+    fits_by_far = predict_peak is not None and _Curve(sizes, predict_peak).largest_that_fits(CERTAIN_FIT) >= last
+    return sizes.candidates[last] if fits_by_far else None
+
+
 def _powers(candidates: Sequence[int]) -> list[int]:
     """Return the indices of the powers of two among the consecutive sizes 1, 2, 3, ..."""
     assert candidates[0] == 1, candidates[0]

@@ -135,6 +135,14 @@ class SizesRun:
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
 
+    def cap(self, largest: int) -> None:
+        """Drop the candidates above ``largest``, other than those that have run."""
+        ran = max((m.batch_size for m in self.measurements if m.fits), default=0)
+        kept = [size for size in self.candidates if size <= max(largest, ran)]
+        if 0 < len(kept) < len(self.candidates):
+            self.high = min(self.high, len(kept))
+            self.candidates = kept
+
     @property
     def open(self) -> bool:
         """True if an untested candidate could still be the answer."""

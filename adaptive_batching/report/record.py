@@ -121,6 +121,14 @@ class Report(Watcher):
         too_large = [(b, peak) for b, peak in result.predicted if b > result.batch_size and peak > result.budget_bytes]
         beyond = f"; {too_large[0][0]} would take about {too_large[0][1] / _MIB:,.0f} MiB" if too_large else ""
         runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
+        if result.enough is not None:
+            at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
+            self._maximum = [
+                ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
+                ("memory", f"predicted {at / _MIB:,.0f} of {budget}; it was not run at its fullest"),
+                ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
+            ]
+            return
         self._maximum = [
             ("maximum batch size", f"{result.batch_size}, bound by {result.reason}"),
             (

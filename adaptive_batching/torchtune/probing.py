@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -42,6 +43,11 @@ _NOT_OF_MEMORY = frozenset(
 )  # fmt: skip
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
+# Share of a step's time that is not worth a larger forward; share of a forward's time that a measurement can be off by;
+# rise of the time from one sample to two from which on a device is taken to be filled.
+_GAIN = 0.02
+_UNCERTAINTY = 0.1
+_FILLED = 1.5
 # Gain in tokens from which a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
@@ -63,6 +69,36 @@ class Probed:
 
     tokens: int = 0
     """Padded tokens of the largest forward that the probe has seen to fit."""
+
+
+class ForwardTimes:
+    """Seconds of forwards and backwards by their number of samples, and what they say of larger ones.
+
+    A forward takes a fixed time and a time for each sample, so that larger ones gain less and less.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def note(self, samples: int, seconds: float) -> None:
+        """Take a measurement in; of several at one size the fastest counts."""
+        self._seconds[samples] = min(seconds, self._seconds.get(samples, seconds))
+
+    def enough(self) -> int | None:
+        """Return the samples from which on larger forwards gain less than ``_GAIN``; None if that cannot be told."""
+        if len(self._seconds) < 2:
+            return None
+        (few, less), (more, longer) = sorted(self._seconds.items())[-2:]
+        if longer < _FILLED * less:  # the device has room to compute more at once
+            return None
+        per_sample = (longer - less) / (more - few)
+        fixed = max(less - few * per_sample, 0.0) + _UNCERTAINTY * less
+        enough = max(math.ceil(fixed / (_GAIN * per_sample)), more)
+        log.info(
+            "a forward and backward takes about %.0f ms and %.0f ms for each sample: beyond %d samples, larger ones "
+            "would gain less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN,
+        )  # fmt: skip
+        return enough
 
 
 @dataclass(frozen=True)
@@ -128,7 +164,7 @@ def find_maximum(
     capacity = None
     if settings.fills_memory:
         shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
-        capacity = Capacity(((tokens, result.batch_size), *shorter))
+        capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
     maximum, bound = result.batch_size, result.reason
     if isinstance(size, Fixed):
         if size.samples > maximum:
@@ -191,7 +227,8 @@ def probe_or_stored(
     stored = ranks.on_first(lambda: load_result(path, key))
     if stored is not None:
         available = int(ranks.smallest(memory_budget(settings, meter)))
-        peak = max([stored.peak_bytes, *(peak for *_, peak in stored.shorter)])
+        of_enough = [peak for size, peak in stored.predicted if size <= (stored.enough or 0)]
+        peak = max([stored.peak_bytes, *(peak for *_, peak in stored.shorter), *of_enough])
         if peak <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
@@ -208,15 +245,18 @@ def probe_or_stored(
         scratch=folder,
     )
     accumulates = _accumulates(host, run, settings, circumstances)
-    step = partial(training_step, host, accumulates=accumulates)
+    times = ForwardTimes()
+    step = partial(training_step, host, accumulates=accumulates, note=times.note)
+    # Where the batch stays as it is, and is only cut, forwards need be no larger than is of use.
     result = find(
         step(sample),
         include=include,
+        enough=times.enough if _only_cuts(settings) else None,
         remedies=lambda: remedies(host, sample, circumstances.make_optimizers, accumulates=accumulates),
     )
     lengths_vary = not is_packed(dataset) and host.objective.is_text(sample)
     by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
-    if by_length and lengths_vary and settings.search == "predict":
+    if by_length and lengths_vary and settings.search == "predict" and result.enough is None:
         result = replace(result, shorter=_at_shorter_lengths(host, sample, result, upper, step, find))
     ranks.on_first(lambda: store_result(path, key, result))
     return result
@@ -226,6 +266,10 @@ def _accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, ci
     """Return True if a forward and backward can run while the gradients of another are held."""
     in_parts = circumstances.measures_noise and host.num_replicas == 1  # in two at least
     return run.accumulation > 1 or _runs_in_parts(settings) or in_parts
+
+
+def _only_cuts(settings: AdaptiveBatchingConfig) -> bool:
+    return isinstance(settings.micro_batch_size, ByLength) and not settings.use_maximum_batch_size
 
 
 def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
@@ -263,6 +307,7 @@ def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
         # A forward then runs while the gradients of the one before are held.
         "runs_in_parts": _runs_in_parts(settings),
         "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
+        "only_cuts": _only_cuts(settings),
     }
 
 

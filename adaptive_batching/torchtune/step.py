@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,16 +38,22 @@ MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer
 """Groups of parameters -> an optimizer for each, as the config has it."""
 
 
-def training_step(host: Host, sample: Sample, *, accumulates: bool) -> TrainingStep:
+def training_step(
+    host: Host, sample: Sample, *, accumulates: bool, note: Callable[[int, float], None] | None = None
+) -> TrainingStep:
     """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
 
     Args:
         host: The recipe.
         sample: A worst-case sample.
         accumulates: A forward and backward runs while the gradients of another are held, which is the costliest moment.
+        note: Told the samples and the seconds of each forward and backward of a real step.
     """
+    num_samples = 0
 
     def make_batch(batch_size: int) -> Batch:
+        nonlocal num_samples
+        num_samples = batch_size
         return host.objective.collate(repeat(sample, batch_size))
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
@@ -58,8 +65,14 @@ def training_step(host: Host, sample: Sample, *, accumulates: bool) -> TrainingS
                 batch = without_block_mask(batch)
 
             def run_one(*, is_last: bool) -> Sums:
+                start = time.perf_counter()
                 with held_back(target, is_last=is_last):
-                    return forward_backward(target, dict(batch))
+                    sums = forward_backward(target, dict(batch))
+                if note is not None and not is_trace:
+                    if host.device.type != "cpu":
+                        torch.get_device_module(host.device).synchronize(host.device)
+                    note(num_samples, time.perf_counter() - start)
+                return sums
 
             forwards = [partial(run_one, is_last=last) for last in ([False, True] if accumulates else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from adaptive_batching.host_memory import CpuMeter
-from tests.conftest import TuneRun, assert_same_weights
+from adaptive_batching.torchtune.probing import ForwardTimes
+from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.support.records import events, without_sizes
 
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
@@ -196,3 +197,30 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
     [linear] = events(tune_run("full", *common, name="linear"), "probe")
     assert linear["shorter"] == []
     assert caplog.text.count("more tokens fit where samples are shorter") == probed
+
+
+def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_of_use(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The speed of the machine tells how large that is; a time for it makes the test the same everywhere."""
+    monkeypatch.setattr("tests.conftest.probes_by_speed", True)
+    seconds = {1: 0.03, 2: 0.05}
+    note = ForwardTimes.note
+    monkeypatch.setattr(ForwardTimes, "note", lambda self, samples, _: note(self, samples, seconds[samples]))
+    caplog.set_level(logging.INFO)
+    sgd = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "epochs=1", "batch_size=48"]
+    common = [*sgd, "adaptive_batching.memory_limit=16GiB"]
+    cut = tune_run("full", *common, "micro_batch_size=auto", name="cut")
+    [probe] = events(cut, "probe")
+    assert [step["batch_size"] for step in probe["measurements"]] == [1, 2]
+    assert sum(step["steps"] for step in probe["measurements"]) == 2, (
+        "a forward and another beside its gradients, twice"
+    )
+    assert probe["enough"] == 36, "33, or the next size of four binary digits"
+    assert "it was not run at its fullest" in caplog.text
+    assert_close(cut, tune_run("full", *common, name="whole"), epoch=0)
+    again = tune_run("full", *common, "micro_batch_size=auto", name="cut")
+    assert events(again, "probe")[0]["enough"] == 36 and "from the stored probe" in caplog.text
+    # With the maximum asked for, it is run.
+    whole = tune_run("full", *common, "micro_batch_size=auto", "use_maximum_batch_size=True", name="maximum")
+    assert events(whole, "probe")[0]["enough"] is None and events(whole, "probe")[0]["batch_size"] >= 48

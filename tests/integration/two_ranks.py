@@ -34,7 +34,7 @@ from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.ranks import agree
 from adaptive_batching.torchtune import cutting, load_stock, many_devices, session
 from adaptive_batching.torchtune.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT
+from tests.conftest import ARCHITECTURE, ROOT, all_that_fits
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
 from tests.support.overrides import SGD
@@ -378,6 +378,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
     inputs, directory, which = sys.argv[1:4]
     gc.freeze()  # else each recovery goes through all that torch has made
-    LAUNCHES[which](Runner(Path(inputs), Path(directory)))
+    with all_that_fits():
+        LAUNCHES[which](Runner(Path(inputs), Path(directory)))
     dist.barrier()
     dist.destroy_process_group()

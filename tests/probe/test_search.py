@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.probe.search import SEARCHES
+from adaptive_batching.probe.search import CERTAIN_FIT, SEARCHES, settle_for_enough
 from adaptive_batching.probe.sizes import Measurement, SizesRun, candidate_sizes
 
 
@@ -236,3 +236,32 @@ def test_coarse_candidates_are_at_most_an_eighth_apart_and_hold_the_powers_of_tw
     assert all(b <= max(a + 1, a * 9 / 8) for a, b in pairwise(coarse))
     assert set(candidate_sizes(upper, powers_of_two=True)) <= set(coarse)
     assert len(coarse) <= 8 * upper.bit_length()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    peak=curves(), upper=st.integers(1, 300), level=st.floats(0, 1.5), wanted=st.none() | st.integers(1, 400),
+    error=st.floats(-0.1, 0.1),
+)  # fmt: skip
+def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
+    peak: Callable[[int], float], upper: int, level: float, wanted: int | None, error: float
+) -> None:
+    candidates = candidate_sizes(upper, powers_of_two=False, coarse=True)
+    device = Device(peak, int(peak(1) + level * (peak(upper) - peak(1))) + 1)
+    sizes = SizesRun(device.measure, candidates, lambda: device.budget)
+
+    def predict(size: int) -> float:  # off by a level, as a trace is
+        return peak(size) + error * peak(1)
+
+    settled = settle_for_enough(sizes, predict, lambda: wanted)
+    assert device.runs == [size for size in (1, 2) if size <= upper][: len(device.runs)], "nothing larger has run"
+    if settled is not None:
+        assert wanted is not None and settled == sizes.candidates[-1]
+        assert settled >= min(wanted, upper) and (settled <= 2 or settled < 1.2 * wanted + 1)
+        assert peak(settled) <= device.budget * CERTAIN_FIT + 1
+        return
+    SEARCHES["predict"](sizes, predict)
+    reachable = sizes.candidates if wanted is not None and len(device.runs) >= min(2, upper) else candidates
+    assert sizes.found == largest_fit(device, reachable)
+    if sizes.found is not None and wanted is not None:
+        assert sizes.found <= max(2, 1.2 * wanted + 1)

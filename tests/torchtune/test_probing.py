@@ -9,7 +9,7 @@ import pytest
 import torchtune
 from omegaconf import OmegaConf
 
-from adaptive_batching.torchtune.probing import config_of_memory, settings_of_memory
+from adaptive_batching.torchtune.probing import ForwardTimes, config_of_memory, settings_of_memory
 from adaptive_batching.torchtune.settings import read_settings
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
@@ -67,3 +67,22 @@ def test_whatever_may_change_what_training_takes_calls_for_another_probe(setting
 )
 def test_what_cannot_does_not(setting: dict[str, Any]) -> None:
     assert not changed(**setting)
+
+
+def times(*measured: tuple[int, float]) -> ForwardTimes:
+    noted = ForwardTimes()
+    for samples, seconds in measured:
+        noted.note(samples, seconds)
+    return noted
+
+
+def test_forwards_are_large_enough_where_larger_ones_gain_less_than_a_fiftieth() -> None:
+    """Of 10 ms and 20 ms for each sample, with a tenth of the first measurement for what that may be off by."""
+    assert times((1, 0.030), (2, 0.050)).enough() == 33
+    assert times((1, 0.9), (1, 0.030), (2, 0.050), (2, 0.2)).enough() == 33, "of several the fastest counts"
+    assert times((1, 0.020), (2, 0.042)).enough() == 5, "a time that rises faster than the samples has no fixed part"
+
+
+def test_where_time_hardly_rises_the_device_is_not_filled_and_nothing_can_be_told() -> None:
+    assert times((1, 0.030), (2, 0.033)).enough() is None
+    assert times((1, 0.030)).enough() is None
