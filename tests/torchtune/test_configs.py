@@ -26,8 +26,9 @@ def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
     for component in re.findall(r"_component_: (\S+)", path.read_text()):
         assert callable(_get_component_from_path(component))
     header = path.read_text().split("\n\n")[0]
-    launched = re.search(r"tune run (recipes/\S+\.py) --config (recipes/configs/\S+\.yaml)", header)
-    assert launched and (ROOT / launched[1]).exists() and ROOT / launched[2] == path
+    launched = re.search(r"adaptive-batching run (\S+) --config (\S+)", header)
+    assert launched and (ROOT / "recipes" / f"{launched[1]}.py").exists()
+    assert ROOT / "recipes" / "configs" / f"{launched[2]}.yaml" == path
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
