@@ -96,7 +96,7 @@ def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(tm
     listed = subprocess.run([*OURS, "ls"], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
     rows = [line.split() for line in listed.splitlines()]
     assert {row[0] for row in rows if len(row) == 2} >= {path.stem for path in (ROOT / "recipes").glob("[a-z]*.py")}
-    assert ["quickstart/lora_single_device"] in rows and ["llama3_2/1B_lora"] in rows
+    assert ["lora_finetune_single_device", "quickstart/lora_single_device"] in rows and ["llama3_2/1B_lora"] in rows
     assert "quickstart/full_single_device" in listed
     assert end_of("cp", "quickstart/full_single_device", str(tmp_path / "mine.yaml"))[0] == 0
     assert "use_maximum_batch_size" in (tmp_path / "mine.yaml").read_text()

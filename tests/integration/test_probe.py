@@ -206,7 +206,7 @@ def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_
     monkeypatch.setattr("tests.conftest.probes_by_speed", True)
     seconds = {1: 0.03, 2: 0.05}
     note = ForwardTimes.note
-    monkeypatch.setattr(ForwardTimes, "note", lambda self, samples, _: note(self, samples, seconds[samples]))
+    monkeypatch.setattr(ForwardTimes, "note", lambda self, samples, _: note(self, samples, seconds.get(samples, 1.0)))
     caplog.set_level(logging.INFO)
     sgd = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "epochs=1", "batch_size=48"]
     common = [*sgd, "adaptive_batching.memory_limit=16GiB"]
