@@ -33,8 +33,8 @@ class ProbeResult:
     """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
 
     enough: int | None = None
-    """Batch size from which on a larger one would be of no use, if that was asked and the size is predicted to fit by
-    far; it has not run. :attr:`batch_size` is then the largest that has run."""
+    """Batch size beyond which larger ones would be of little use, if that was asked and it is predicted to fit by far;
+    it has not run. :attr:`batch_size` is then the largest that has run."""
 
     @property
     def peak_bytes(self) -> int:

