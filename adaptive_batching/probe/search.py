@@ -109,7 +109,10 @@ def settle_for_enough(
         a third of it: the time that larger sizes save is then at most three times what is of no use. Else None: the
         search goes on, up to what is enough.
     """
+    curve = _Curve(sizes, predict_peak)
     for index in range(min(2, len(sizes.candidates))):
+        if sizes.avoids_failures and curve.exceeds(index):
+            return None
         if not sizes.low < index < sizes.high or not sizes.run(index):
             return None
     wanted = enough()
@@ -118,7 +121,7 @@ def settle_for_enough(
     sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
     if predict_peak is None:
         return None
-    by_far = min(_Curve(sizes, predict_peak).largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1)
+    by_far = min(curve.largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1)
     return sizes.candidates[by_far] if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[-1] else None
 
 
