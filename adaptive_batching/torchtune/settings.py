@@ -82,15 +82,15 @@ def _check_place(key: str, cfg: DictConfig) -> None:
     Raises:
         ConfigError: If ``key`` is one of them.
     """
-    if f"${{{key}}}" in OmegaConf.to_yaml(cfg):  # a name that the config uses itself
+    is_foreign = key in _SECTION or key in _ELSEWHERE
+    if not is_foreign or f"${{{key}}}" in OmegaConf.to_yaml(cfg):  # a name that the config uses itself
         return
     if key in _SECTION:
         raise ConfigError(
             f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
             f"adaptive_batching.{key}={cfg.get(key)}"
         )
-    if key in _ELSEWHERE:
-        raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
+    raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
 
 
 def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:

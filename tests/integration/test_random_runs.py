@@ -16,7 +16,7 @@ pytestmark = pytest.mark.serial
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 12), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 6))]
+    ("seed", "count"), [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 6))]
 )
 def test_every_run_finishes_or_says_what_is_wrong(seed: int, count: int, inputs: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.integration.random_runs", str(inputs), str(tmp_path), str(seed), str(count)]

@@ -78,3 +78,11 @@ def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) ->
     read_settings(config(*SETTINGS, "micro_batch_size=2"))
     assert "increase_every=0.5 does nothing without batch_increase_function" in caplog.text
     assert "lr_scaling=sqrt does nothing" not in caplog.text
+
+
+def test_a_name_of_ours_that_the_config_uses_itself_is_left_alone() -> None:
+    cfg = config("sequence_length=64", "tokenizer.max_seq_len=${sequence_length}", "search=here")
+    with pytest.raises(ConfigError, match="search='here' does nothing at the top level"):
+        read_settings(cfg)
+    del cfg["search"]
+    assert not read_settings(cfg).enabled
