@@ -147,7 +147,7 @@ class AdaptiveBatchingConfig:
 
     @property
     def decisions_per_epoch(self) -> int:
-        """How often the batch size is decided in an epoch."""
+        """Number of decisions on the batch size in an epoch."""
         return 1 if isinstance(self.increase_every, str) else round(1 / self.increase_every)
 
     @property

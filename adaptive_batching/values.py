@@ -58,7 +58,7 @@ class MemoryAmount:
 
 @dataclass(frozen=True)
 class Whole:
-    """A batch runs in one forward, as in stock."""
+    """Run a batch in one forward, as in stock."""
 
     def __str__(self) -> str:
         return "null"
@@ -66,7 +66,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A batch runs in forwards of ``samples`` samples."""
+    """Run a batch in forwards of ``samples`` samples."""
 
     samples: int
 
@@ -76,7 +76,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class ByLength:
-    """The samples of an optimizer step are sorted by length and cut by tokens, as many as fit."""
+    """Sort the samples of an optimizer step by length, and cut them by tokens."""
 
     def __str__(self) -> str:
         return "auto"
@@ -84,7 +84,7 @@ class ByLength:
 
 @dataclass(frozen=True)
 class Explore:
-    """The fastest of the other ways is measured before training."""
+    """Measure before training which of the other ways is the fastest."""
 
     def __str__(self) -> str:
         return "explore"

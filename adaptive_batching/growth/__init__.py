@@ -1,4 +1,4 @@
-"""How the batch grows while training: increase functions, who asks them, and the course of a run.
+"""Growth of the batch while training: increase functions, who asks them, and the course of a run.
 
 The functions below are those that a config names, as ``adaptive_batching.growth.step``.
 """

@@ -1,4 +1,4 @@
-"""How many batches an optimizer step accumulates, as the batch size grows. Standard library only."""
+"""Batches that an optimizer step accumulates, as the batch size grows. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class FixedAccumulation:
     batches: int = 1
 
     def batches_at(self, batch_size: int) -> int:
-        """Batches of an optimizer step."""
+        """Return the batches of an optimizer step."""
         return self.batches
 
     def window(self, batch_size: int) -> int:
-        """Samples of an optimizer step on one replica."""
+        """Return the samples of an optimizer step on one replica."""
         return batch_size * self.batches
 
     def allowed(self, batch_size: int) -> int:
-        """The largest possible size that is at most ``batch_size``."""
+        """Return the largest possible size that is at most ``batch_size``."""
         return batch_size
 
     def room(self, samples: int) -> int | None:
-        """The largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
         return samples // self.batches
 
 
@@ -35,19 +35,19 @@ class KeepGlobal:
     samples: int
 
     def batches_at(self, batch_size: int) -> int:
-        """Batches of an optimizer step."""
+        """Return the batches of an optimizer step."""
         return self.samples // batch_size
 
     def window(self, batch_size: int) -> int:
-        """Samples of an optimizer step on one replica."""
+        """Return the samples of an optimizer step on one replica."""
         return self.samples
 
     def allowed(self, batch_size: int) -> int:
-        """The largest possible size that is at most ``batch_size``: a divisor of the samples of a step."""
+        """Return the largest possible size that is at most ``batch_size``: a divisor of the samples of a step."""
         return next(size for size in range(min(batch_size, self.samples), 0, -1) if self.samples % size == 0)
 
     def room(self, samples: int) -> int | None:
-        """The largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
         return None
 
 

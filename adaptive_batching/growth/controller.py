@@ -75,7 +75,7 @@ class BatchController:
         return self._increase is None or is_planned(self._increase)
 
     def without_growth(self) -> BatchController:
-        """A copy that keeps its size."""
+        """Return a copy that keeps its size."""
         kept = copy.copy(self)
         kept._increase = None
         return kept

@@ -93,7 +93,7 @@ class _Epoch:
 
     @property
     def due(self) -> int:
-        """The number of the latest decision whose time has come."""
+        """Number of the latest decision that is due."""
         number = self.shape.decisions * self.seen // self.shape.samples
         if self.shape.max_steps is not None:
             number = max(number, self.shape.decisions * self.steps // self.shape.max_steps)

@@ -1,4 +1,4 @@
-"""What can be watched of a run while it trains."""
+"""Events of a run that can be watched while it trains."""
 
 from __future__ import annotations
 

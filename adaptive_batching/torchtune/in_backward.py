@@ -35,7 +35,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Inside, gradients add up."""
+        """Let gradients add up inside, without a step."""
         self._times_closed += 1
         try:
             yield

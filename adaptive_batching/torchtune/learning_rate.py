@@ -46,7 +46,7 @@ class LearningRate:
 
     @contextlib.contextmanager
     def unscaled(self) -> Iterator[None]:
-        """Inside, the optimizers have the rate that the schedule has set."""
+        """Give the optimizers the rate that the schedule has set, inside."""
         self._remove()
         yield
         self._apply()

@@ -1,4 +1,4 @@
-"""What the recipes for several devices need in addition."""
+"""Additions for the recipes for several devices."""
 
 from __future__ import annotations
 

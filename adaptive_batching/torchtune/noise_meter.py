@@ -86,7 +86,7 @@ class NoiseMeter:
 
     @contextlib.contextmanager
     def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Inside, ``micro_batch`` runs forward and backward."""
+        """Watch the forward and backward of ``micro_batch``, which run inside."""
         if not self._measures or self._apart or micro_batch.is_filler:
             yield
             return

@@ -1,4 +1,4 @@
-"""What a recipe computes: from samples to a loss, and the share that each part of a batch has in its gradient.
+"""Computation of a recipe: from samples to a loss, and the share that each part of a batch has in its gradient.
 
 Everything else here cuts, runs, probes and recovers a step through an :class:`Objective` alone. A recipe that computes
 something other than next-token prediction names a subclass of its own.

@@ -83,7 +83,7 @@ def _is_public(dotted_name: str) -> bool:
 
 
 def _find_modules(stdlib: Path) -> Iterator[tuple[str, Path]]:
-    """Public modules below ``stdlib``: (dotted name, source file), in no particular order."""
+    """Yield the public modules below ``stdlib``: (dotted name, source file), in no particular order."""
     for folder, subfolders, files in os.walk(stdlib):
         # site-packages, which can hold a hundred times more files than the library, is no identifier.
         subfolders[:] = [name for name in subfolders if name.isidentifier() and name not in SKIPPED_PACKAGES]
@@ -96,7 +96,7 @@ def _find_modules(stdlib: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str, Documented]]:
-    """Public functions, methods and classes in ``body``: (qualified name, node). Function bodies are not entered."""
+    """Yield public functions, methods and classes in ``body``: (qualified name, node). Functions are not entered."""
     for node in body:
         if isinstance(node, Documented):
             if _is_public(node.name):
@@ -109,7 +109,7 @@ def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str
 
 
 def _signature(name: str, node: Documented) -> str:
-    """The line that opens a definition, with its qualified name: ``async def asyncio.queues.Queue.put(self, item)``."""
+    """Return the line that opens a definition, its name qualified: ``async def asyncio.queues.Queue.put(self, item)``."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         return f"class {name}({bases})" if bases else f"class {name}"
@@ -119,7 +119,7 @@ def _signature(name: str, node: Documented) -> str:
 
 
 def _shorten(text: str, limit: int) -> str:
-    """At most ``limit`` characters of ``text``: whole paragraphs, else whole sentences, else whole words."""
+    """Return at most ``limit`` characters of ``text``: whole paragraphs, else whole sentences, else whole words."""
     if len(text) <= limit:
         return text
     for border in (r"\n\s*\n", r"(?<=[.!?:])\s", r"\s"):
@@ -190,7 +190,7 @@ def train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: int
 
 
 def build_model(architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> TransformerDecoder:
-    """A Llama with weights drawn from N(0, 0.02), so that its first loss is close to ``ln(vocab_size)``.
+    """Return a Llama with weights drawn from N(0, 0.02), so that its first loss is close to ``ln(vocab_size)``.
 
     The global random state is left as it was.
     """
@@ -236,7 +236,7 @@ def build(
 
     Args:
         output_dir: Folder to create. It appears under this name only when it is complete.
-        stdlib: Folder of Python sources; None: the standard library of the running interpreter.
+        stdlib: Folder of Python sources; None for the standard library of the running interpreter.
         architecture: The model; its ``vocab_size`` is also the tokenizer's.
         seed: Seed of the weights and of the order of the pairs.
 
@@ -251,7 +251,7 @@ def build(
         if complete and json.loads((output_dir / SETTINGS_FILE).read_text(encoding="utf-8")) == settings:
             logger.info("%s is complete, nothing to do", output_dir)
             return
-        # Trained models may lie beside the inputs by now, so nothing is deleted unasked.
+        # Trained models may lie next to the inputs by now, so nothing is deleted unasked.
         raise FileExistsError(
             f"output_dir={output_dir} exists but is not the complete result of {settings}; "
             "remove it or choose another output_dir"

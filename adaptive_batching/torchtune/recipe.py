@@ -1,4 +1,4 @@
-"""What every recipe shares: stock's set-up, extended where it has to be, and our loop in place of stock's."""
+"""Code that every recipe shares: stock's set-up, extended where it has to be, and our loop in place of stock's."""
 
 from __future__ import annotations
 

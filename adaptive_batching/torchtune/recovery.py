@@ -158,7 +158,7 @@ class Recovery:
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
-        """Inside, raise an error if memory runs out: parameters may be updated in part.
+        """Turn running out of memory inside into an error: parameters may be updated in part.
 
         Raises:
             DoesNotFitError: If it happens.
