@@ -91,7 +91,7 @@ class Run:
         self._recovery.end_step()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     weights=st.integers(8 * MIB, 64 * MIB),
     kept=st.integers(2, 64),
