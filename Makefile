@@ -22,7 +22,7 @@ PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-quickstart: $(call installed,plots)  ## Make a small model and real data, then probe, grow and train through `tune run`
+quickstart: $(call installed,plots)  ## Make a small model and real data, then probe, grow, train and recover
 	$(RUN) -m adaptive_batching quickstart
 
 check: lint  ## Lint, types, and the tests that start no run: under a minute

@@ -94,7 +94,7 @@ CutSize = Whole | Fixed | ByLength
 """How a step can be cut; ``str()`` gives the spelling of a config."""
 
 MicroBatchSize = CutSize | Explore
-"""What a config can ask for."""
+"""Ways of running a batch that a config can ask for."""
 
 
 def parse_micro_batch_size(value: Any) -> MicroBatchSize:

@@ -55,7 +55,7 @@ class Case:
     """As :data:`tests.integration.faults.plan`; ``after`` forwards of training."""
 
     extra_mib: int | None = None
-    """What the process may take once the recipe is set up; None for no limit."""
+    """MiB by which the process may grow once the recipe is set up; None for no limit."""
 
     @property
     def settings(self) -> dict[str, str]:

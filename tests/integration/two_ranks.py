@@ -276,7 +276,7 @@ def runs_that_grow(run: Runner) -> None:
 
 
 def runs_within_memory(run: Runner) -> None:
-    """What is probed, explored and run under a real limit."""
+    """Settings of runs that probe or explore under a real limit."""
     explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
     run("full", "explored", *explore, "tokenizer.max_seq_len=256")
     CpuMeter().release()

@@ -1,4 +1,4 @@
-"""What runs have recorded, read back."""
+"""Records of runs, read back."""
 
 from __future__ import annotations
 
