@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+log = logging.getLogger(__name__)
+
+# Share of a step's time that is not worth a larger forward; share of a forward's time that a measurement can be off by;
+# rise of the time from one sample to two from which on a device is taken to be filled.
+_GAIN = 0.02
+_UNCERTAINTY = 0.1
+_FILLED = 1.5
 # The weight of older measurements would be less than 2 %.
 _MEASUREMENTS_KEPT = 200
 
@@ -70,3 +79,33 @@ class ForwardCost:
         """Load a state returned by :meth:`state_dict`."""
         self._to_skip = state["to_skip"]
         self._recent.extend((tokens, seconds) for tokens, seconds in state["recent"])
+
+
+class ForwardTimes:
+    """Seconds of forwards and backwards by their number of samples, and what they say of larger ones.
+
+    A forward takes a fixed time and a time for each sample, so that larger ones gain less and less.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def note(self, samples: int, seconds: float) -> None:
+        """Take a measurement in; of several at one size the fastest counts."""
+        self._seconds[samples] = min(seconds, self._seconds.get(samples, seconds))
+
+    def enough(self) -> int | None:
+        """Return the samples from which on larger forwards gain less than ``_GAIN``; None if that cannot be told."""
+        if len(self._seconds) < 2:
+            return None
+        (few, less), (more, longer) = sorted(self._seconds.items())[-2:]
+        if longer < _FILLED * less:  # the device has room to compute more at once
+            return None
+        per_sample = (longer - less) / (more - few)
+        fixed = max(less - few * per_sample, 0.0) + _UNCERTAINTY * less
+        enough = max(math.ceil(fixed / (_GAIN * per_sample)), more)
+        log.info(
+            "a forward and backward takes about %.0f ms and %.0f ms for each sample: beyond %d samples, larger ones "
+            "would gain less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN,
+        )  # fmt: skip
+        return enough

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torchtune import config
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.micro_batches.cut import Capacity
+from adaptive_batching.micro_batches.forward_cost import ForwardTimes
 from adaptive_batching.probe.find import find_maximum_batch_size, memory_budget
 from adaptive_batching.probe.result import ProbeResult, load_result, store_result
 from adaptive_batching.probe.trace import TraceError, trace_peak_memory
@@ -43,11 +43,6 @@ _NOT_OF_MEMORY = frozenset(
 )  # fmt: skip
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
-# Share of a step's time that is not worth a larger forward; share of a forward's time that a measurement can be off by;
-# rise of the time from one sample to two from which on a device is taken to be filled.
-_GAIN = 0.02
-_UNCERTAINTY = 0.1
-_FILLED = 1.5
 # Gain in tokens from which a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
@@ -69,36 +64,6 @@ class Probed:
 
     tokens: int = 0
     """Padded tokens of the largest forward that the probe has seen to fit."""
-
-
-class ForwardTimes:
-    """Seconds of forwards and backwards by their number of samples, and what they say of larger ones.
-
-    A forward takes a fixed time and a time for each sample, so that larger ones gain less and less.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-
-    def note(self, samples: int, seconds: float) -> None:
-        """Take a measurement in; of several at one size the fastest counts."""
-        self._seconds[samples] = min(seconds, self._seconds.get(samples, seconds))
-
-    def enough(self) -> int | None:
-        """Return the samples from which on larger forwards gain less than ``_GAIN``; None if that cannot be told."""
-        if len(self._seconds) < 2:
-            return None
-        (few, less), (more, longer) = sorted(self._seconds.items())[-2:]
-        if longer < _FILLED * less:  # the device has room to compute more at once
-            return None
-        per_sample = (longer - less) / (more - few)
-        fixed = max(less - few * per_sample, 0.0) + _UNCERTAINTY * less
-        enough = max(math.ceil(fixed / (_GAIN * per_sample)), more)
-        log.info(
-            "a forward and backward takes about %.0f ms and %.0f ms for each sample: beyond %d samples, larger ones "
-            "would gain less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN,
-        )  # fmt: skip
-        return enough
 
 
 @dataclass(frozen=True)

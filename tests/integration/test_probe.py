@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adaptive_batching.host_memory import CpuMeter
-from adaptive_batching.torchtune.probing import ForwardTimes
+from adaptive_batching.micro_batches.forward_cost import ForwardTimes
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.support.records import events, without_sizes
 
