@@ -2,27 +2,33 @@
 
 A search runs real training steps through :class:`~adaptive_batching.probe.sizes.SizesRun`, which records what each
 took, until the largest candidate that fits is known. All searches obey two rules: a size that did not run is never
-returned, and no size is tried again once it is known to fit or not. The answer runs twice in a row, because the second
-step finds memory as training leaves it, not as the probe does.
+returned, and no size is tried again once it is known to fit or not. What measurements settle with a margin over their
+own error does not run: neither the candidate above the answer, nor the answer a second time.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 from adaptive_batching.probe.sizes import SizesRun
 
-# On CPU, calibrated predictions were right within 1 %. If one puts the next candidate this far above the budget,
-# running that candidate could only cost an out-of-memory error.
-CERTAIN_EXCESS = 1.05
+# If the curve puts the next candidate above the budget by this share of it and by twice what the curve was seen to be
+# off, running that candidate could only cost an out-of-memory error.
+CERTAIN_EXCESS = 0.01
+# Share of the budget by which a curve may have been off, to be believed about a candidate that is not to run.
+BELIEVED_ERROR = 0.05
 # A step predicted to stay below this share of the budget fits by far, so it runs without calibration first.
 CERTAIN_FIT = 0.8
 # Without a prediction, a measured slope is extrapolated by at most this factor: floors make peak memory convex in b.
 MAX_EXTRAPOLATION = 4
-# After a failed guess from a single measurement, the next one aims for this share of the budget, and less after each
-# further failure: near enough to the limit to show how the device's memory really rises, far enough below it to fit.
-CAUTIOUS_SHARE = 0.94
+# The size for calibration is at least this share of the expected maximum. Libraries take their workspaces, some 5 MiB
+# each, when a computation first is large enough for them: calibrated at a 16th, the curve was off by more than a sample.
+CALIBRATING_SHARE = 1 / 8
+# After a failed guess from a single measurement, the next one leaves this share of the predicted rise above it, and far
+# more after each further failure: if the level was off by a little, that is enough.
+CAUTIOUS_SHARE = 0.01
 # If a step takes more than it has in use, by a varying amount, aim for this share of the room that the smallest
 # measured step leaves: with glibc's malloc, peaks of equal steps were seen to differ by a fifth of it.
 SHARE_OF_ROOM = 0.8
@@ -86,7 +92,7 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
             if curve.num_points == 0:  # even the calibrating size did not fit
                 back = (sizes.low + sizes.high) // 2
             elif curve.num_points == 1:
-                back = min(back, curve.largest_that_fits(CAUTIOUS_SHARE ** (misses * misses)))
+                back = min(back, curve.largest_that_fits(curve.cautious_share(misses)))
             misses += not sizes.run(max(back, sizes.low + 1))
         else:
             misses += not sizes.run(curve.within_reach(guess))
@@ -202,6 +208,12 @@ class _Curve:
         half = bisect_right(sizes.candidates, sizes.candidates[index] / 2) - 1
         return min(max(half, sizes.low + 1), index)
 
+    def cautious_share(self, failures: int) -> float:
+        """Return the share of the budget to aim for after guesses from one measurement have failed."""
+        _, peak = self._measured[-1]
+        caution = min(CAUTIOUS_SHARE * 5 ** (failures - 1), 1.0)
+        return (self._budget - caution * (self._budget - peak)) / self._budget
+
     def exceeds(self, index: int) -> bool:
         """Return True if a candidate is predicted not to fit."""
         return self._predict is not None and self._peak(index, self._measured) > self._budget
@@ -209,22 +221,26 @@ class _Curve:
     def surely_exceeds(self, index: int) -> bool:
         """Return True if a candidate certainly does not fit and need not run.
 
-        The prediction, calibrated by one measurement, must have been right about another one, and must put this
-        candidate far above the budget.
+        The prediction, calibrated by one measurement, must have been right about another one. It must put this
+        candidate above the budget by more than its error there can be, and than the memory that the device's allocator
+        holds in reserve.
         """
         if self._predict is None or len(self._measured) < 2:
             return False
         (b0, peak0), (b1, peak1) = self._measured
-        expected = peak0 + self._predict(b1) - self._predict(b0)
-        if abs(peak1 - expected) > (CERTAIN_EXCESS - 1) * self._budget:
+        error = abs(peak1 - (peak0 + self._overhead * (self._predict(b1) - self._predict(b0))))
+        if error > BELIEVED_ERROR * self._budget:
             return False
-        return self._peak(index, self._measured) > CERTAIN_EXCESS * self._budget
+        reach = (self._sizes.candidates[index] - b1) / (b1 - b0)
+        uncertain = CERTAIN_EXCESS * self._budget + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
+        return self._peak(index, self._measured) > self._budget + uncertain
 
     def first(self) -> int:
         """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
 
-        The size for calibration is the smallest at which the curve already rises as it does at the expected maximum.
-        Below it the peak is a different one, such as the optimizer's, and says nothing about the level that matters.
+        The size for calibration is at least an eighth of the expected maximum, and one at which the curve already rises
+        as it does there. Below that the peak is a different one, such as the optimizer's, and says nothing about the
+        level that matters.
         """
         candidates, predict = self._sizes.candidates, self._predict
         if predict is None:
@@ -239,7 +255,8 @@ class _Curve:
 
         sizes = range(2, max(maximum // 2, 2))
         on_slope = 2 + bisect_left(sizes, 0.99 * rise(maximum), key=rise)
-        return min(bisect_left(candidates, on_slope), self.within_reach(expected))
+        calibrating = max(on_slope, math.ceil(CALIBRATING_SHARE * maximum))
+        return min(bisect_left(candidates, calibrating), self.within_reach(expected))
 
     def _peak(self, index: int, measured: list[tuple[int, int]]) -> float:
         """Return the expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""

@@ -6,6 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 
+# Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
+# goes back at once.
+REPEAT_ERROR = 0.001
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Memory and time of one or two consecutive training steps at ``batch_size``."""
@@ -113,7 +118,10 @@ class SizesRun:
         return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
 
     def confirm(self) -> bool:
-        """Run the answer twice in a row unless it already has; if it fails now, narrow the bracket.
+        """Run the answer twice in a row unless it already has, or has left room; if it fails now, narrow the bracket.
+
+        The second step finds memory as training leaves it, not as the probe does. An allocator that keeps freed memory
+        can need far more then. Where freed memory goes back at once, only the noise of a measurement is left.
 
         Returns:
             True if the answer stands, False if the search has to continue.
@@ -121,7 +129,7 @@ class SizesRun:
         if self._measure_again is None:
             return True
         at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
-        if self.measurements[at].steps > 1:
+        if self.measurements[at].steps > 1 or self._leaves_room(self.measurements[at]):
             return True
         size = self.candidates[self.low]
         if at + 1 < len(self.measurements):  # another size has run since
@@ -134,6 +142,10 @@ class SizesRun:
         self.high = self.low
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
+
+    def _leaves_room(self, measured: Measurement) -> bool:
+        keeps_nothing = self.trusts_prediction and measured.overhead == 1.0
+        return keeps_nothing and self.budget_bytes - (measured.peak_bytes or 0) > REPEAT_ERROR * self.budget_bytes
 
     def cap(self, largest: int) -> None:
         """Drop the candidates above ``largest``, other than those that have run."""

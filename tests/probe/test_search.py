@@ -160,7 +160,7 @@ def test_a_search_among_powers_of_two_ends_without_running_out_of_memory_where_t
     device = Device(lambda b: 100 + 10 * b, budget=1000)
     sizes = device.search("predict", candidate_sizes(10_000, powers_of_two=True), lambda b: 10.0 * b)
     assert sizes.found == 64
-    assert device.runs == [2, 64]
+    assert device.runs == [8, 64]
 
 
 def test_what_was_measured_beyond_the_limit_corrects_a_slope_that_is_wrong() -> None:
@@ -180,7 +180,30 @@ def test_the_calibrating_step_lies_beyond_the_floor() -> None:
     device = Device(lambda b: max(5100 + b, 1000 + 250 * b), budget=20_000)
     sizes = device.search("predict", range(1, 1001), lambda b: max(5000.0 + b, 1000 + 250.0 * b))
     assert sizes.found == 76
-    assert device.runs == [17, 76, 77]
+    assert device.runs == [17, 76], "77 would take 1.25 % more than there is"
+
+
+def test_a_guess_that_was_off_by_little_costs_one_error() -> None:
+    """A library takes its workspace after the calibrating step, as large as most of a sample."""
+    device = Device(lambda b: 1_500_000 + 7200 * b + (5200 if b > 12 else 0), budget=2_157_000 - 65_000)
+    sizes = device.search("predict", range(1, 1001), lambda b: 1_500_000 + 7200.0 * b)
+    assert sizes.found == 81
+    assert device.runs == [11, 82, 81]
+
+
+@pytest.mark.parametrize(
+    ("room", "overhead", "trusts", "twice"),
+    [(0.002, 1.0, True, False), (0.0005, 1.0, True, True), (0.1, 1.02, True, True), (0.1, 1.0, False, True)],
+)
+def test_an_answer_runs_twice_unless_it_leaves_room_and_freed_memory_goes_back_at_once(
+    room: float, overhead: float, trusts: bool, twice: bool
+) -> None:
+    def measure(batch_size: int) -> Measurement:
+        return Measurement(batch_size, True, int((1 - room) * 10**6), overhead=overhead)
+
+    sizes = SizesRun(measure, [1], lambda: 10**6, measure, trusts_prediction=trusts)
+    assert sizes.run(0) and sizes.confirm()
+    assert sum(m.steps for m in sizes.measurements) == (2 if twice else 1)
 
 
 def test_what_surely_fits_is_run_at_once() -> None:
