@@ -9,7 +9,8 @@ from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.growth.course import Course, RunShape
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory, memory_meter
-from adaptive_batching.probe.find import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.probe.does_not_fit import DoesNotFitError
+from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.probe.result import ProbeResult
 from adaptive_batching.probe.trial import TrainingStep
 from adaptive_batching.values import ConfigError

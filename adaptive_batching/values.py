@@ -49,7 +49,7 @@ class MemoryAmount:
         return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
 
     def __str__(self) -> str:
-        return f"{self.num_bytes} bytes" if self.fraction is None else f"{100 * self.fraction:g}%"
+        return memory_size(self.num_bytes or 0) if self.fraction is None else f"{100 * self.fraction:g}%"
 
     def of(self, total_bytes: int) -> int:
         """Return the amount in bytes on a device that has ``total_bytes``."""
@@ -134,3 +134,10 @@ def require_positive_int(key: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
+
+
+def memory_size(num_bytes: float) -> str:
+    """Return an amount of memory as a message shows it, such as ``1.50 GiB`` or ``512 MiB``."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"

@@ -116,7 +116,7 @@ class BatchController:
         """Log a decision that takes effect, and the first that gives less than was asked for."""
         if decision.batch_size != decision.previous:
             log.info(
-                "batch size %d -> %d at epoch %g (limit %d)",
+                "batch size grows from %d to %d at epoch %g; it may reach %d",
                 decision.previous, decision.batch_size, decision.epoch, self.maximum,
             )  # fmt: skip
         elif decision.warning and not self._warned:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -93,8 +94,13 @@ def explore(
     """
     timings = Timings(len(candidates))
     possible = list(range(len(candidates)))
+    start = time.perf_counter()
     for round_ in range(max_rounds):
         order = possible if round_ == 0 else timings.rivals(possible)
+        log.info(
+            "round %d of at most %d: %d of %d sizes to time, %.0f s so far",
+            round_ + 1, max_rounds, len(order), len(candidates), time.perf_counter() - start,
+        )  # fmt: skip
         for index in list(order if round_ % 2 == 0 else reversed(order)):
             seconds = measure(candidates[index], round_)
             if seconds is None:

@@ -5,42 +5,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import MemoryMeter, allocator_advice, is_out_of_memory
+from adaptive_batching.probe.budget import memory_available, memory_budget, require_room
+from adaptive_batching.probe.does_not_fit import DoesNotFitError, Remedy, explain, unknown_to_trace
 from adaptive_batching.probe.result import ProbeResult
 from adaptive_batching.probe.search import SEARCHES, settle_for_enough
 from adaptive_batching.probe.sizes import Measurement, SizesRun, candidate_sizes
 from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep, Trial
-from adaptive_batching.ranks.agree import Ranks
+from adaptive_batching.ranks.agree import ALONE, Ranks
+from adaptive_batching.values import memory_size
 
 log = logging.getLogger(__name__)
-
-ALONE = Ranks(alone=True)
-
-
-class DoesNotFitError(RuntimeError):
-    """Raised if training does not fit in memory, from the start or at a later step. The message lists remedies."""
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change of settings that could make a batch of one fit."""
-
-    setting: str
-    step: TrainingStep | None = None
-    """The training step with that setting, for tracing; None if a trace cannot predict the effect."""
-    change: Callable[[nn.Module], None] | None = None
-    """Applied to the traced copy of the step's model."""
-    saves_bytes: int = 0
-    """Known saving in bytes that the trace does not show."""
 
 
 class _Measuring:
@@ -54,14 +38,25 @@ class _Measuring:
         config: Provides ``memory_limit`` and ``headroom``.
         meter: Memory meter of this rank's device.
         ranks: All ranks of the run.
+        expected: Steps that the search is likely to take, for messages; None if that cannot be said.
     """
 
-    def __init__(self, trial: Trial, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        trial: Trial,
+        config: AdaptiveBatchingConfig,
+        meter: MemoryMeter,
+        ranks: Ranks,
+        expected: int | None,
+    ) -> None:
         self._trial = trial
         self._config = config
         self._meter = meter
         self._ranks = ranks
         self._is_first = True
+        self._expected = expected
+        self._num_steps = 0
+        self._start = time.perf_counter()
         self._share()
 
     def _share(self) -> None:
@@ -70,6 +65,7 @@ class _Measuring:
 
     def measure(self, batch_size: int) -> Measurement:
         """Run a step at ``batch_size`` after releasing the memory of the previous step."""
+        self._announce(batch_size)
         measured = self._trial.measure(batch_size)
         if self._is_first:
             # The first step loads libraries and creates handles and communicators, which keep their memory.
@@ -82,7 +78,16 @@ class _Measuring:
 
     def measure_again(self, batch_size: int) -> Measurement:
         """Run another step at the same size as the previous one."""
+        self._announce(batch_size)
         return self._agreed(self._trial.measure_again(batch_size))
+
+    def _announce(self, batch_size: int) -> None:
+        self._num_steps += 1
+        of = f" of about {self._expected}" if self._expected and self._num_steps <= self._expected else ""
+        log.info(
+            "trial step %d%s: batch size %d, %.0f s since the first began",
+            self._num_steps, of, batch_size, time.perf_counter() - self._start,
+        )  # fmt: skip
 
     def _agreed(self, here: Measurement) -> Measurement:
         ranks = self._ranks
@@ -95,20 +100,6 @@ class _Measuring:
             overhead=ranks.largest(here.overhead),
             retries=int(ranks.largest(here.retries)),
         )
-
-
-def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
-    """Return the peak memory in bytes that training may take: memory in use plus free memory, within the limits.
-
-    ``memory_limit`` caps it; without one, ``headroom`` is subtracted.
-    """
-    headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
-    return max(_memory_available(config, meter) - headroom, 0)
-
-
-def _memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
-    available = meter.used_bytes() + meter.free_bytes()
-    return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
 
 
 def find_maximum_batch_size(
@@ -127,7 +118,8 @@ def find_maximum_batch_size(
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and restore all state afterwards.
 
-    The returned size has run twice in a row within the limit, without the device's allocator emptying its cache.
+    The returned size has run within the limit, without the device's allocator emptying its cache: twice in a row,
+    unless freed memory goes back at once and the first time left room.
 
     Args:
         step: The training step, with worst-case samples.
@@ -146,11 +138,13 @@ def find_maximum_batch_size(
         scratch: Folder for saved weights and states if the one for temporary files has no room.
 
     Raises:
-        ConfigError: If there is no room to save weights and optimizer states.
+        ConfigError: If the limits leave nothing beyond what is in use, or if there is no room to save weights and
+            optimizer states.
         DoesNotFitError: If a batch of one sample does not fit.
     """
     start = time.perf_counter()
     meter.release()
+    require_room(config, meter, ranks)
     budget = memory_budget(config, meter)
     candidates = candidate_sizes(
         upper,
@@ -159,22 +153,23 @@ def find_maximum_batch_size(
         coarse=coarse and config.search == "predict",  # the other searches walk through a list one by one
     )
     log.info(
-        "probing for the largest batch size up to %d in %.0f MiB (%.0f MiB in use)",
-        candidates[-1], budget / 2**20, meter.used_bytes() / 2**20,
+        "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
+        candidates[-1], memory_size(budget), memory_size(meter.used_bytes()),
     )  # fmt: skip
     advice = allocator_advice(meter.device)
     if advice is not None:
-        log.info("more would fit with less memory fragmentation: set the environment variable %s", advice)
+        log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
     curve: PeakMemoryCurve | None = None
     level = 0.0  # bytes in use on the device that the trace does not see
     sizes: SizesRun | None = None
     settled: int | None = None
     try:
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
-        stopped_at = None if meter.fails_safely else _memory_available(config, meter)
+        stopped_at = None if meter.fails_safely else memory_available(config, meter)
         with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
             if ranks.all(True):  # a rank that failed on entry takes part below, with False
-                steps = _Measuring(trial, config, meter, ranks)
+                expected = None if config.search != "predict" else 3 if enough is None else 2
+                steps = _Measuring(trial, config, meter, ranks, expected)
                 # All ranks must search alike, although a limit on one process makes only that rank predictable.
                 avoids = ranks.any(not meter.fails_safely)
                 trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
@@ -211,12 +206,14 @@ def find_maximum_batch_size(
     if sizes is None or sizes.found is None:  # the optimizer states, or a single sample, do not fit
         limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
         try:
-            known = (curve, level) if curve is not None else (_trace(step), _unknown_to_trace(step, meter))
-            message = _explain(step, meter, limit, measured, remedies, *known)
+            known = (curve, level) if curve is not None else (_trace(step), unknown_to_trace(step, meter))
+            message = explain(step, meter, limit, measured, remedies, *known)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            message = f"a batch of one sample does not fit in {_size(limit)}, and too little is left to say what would"
+            message = (
+                f"a batch of one sample does not fit in {memory_size(limit)}, and too little is left to say what would"
+            )
         raise DoesNotFitError(message)
 
     batch_size = sizes.found
@@ -235,15 +232,16 @@ def find_maximum_batch_size(
     if settled is not None:
         peak = max((at for size, at in predicted if size <= settled), default=0)
         log.info(
-            "forwards of up to %d samples are enough, and predicted to fit by far (%.0f of %.0f MiB); %d training "
-            "steps at up to %d samples, %.1f s",
-            settled, peak / 2**20, result.budget_bytes / 2**20, result.num_steps, batch_size, result.seconds,
+            "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
+            "with %d training steps, at up to %d samples",
+            settled, memory_size(peak), memory_size(result.budget_bytes), result.seconds, result.num_steps, batch_size,
         )  # fmt: skip
         return result
     log.info(
-        "maximum batch size %d (%s): peak %.0f of %.0f MiB; %d training steps, %d out of memory, %.1f s",
-        batch_size, result.reason, result.peak_bytes / 2**20, result.budget_bytes / 2**20,
-        result.num_steps, result.num_out_of_memory, result.seconds,
+        "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
+        "memory",
+        batch_size, result.reason, memory_size(result.peak_bytes), memory_size(result.budget_bytes),
+        result.seconds, result.num_steps, result.num_out_of_memory,
     )  # fmt: skip
     return result
 
@@ -257,8 +255,12 @@ def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
 
 
 def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCurve | None:
+    start = time.perf_counter()
+    log.info("tracing the training step to predict its memory, twice, without taking any")
     try:
-        return trace_peak_memory(step)
+        curve = trace_peak_memory(step)
+        log.info("traced in %.1f s", time.perf_counter() - start)
+        return curve
     except TraceError as error:
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # a real step takes more memory
@@ -282,70 +284,3 @@ def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, settled: int | None) ->
         {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
     )
     return [(b, int(measured_at + largest.overhead * (curve.peak_bytes(b) - traced_at))) for b in points]
-
-
-def _unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
-    """Return the bytes in use that a trace does not see: libraries on the CPU, nothing on an accelerator."""
-    states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
-    return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
-
-
-def _explain(
-    step: TrainingStep,
-    meter: MemoryMeter,
-    budget: int,
-    measurements: Sequence[Measurement],
-    remedies: Callable[[], Sequence[Remedy]],
-    curve: PeakMemoryCurve | None,
-    level: float,
-) -> str:
-    """Return why a batch of one does not fit and what would help, with predictions corrected by measurements.
-
-    Args:
-        curve: The predicted peaks; None if no trace was possible.
-        level: Bytes in use on the device in addition to the predicted ones.
-    """
-    message = f"a batch of one sample does not fit in {_size(budget)}"
-    measured = next((m for m in measurements if m.batch_size == 1), None)
-    predicted = 0.0 if curve is None else curve.peak_bytes(1) + level
-    if measured is not None and measured.peak_bytes is not None:
-        message += f": it took {_size(measured.peak_bytes)}, {_size(max(measured.peak_bytes - budget, 0))} more"
-        level += 0 if curve is None else measured.peak_bytes - predicted
-    elif curve is not None and predicted > budget:
-        message += f": it needs about {_size(predicted)}, {_size(predicted - budget)} more"
-    elif curve is not None:
-        # The step needs more than the budget, so the prediction is too low by at least the difference.
-        message += f": it ran out of memory, though only about {_size(predicted)} was predicted"
-        level += budget - predicted
-    if any(module._compiled_call_impl is not None for module in step.model.modules()):
-        message += " (predicted without compile=True, which usually takes less)"
-    lines = []
-    for remedy in remedies():
-        predicted_with = _predict_remedy(remedy)
-        if predicted_with is None or curve is None:
-            lines.append(f"  {remedy.setting} (not predicted)")
-            continue
-        needed = predicted_with + level
-        verdict = "would fit" if needed < budget else f"still {_size(needed - budget)} too much"
-        lines.append(f"  {remedy.setting}: about {_size(needed)}, {verdict}")
-    advice = allocator_advice(meter.device)
-    if advice is not None:
-        lines.append(f"  the environment variable {advice} (not predicted)")
-    return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
-
-
-def _predict_remedy(remedy: Remedy) -> int | None:
-    if remedy.step is None:
-        return None
-    try:
-        return trace_peak_memory(remedy.step, remedy.change).peak_bytes(1) - remedy.saves_bytes
-    except TraceError as error:
-        log.debug("%s cannot be predicted: %s", remedy.setting, error)
-        return None
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.2f} GiB"
-    return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"

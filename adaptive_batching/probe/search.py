@@ -24,7 +24,7 @@ CERTAIN_FIT = 0.8
 # Without a prediction, a measured slope is extrapolated by at most this factor: floors make peak memory convex in b.
 MAX_EXTRAPOLATION = 4
 # The size for calibration is at least this share of the expected maximum. Libraries take their workspaces, some 5 MiB
-# each, when a computation first is large enough for them: calibrated at a 16th, the curve was off by more than a sample.
+# each, when a computation is first large enough for them: calibrated at a 16th, the curve was off by most of a sample.
 CALIBRATING_SHARE = 1 / 8
 # After a failed guess from a single measurement, the next one leaves this share of the predicted rise above it, and far
 # more after each further failure: if the level was off by a little, that is enough.
@@ -210,9 +210,9 @@ class _Curve:
 
     def cautious_share(self, failures: int) -> float:
         """Return the share of the budget to aim for after guesses from one measurement have failed."""
-        _, peak = self._measured[-1]
+        peak = self._measured[-1][1]
         caution = min(CAUTIOUS_SHARE * 5 ** (failures - 1), 1.0)
-        return (self._budget - caution * (self._budget - peak)) / self._budget
+        return float(1 - caution * (1 - peak / self._budget))
 
     def exceeds(self, index: int) -> bool:
         """Return True if a candidate is predicted not to fit."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-
 # Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
 # goes back at once.
 REPEAT_ERROR = 0.001

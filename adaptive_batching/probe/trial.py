@@ -23,6 +23,7 @@ from adaptive_batching.memory import MemoryMeter, is_out_of_memory
 from adaptive_batching.probe.sizes import Measurement
 from adaptive_batching.probe.snapshot import unchanged
 from adaptive_batching.random_state import unchanged_random_state
+from adaptive_batching.values import memory_size
 
 log = logging.getLogger(__name__)
 
@@ -141,9 +142,9 @@ class Trial:
             self._clear()
         self._drop_gradients()
         fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
-        took = "out of memory" if peak_bytes is None else f"peak {peak_bytes / 2**20:,.0f} MiB"
+        took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
-        log.info("trial step at batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
+        log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
         return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
 
     def _run(self, run: Run, batch: Any) -> None:

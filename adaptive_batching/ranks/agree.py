@@ -148,6 +148,9 @@ class Ranks:
                 dist.barrier(group=self._own_group)
 
 
+ALONE = Ranks(alone=True)
+
+
 def _spans_hosts() -> bool:
     """Return True if a launcher reports ranks on other hosts that no gloo group reaches yet."""
     several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")

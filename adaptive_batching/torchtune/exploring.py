@@ -17,7 +17,7 @@ from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.micro_batches.fastest import Exploration, NothingRanError, explore
 from adaptive_batching.micro_batches.forward_cost import ForwardCost
 from adaptive_batching.micro_batches.limits import TokenLimit
-from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch

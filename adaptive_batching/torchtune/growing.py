@@ -256,17 +256,17 @@ def make_controller(
         start = maximum if settings.use_maximum_batch_size else configured
         maximum = start
         if start != configured:
-            log.info("batch size %d -> %d (%s)", configured, start, reason)
+            log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
     else:
         start = _size_before_this_run(configured, stored)
         if stored and stored["maximum"] != maximum:
             log.info("the maximum was %d in the run that is resumed; now it is %d", stored["maximum"], maximum)
         start = accumulation.allowed(start)  # a stored one may be of another accumulation
         if start > maximum:
-            log.warning("batch size %d is above the maximum %d (%s); starting at %d", start, maximum, reason, maximum)
+            log.warning("batch size %d is above the maximum of %d, bound by %s; starting there", start, maximum, reason)
             start = maximum
         elif settings.use_maximum_batch_size:
-            log.info("batch size starts at %d and grows to at most %d (%s)", start, maximum, reason)
+            log.info("batch size starts at %d and grows to at most %d, bound by %s", start, maximum, reason)
     # One rank alone is asked: a function that is random or keeps a state cannot split them.
     return BatchController(start, maximum, reason, increase.function, increase.name, accumulation, host.ranks.on_first)
 

@@ -21,7 +21,7 @@ import adaptive_batching
 from adaptive_batching.growth.increase import IncreaseFunctionError
 from adaptive_batching.memory import is_out_of_memory
 from adaptive_batching.micro_batches.run import CannotRecoverError
-from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
 from adaptive_batching.torchtune.growing import resolve_increase

@@ -13,7 +13,7 @@ from torchtune import training
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded

@@ -18,7 +18,8 @@ from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.micro_batches.cut import Capacity
 from adaptive_batching.micro_batches.forward_cost import ForwardTimes
-from adaptive_batching.probe.find import find_maximum_batch_size, memory_budget
+from adaptive_batching.probe.budget import memory_budget, require_room
+from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.probe.result import ProbeResult, load_result, store_result
 from adaptive_batching.probe.trace import TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep
@@ -26,7 +27,7 @@ from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune.data import Sample, is_packed, worst_case_sample
 from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.step import MakeOptimizers, remedies, training_step
-from adaptive_batching.values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, MicroBatchSize
+from adaptive_batching.values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, MicroBatchSize, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -166,14 +167,16 @@ def probe_or_stored(
         folder: Where the result is kept.
 
     Raises:
-        ConfigError: If the device's memory cannot be measured.
+        ConfigError: If the device's memory cannot be measured, or if the limits leave none of it.
         DoesNotFitError: If a batch of one sample does not fit.
     """
     try:
         meter = memory_meter(host.device)
     except NotImplementedError as error:
         raise ConfigError(str(error)) from error
-    if meter.device.type == "cpu":
+    shares_memory = meter.device.type == "cpu"
+    require_room(settings, meter, host.ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
+    if shares_memory:
         settings = _with_room_for_training(settings, meter)
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
@@ -197,7 +200,7 @@ def probe_or_stored(
         if peak <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
-        log.info("stored probe result ignored: it takes %d bytes, and %d are left", peak, available)
+        log.info("stored probe result ignored: it takes %s, and %s are left", memory_size(peak), memory_size(available))
 
     find = partial(
         find_maximum_batch_size,
@@ -243,7 +246,7 @@ def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
 
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
     """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
-    log.info("%d MiB of the host's memory are left for what training adds to it", _ADDED_BY_TRAINING >> 20)
+    log.info("%s are kept free for what training takes besides its steps", memory_size(_ADDED_BY_TRAINING))
     least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
     if settings.memory_limit is None:
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))

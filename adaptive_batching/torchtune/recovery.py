@@ -10,7 +10,7 @@ from typing import Any
 from adaptive_batching.memory import allocator_advice, is_out_of_memory
 from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.micro_batches.run import Outcome
-from adaptive_batching.probe.find import DoesNotFitError
+from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.random_state import random_state, set_random_state
 from adaptive_batching.torchtune.cutting import MicroBatch
 from adaptive_batching.torchtune.data import index_of

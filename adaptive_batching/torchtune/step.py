@@ -16,7 +16,7 @@ from torchtune import modules, training
 
 from adaptive_batching.micro_batches.batch_dependence import find_batch_dependent_module
 from adaptive_batching.micro_batches.run import run_micro_batches
-from adaptive_batching.probe.find import Remedy
+from adaptive_batching.probe.does_not_fit import Remedy
 from adaptive_batching.probe.trial import Run, TrainingStep
 from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import compiling

@@ -85,7 +85,7 @@ def test_an_installed_wheel_in_any_directory(overrides: list[str], tmp_path: Pat
     by_name = ["run", "full_finetune_single_device", "--config", "quickstart/full_single_device", *overrides]
     by_name += ["use_maximum_batch_size=False", "batch_increase_function=mine.add_eight", "max_steps_per_epoch=1"]
     output = run([*by_name, "adaptive_batching.max_batch_size=16"], anywhere, str(site), OURS)
-    assert "batch size 8 -> 16 at epoch 0" in output and "dropped arguments: every" in output
+    assert "batch size grows from 8 to 16 at epoch 0" in output and "dropped arguments: every" in output
 
 
 def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.host_memory import CpuMeter
 from adaptive_batching.micro_batches.forward_cost import ForwardTimes
+from adaptive_batching.probe.budget import require_room
+from adaptive_batching.values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.support.records import events, without_sizes
 
@@ -142,11 +145,25 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
     assert "trial step" in longer
 
 
-def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: TuneRun) -> None:
+def test_a_limit_below_what_is_in_use_is_refused_as_such(tune_run: TuneRun) -> None:
     with pytest.raises(SystemExit) as end:
         tune_run("full", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=20MiB")
     message = str(end.value)
-    assert re.search(r"one sample does not fit in 4\.0 MiB: it needs about \d+ MiB, [1-9]\d* MiB more", message)
+    assert re.search(r"adaptive_batching\.memory_limit=20 MiB is used up before the first step", message), message
+    assert re.search(r"in which \d+ MiB are taken already; write what training may take in all, of the", message)
+    with pytest.raises(ConfigError, match=r"batching\.headroom=99\.9% is [\d.]+ GiB, and only [\d.]+ GiB are free"):
+        require_room(AdaptiveBatchingConfig.from_mapping({"headroom": "99.9%"}), CpuMeter())
+
+
+@pytest.mark.serial
+def test_a_batch_of_one_that_does_not_fit_ends_with_what_would_help(tune_run: TuneRun) -> None:
+    meter = CpuMeter()
+    meter.release()
+    limit = meter.used_bytes() + 24 * 2**20
+    with pytest.raises(SystemExit) as end:
+        tune_run("full", "use_maximum_batch_size=True", f"adaptive_batching.memory_limit={limit}")
+    message = str(end.value)
+    assert re.search(r"one sample does not fit in \d+ MiB: it needs about \d+ MiB, [\d.]+ MiB more", message), message
     for remedy in ("enable_activation_checkpointing=True: about", "optimizer_in_bwd=True", "LoRA", "QLoRA",
                    "tokenizer.max_seq_len=32 (now 64): about", "memory_limit"):  # fmt: skip
         assert remedy in message, message

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.probe import does_not_fit
 from adaptive_batching.probe import find as find_module
-from adaptive_batching.probe.find import DoesNotFitError, Remedy, find_maximum_batch_size
+from adaptive_batching.probe.does_not_fit import DoesNotFitError, Remedy
+from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.probe.result import ProbeResult
 from adaptive_batching.probe.trial import TrainingStep
 from adaptive_batching.values import MemoryAmount
@@ -136,7 +138,7 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Curve(device))
-        patch.setattr(find_module, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
+        patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
         find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
     message = str(error.value)
     if is_measured:

@@ -15,7 +15,8 @@ from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.micro_batches.cut import Capacity
 from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching.probe.find import DoesNotFitError, find_maximum_batch_size
+from adaptive_batching.probe.does_not_fit import DoesNotFitError
+from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching.torchtune.recovery import Recovery, remedy
 from adaptive_batching.values import ByLength
