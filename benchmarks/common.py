@@ -36,13 +36,15 @@ class ProcessFailed(RuntimeError):
     """A process ended with an error; the message is what it wrote."""
 
 
-def measure_in_fresh_process(*arguments: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run this script with ``arguments`` in a process of its own; its last line of output is a JSON object.
+def measure_in_fresh_process(
+    *arguments: str, script: str = "", environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run ``script``, or else this one, with ``arguments`` in a process of its own; its last line is a JSON object.
 
     Raises:
         ProcessFailed: If it ends with another status than 0.
     """
-    command = [sys.executable, sys.argv[0], *arguments]
+    command = [sys.executable, script or sys.argv[0], *arguments]
     env = {**os.environ, **(environment or {})}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     if done.returncode:

@@ -1,24 +1,33 @@
-"""One epoch over the quickstart's data, the same 64 samples in each optimizer step, cut into forwards in three ways.
+"""One epoch over the quickstart's data, the same 64 samples in each optimizer step, run in several ways.
 
     pip install -e .
-    python benchmarks/epoch_time.py                  # about 10 minutes on 2 cores
+    python benchmarks/epoch_time.py                  # about 15 minutes on 2 cores
     python benchmarks/epoch_time.py --device cuda --repeats 3
 
 Samples are cut only at the 512 tokens that the model takes.
 
 - stock, ``batch_size=64``: one forward for each step;
 - stock, ``batch_size=4 gradient_accumulation_steps=16``: sixteen forwards of the samples as they come;
-- ours, ``batch_size=64 micro_batch_size=auto``: sorted by length, cut at the least measured cost.
+- stock, ``packed=True``: packs of 512 tokens, as many in a step as hold 64 samples on average, so not the same steps;
+- ours, ``batch_size=64 micro_batch_size=auto``: sorted by length, cut at the least measured cost;
+- the same where little memory is left, and the same with the largest forward that fits probed in full, as
+  ``use_maximum_batch_size`` needs it, to see what a probe no larger than is of use costs in speed.
 
-Each run is a fresh process; the ways alternate. Only ``recipe.train()`` is timed, its checkpoint included; the probe of
-``auto`` runs before and is reported beside it. The last line printed is a JSON object: ratios of medians, the largest
-relative difference of a step's loss to the first way's, and padded over real tokens of ours.
+Each run is a fresh process; the ways alternate. Only ``recipe.train()`` is timed, its checkpoint included; set-up is
+reported beside it, and the probe's traces apart.
+
+The bound that no way of cutting can beat is the number of real tokens times the best time per token: a forward and
+backward of unpadded batches of many lengths and sizes is timed, and the fastest counts. What an epoch takes beyond it
+is named part by part. The last line printed is a JSON object of ratios of medians, with the largest relative
+difference of a step's loss to the first way's, and padded over real tokens of ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -28,18 +37,33 @@ from typing import Any
 import torch
 from common import measure_in_fresh_process, write_report
 from omegaconf import OmegaConf
+from torchtune import config
 
-from adaptive_batching.memory import memory_meter
-from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from adaptive_batching.memory import MemoryMeter, memory_meter
+from adaptive_batching.micro_batches.forward_cost import ForwardCost, ForwardTimes
+from adaptive_batching.probe import find
+from adaptive_batching.probe.trace import trace_peak_memory
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock, probing
 from adaptive_batching.torchtune.quickstart import build
 
 ROOT = Path(__file__).parent.parent
-OURS = "ours, micro_batch_size=auto"
+BATCH_64, ACCUMULATED, PACKED = "stock, batch_size=64", "stock, 4 x 16 accumulated", "stock, packed"
+OURS, NEAR, FULLY = "ours, micro_batch_size=auto", "ours, little memory", "ours, fully probed"
+BOUND = "the bound"
+AUTO = {"batch_size": 64, "gradient_accumulation_steps": 1, "micro_batch_size": "auto"}
 WAYS: dict[str, dict[str, Any]] = {
-    "stock, batch_size=64": {"batch_size": 64, "gradient_accumulation_steps": 1},
-    "stock, 4 x 16 accumulated": {"batch_size": 4, "gradient_accumulation_steps": 16},
-    OURS: {"batch_size": 64, "gradient_accumulation_steps": 1, "micro_batch_size": "auto"},
+    BATCH_64: {"batch_size": 64, "gradient_accumulation_steps": 1},
+    ACCUMULATED: {"batch_size": 4, "gradient_accumulation_steps": 16},
+    PACKED: {"gradient_accumulation_steps": 1, "dataset.packed": True},
+    OURS: AUTO,
+    NEAR: {**AUTO, "adaptive_batching": {"memory_limit": "640MiB"}},
+    FULLY: AUTO,
+    BOUND: {"batch_size": 256, "gradient_accumulation_steps": 1},  # the most samples of a timed batch
 }
+OF_OURS = (OURS, NEAR, FULLY)
+SAME_STEPS = (BATCH_64, ACCUMULATED, *OF_OURS)
+# Shapes of unpadded batches whose forward and backward is timed for the bound.
+LENGTHS, MOST_TOKENS, TIMES = (32, 64, 128, 256, 512), 8192, 5
 stock = load_stock("full_finetune_single_device")
 
 
@@ -48,37 +72,15 @@ class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ign
 
 
 def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
-    """Train one epoch in this process."""
+    """Train one epoch in this process, or time forwards for the bound."""
+    if way == FULLY:
+        ForwardTimes.enough = lambda self: None  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as output_dir:
-        cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
-        changes = {
-            "data_dir": inputs, "output_dir": output_dir, "device": device, "epochs": 1,
-            "use_maximum_batch_size": False, "batch_increase_function": None, "clip_grad_norm": None,
-            "adaptive_batching": {"memory_limit": "2GiB"},
-            "tokenizer.max_seq_len": 512,
-            "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},  # Adam makes rounding as large as its step
-            **WAYS[way],
-        }  # fmt: skip
-        for key, value in changes.items():
-            OmegaConf.update(cfg, key, value, merge=False)
-        cfg.dataset.split = f"train[:{samples}]"
-        recipe = (Ours if way == OURS else stock.FullFinetuneRecipeSingleDevice)(cfg)
-        start = time.perf_counter()
-        recipe.setup(cfg)
-        set_up = time.perf_counter() - start
-
-        tokens = {"padded": 0, "real": 0, "forwards": 0}
-        pad_id = recipe._tokenizer.pad_id
-
-        def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            tokens["padded"] += kwargs["tokens"].numel()
-            tokens["real"] += int((kwargs["tokens"] != pad_id).sum())
-            tokens["forwards"] += 1
-
-        recipe._model.register_forward_pre_hook(count, with_kwargs=True)
-        losses: list[float] = []
-        recipe._metric_logger.log_dict = lambda payload, step: losses.append(float(payload["loss"]))
+        recipe, set_up, traced = set_up_recipe(way, inputs, output_dir, device, samples)
         meter = memory_meter(device)
+        if way == BOUND:
+            return {"seconds_per_token": best_seconds_per_token(recipe, meter)}
+        noted = Noted(recipe)
         meter.release()
         meter.reset_peak()
         start = time.perf_counter()
@@ -86,39 +88,160 @@ def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
         meter.synchronize()
         seconds = time.perf_counter() - start
         return {
-            "seconds": round(seconds, 2), "set_up_seconds": round(set_up, 2), "losses": losses, **tokens,
-            "peak_mib": meter.peak_bytes() // 2**20,
+            "seconds": round(seconds, 2), "set_up_seconds": round(set_up - traced, 2),
+            "trace_seconds": round(traced, 2), **vars(noted), "peak_mib": meter.peak_bytes() // 2**20,
         }  # fmt: skip
 
 
+def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: int) -> tuple[Any, float, float]:
+    """Return the recipe after its set-up, the seconds of that, and those of the traces in it."""
+    cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+    changes = {
+        "data_dir": inputs, "output_dir": output_dir, "device": device, "epochs": 1,
+        "use_maximum_batch_size": False, "batch_increase_function": None, "clip_grad_norm": None,
+        "adaptive_batching": {"memory_limit": "2GiB"},
+        "tokenizer.max_seq_len": 512,
+        "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1},  # Adam makes rounding as large as its step
+        **WAYS[way],
+    }  # fmt: skip
+    for key, value in changes.items():
+        OmegaConf.update(cfg, key, value, merge=False)
+    cfg.dataset.split = f"train[:{samples}]"
+    recipe_class = Ours if way in OF_OURS else stock.FullFinetuneRecipeSingleDevice
+    if way == PACKED:
+        dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
+        cfg.batch_size = max(round(len(dataset) * 64 / samples), 1)
+    recipe = recipe_class(cfg)
+    traced = 0.0
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal traced
+        start = time.perf_counter()
+        try:
+            return trace_peak_memory(*args, **kwargs)
+        finally:
+            traced += time.perf_counter() - start
+
+    find.trace_peak_memory = probing.trace_peak_memory = timed  # type: ignore[attr-defined]
+    start = time.perf_counter()
+    recipe.setup(cfg)
+    return recipe, time.perf_counter() - start, traced
+
+
+class Noted:
+    """What is noted while a recipe trains: losses, tokens, and seconds of each part."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.losses: list[float] = []
+        self.padded = self.real = self.forwards = 0
+        self.seconds_in_forwards = self.seconds_in_optimizer = self.seconds_in_checkpoint = 0.0
+        pad_id = recipe._tokenizer.pad_id
+
+        def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            self.padded += kwargs["tokens"].numel()
+            self.real += int((kwargs["tokens"] != pad_id).sum())
+            self.forwards += 1
+
+        def observe(cost: ForwardCost, tokens: int, seconds: float) -> None:
+            self.seconds_in_forwards += seconds
+            original(cost, tokens, seconds)
+
+        original = ForwardCost.observe
+        ForwardCost.observe = observe  # type: ignore[method-assign, assignment]
+        recipe._model.register_forward_pre_hook(count, with_kwargs=True)
+        recipe._metric_logger.log_dict = lambda payload, step: self.losses.append(float(payload["loss"]))
+        recipe._optimizer.step = self._timed(recipe._optimizer.step, "seconds_in_optimizer")
+        recipe.save_checkpoint = self._timed(recipe.save_checkpoint, "seconds_in_checkpoint")
+
+    def _timed(self, function: Any, total: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(self, total, getattr(self, total) + time.perf_counter() - start)
+
+        return functools.wraps(function)(run)
+
+
+def best_seconds_per_token(recipe: Any, meter: MemoryMeter) -> float:
+    """Time a forward and backward of unpadded batches of many shapes; return the least seconds per token."""
+    best = math.inf
+    for _ in range(TIMES):
+        for length in LENGTHS:
+            for size in (2**k for k in range((MOST_TOKENS // length).bit_length())):
+                tokens = torch.randint(8, 4096, (size, length), device=recipe._device)
+                batch = {"tokens": tokens, "labels": tokens.clone()}
+                start = time.perf_counter()
+                recipe._loss_step(batch).backward()
+                meter.synchronize()
+                best = min(best, (time.perf_counter() - start) / tokens.numel())
+    return best
+
+
 def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[str, float]]:
-    """A Markdown table of medians, and the ratios."""
+    """Markdown tables of medians, and the ratios."""
 
     def median(way: str, key: str) -> float:
         return statistics.median(result[key] for result in results[way])
 
     ours = median(OURS, "seconds")
-    reference = next(iter(results.values()))[0]["losses"]
+    per_token = min(result["seconds_per_token"] for result in results[BOUND])
+    bound = median(OURS, "real") * per_token
     rows = [
-        "| way | seconds | seconds/ours | forwards | padded/real tokens | peak MiB | set-up seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| way | seconds | seconds/ours | forwards | padded/real tokens | peak MiB | set-up seconds | of traces |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for way in results:
-        padding = median(way, "padded") / median(way, "real")
-        seconds = median(way, "seconds")
+        if way == BOUND:
+            rows.append(f"| {way} | {bound:.1f} | {bound / ours:.2f} | | 1.00 | | | |")
+            continue
         rows.append(
-            f"| {way} | {seconds:.1f} | {seconds / ours:.2f} | {median(way, 'forwards'):.0f} | {padding:.2f} "
-            f"| {median(way, 'peak_mib'):.0f} | {median(way, 'set_up_seconds'):.1f} |"
+            f"| {way} | {median(way, 'seconds'):.1f} | {median(way, 'seconds') / ours:.2f} "
+            f"| {median(way, 'forwards'):.0f} | {median(way, 'padded') / median(way, 'real'):.2f} "
+            f"| {median(way, 'peak_mib'):.0f} | {median(way, 'set_up_seconds'):.1f} "
+            f"| {median(way, 'trace_seconds'):.1f} |"
         )
-    losses = [result["losses"] for way in results.values() for result in way]
+    padding = (median(OURS, "padded") - median(OURS, "real")) * per_token
+    forwards = median(OURS, "seconds_in_forwards") - median(OURS, "padded") * per_token
+    optimizer, checkpoint = median(OURS, "seconds_in_optimizer"), median(OURS, "seconds_in_checkpoint")
+    rest = ours - bound - padding - forwards - optimizer - checkpoint
+    parts = {
+        "the bound": bound,
+        "padding": padding,
+        "forwards: their fixed cost, and shapes that are slower than the best": forwards,
+        "the optimizer": optimizer,
+        "the checkpoint": checkpoint,
+        "all else, such as collating and metrics": rest,
+    }
+    rows += ["", f"What an epoch of {OURS!r} consists of:", "", "| part | seconds | share |", "|---|---|---|"]
+    rows += [f"| {part} | {seconds:.2f} | {100 * seconds / ours:.1f} % |" for part, seconds in parts.items()]
+    losses = [result["losses"] for way in SAME_STEPS for result in results[way]]
     assert len({len(each) for each in losses}) == 1, "the ways took different numbers of steps"
-    difference = max(abs(a - b) / b for each in losses for a, b in zip(each, reference, strict=True))
-    first, second, _ = results
+    difference = max(abs(a - b) / b for each in losses for a, b in zip(each, losses[0], strict=True))
     return rows, {
-        "speedup_vs_batch_64": round(median(first, "seconds") / ours, 2),
-        "speedup_vs_accumulation": round(median(second, "seconds") / ours, 2),
+        "speedup_vs_batch_64": round(median(BATCH_64, "seconds") / ours, 2),
+        "speedup_vs_accumulation": round(median(ACCUMULATED, "seconds") / ours, 2),
+        "speedup_vs_packed": round(median(PACKED, "seconds") / ours, 2),
         "loss_difference": float(f"{difference:.1e}"),
         "padding_ratio": round(median(OURS, "padded") / median(OURS, "real"), 3),
+        **of_auto(results),
+    }
+
+
+def of_auto(results: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """What ``auto`` costs before the epoch, what of its speed that keeps, and how near that is to the bound."""
+
+    def median(way: str, key: str) -> float:
+        return statistics.median(result[key] for result in results[way])
+
+    ours = median(OURS, "seconds")
+    per_token = min(result["seconds_per_token"] for result in results[BOUND])
+    return {
+        "auto_setup_over_epoch": round(median(OURS, "set_up_seconds") / ours, 3),
+        "auto_setup_over_epoch_in_little_memory": round(median(NEAR, "set_up_seconds") / median(NEAR, "seconds"), 3),
+        "auto_speed_kept": round(median(FULLY, "seconds") / ours, 3),
+        "auto_over_bound": round(median(OURS, "real") * per_token / ours, 3),
     }
 
 
@@ -141,12 +264,13 @@ def main() -> None:
         inputs = Path(directory) / "inputs"
         build(inputs)
         for repeat in range(args.repeats):
-            for way in [*WAYS][repeat % 3 :] + [*WAYS][: repeat % 3]:
+            ways = [*WAYS][repeat % len(WAYS) :] + [*WAYS][: repeat % len(WAYS)]
+            for way in ways:
                 arguments = ["--device", args.device, "--samples", str(args.samples), "--measure", way, str(inputs)]
                 result = measure_in_fresh_process(*arguments)
                 results[way].append(result)
                 shown = {key: value for key, value in result.items() if key != "losses"}
-                print(f"{way}: {shown}, last loss {result['losses'][-1]:.4f}", flush=True)
+                print(f"{way}: {shown}", flush=True)
     rows, ratios = evaluate(results)
     difference = f"losses of every step differ by at most {ratios['loss_difference']:.1e} of their value"
     write_report(

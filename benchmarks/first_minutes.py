@@ -1,0 +1,87 @@
+"""What a new user waits for: the quickstart, and the set-up of ``micro_batch_size: auto``.
+
+    pip install -e .[bench]
+    python benchmarks/first_minutes.py               # about 10 minutes on 2 cores
+
+The quickstart runs in an empty folder, in a fresh process, from the command to its end; the first decision is the line
+that says the maximum batch size. What ``auto`` costs and gains is measured as ``epoch_time.py`` does it, each run in a
+fresh process. The last line printed is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import measure_in_fresh_process, write_report
+from epoch_time import BOUND, FULLY, NEAR, OURS, of_auto
+
+ROOT = Path(__file__).parent.parent
+FIRST_DECISION = "maximum batch size"
+
+
+def quickstart(folder: Path) -> dict[str, float]:
+    """Run the quickstart in ``folder``; return the seconds to its first decision and to its end."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "adaptive_batching", "quickstart"]
+    start = time.perf_counter()
+    decided: float | None = None
+    process = subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if decided is None and FIRST_DECISION in line:
+            decided = time.perf_counter() - start
+    if process.wait() or decided is None:
+        raise RuntimeError("".join(lines[-30:]))
+    return {"first_decision": decided, "end": time.perf_counter() - start}
+
+
+def main() -> None:
+    """Measure everything and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/first_minutes_cpu.md")
+    args = parser.parse_args()
+    times: list[dict[str, float]] = []
+    results: dict[str, list[dict[str, Any]]] = {way: [] for way in (OURS, NEAR, FULLY, BOUND)}
+    script = str(Path(__file__).with_name("epoch_time.py"))
+    with tempfile.TemporaryDirectory() as directory:
+        for repeat in range(args.repeats):
+            folder = Path(directory) / str(repeat)
+            folder.mkdir()
+            times.append(quickstart(folder))
+            print("quickstart:", times[-1], flush=True)
+            ways = [*results][repeat % len(results) :] + [*results][: repeat % len(results)]
+            for way in ways:
+                result = measure_in_fresh_process("--measure", way, str(folder / "data/quickstart"), script=script)
+                results[way].append(result)
+                print(f"{way}:", {k: v for k, v in result.items() if k != "losses"}, flush=True)
+
+    def median(key: str) -> float:
+        return round(statistics.median(each[key] for each in times), 1)
+
+    figures = {
+        "quickstart_seconds_after_install": median("end"),
+        "first_decision_seconds": median("first_decision"),
+        **of_auto(results),
+        "readme_words": len((ROOT / "README.md").read_text().split()),
+    }
+    rows = ["| what | measured |", "|---|---|", *(f"| {key} | {value} |" for key, value in figures.items())]
+    facts = [f"medians of {args.repeats}; `auto`: 1280 samples, 64 in each optimizer step"]
+    write_report("The first minutes", device="cpu", facts=facts, rows=rows, figures=figures, output=args.output)
+
+
+if __name__ == "__main__":
+    main()
