@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
-from adaptive_batching import AdaptiveBatchingConfig, growth
+from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
+from adaptive_batching.cli.main import COMMANDS
 from adaptive_batching.growth.increase import resolve
 from adaptive_batching.torchtune.commands import add_commands
 from adaptive_batching.torchtune.host import StockParts, next_token
@@ -28,52 +28,18 @@ from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.settings import FIELDS, read_settings
 from tests.conftest import ROOT
+from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, commands
 from tests.support.settings_table import PAGE, page
 
-README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *DOCS]
 QUICKSTART = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"
 MOST_WORDS = 1000
 NOT_CHECKED = ["pip install .", ". .venv/bin/activate"]
 """Commands that need a network, or that a shell alone knows."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
-
-    language: str
-    text: str
-    where: str
-
-    def __str__(self) -> str:
-        return self.where
-
-
-def blocks(language: str) -> list[Block]:
-    found = []
-    for path in PAGES:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if line.startswith(f"```{language}"):
-                text = path.read_text().split("\n", number)[-1].split("\n```")[0]
-                found.append(Block(language, text, f"{path.relative_to(ROOT)}:{number}"))
-    return found
-
-
-def commands() -> Iterator[tuple[str, str]]:
-    """Yield (place, command) of each line in a block of bash, without comments."""
-    for block in blocks("bash"):
-        for line in block.text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words:
-                yield block.where, shlex.join(words)
-
-
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
 def test_every_relative_link_resolves(path: Path) -> None:
-    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", path.read_text())):
         if link.startswith(("http:", "https:")):
             continue
         name, _, anchor = link.partition("#")
@@ -114,6 +80,49 @@ def test_every_increase_function_has_a_row() -> None:
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     factories = {name for name in growth.__all__ if getattr(growth, name).__module__.endswith(".schedules")}
     assert factories and factories <= named
+
+
+def test_the_arguments_of_increase_functions_and_their_defaults_are_as_shown() -> None:
+    page = (ROOT / "docs" / "grow-the-batch.md").read_text()
+    for names, _, arguments in re.findall(r"^\| (`.+?) \| (.*?) \| (.*?) ?\|$", page, flags=re.MULTILINE):
+        functions = [getattr(growth, name) for name in re.findall(r"`(\w+)`", names)]
+        taken = {key: value for each in functions for key, value in inspect.signature(each).parameters.items()}
+        shown: Any = OmegaConf.create(
+            "\n".join(
+                f"{each.rstrip(': ')}: " if ":" not in each else each for each in re.findall(r"`(.+?)`", arguments)
+            )
+        )
+        assert set(shown) == set(taken), names
+        for key, value in shown.items():
+            default = taken[key].default
+            if value is not None and default is not inspect.Parameter.empty:
+                assert value == default, (names, key)
+        if names == "`staged`":  # an example, as there is no default
+            growth.staged(**shown)
+
+
+def test_the_names_of_other_tools_are_answered_as_shown() -> None:
+    rows = (ROOT / "docs" / "comparison.md").read_text().split("| elsewhere | here |\n|---|---|\n")[1].splitlines()
+    for row in rows:
+        elsewhere, here = row.strip("| ").split(" | ")
+        for name in re.findall(r"`(\w+)`", elsewhere):
+            with pytest.raises(ConfigError, match=re.escape(here.replace("`", ""))):
+                read_settings(OmegaConf.create({**OmegaConf.load(QUICKSTART), name: 8}))
+
+
+def test_the_commands_of_the_command_line_have_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    for add in COMMANDS:
+        add(subparsers, "adaptive-batching")
+    assert set(subparsers.choices) <= set(rows)
+
+
+def test_the_rooms_are_there() -> None:
+    [tree] = [block.text for block in blocks("") if block.text.startswith("adaptive_batching/")]
+    for indent, names in re.findall(r"^( {0,4})(\w[\w./, ]*?)(?: {2,}.*)?$", tree, flags=re.MULTILINE):
+        for name in names.split(", "):
+            assert (ROOT / ("adaptive_batching" if indent else "") / name).exists(), name
 
 
 # Python
@@ -215,7 +224,7 @@ def make_targets() -> set[str]:
 
 
 def test_make_targets_in_the_text_exist() -> None:
-    for path in PAGES:
+    for path in (*PAGES, ROOT / "CONTRIBUTING.md"):
         assert set(re.findall(r"`make ([a-z-]+)", path.read_text())) <= make_targets(), path.name
 
 
@@ -237,9 +246,14 @@ def check_tune(arguments: list[str], *, ours: bool) -> None:
     elif arguments[0] == "cp":
         assert args.file in {*known, *configs}
     elif arguments[0] == "validate":
-        assert Path(args.config).is_file()
+        assert str(args.config) in copies()
     elif arguments[0] == "run":
         check_run(args, known, ours=ours)
+
+
+def copies() -> set[str]:
+    """The files that commands of the pages make."""
+    return {words[-1] for words in (shlex.split(command) for _, command in commands()) if words[1:2] == ["cp"]}
 
 
 def check_run(args: Any, known: dict[str, Any], *, ours: bool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
 
-fail_at_epoch: int | None = None
+fail_at_epoch = int(os.environ["FAIL_AT_EPOCH"]) if "FAIL_AT_EPOCH" in os.environ else None
 
 
 def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:

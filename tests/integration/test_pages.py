@@ -1,0 +1,368 @@
+"""The commands, settings, recipes and output that the README and ``docs/`` show: they are run.
+
+:data:`COMMANDS` says how each command is run, :data:`SIZES` what comes of each group of settings. What is new in a page
+needs an entry. ``tests/test_docs.py`` runs the Python, and checks what can be checked without a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from adaptive_batching.ranks.fsdp import can_drain
+from tests.conftest import ROOT, Run, TuneRun
+from tests.integration.faults import disarm, plan
+from tests.support.command_line import in_shell, in_this_process, make_environment, small
+from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text
+from tests.support.power_cut import FUNCTION
+from tests.support.records import events
+
+TABLE = "what was decided, and why"
+MY_CONFIG = "adaptive-batching cp quickstart/full_single_device my_config.yaml"
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A command that a shell runs as it stands, with overrides added for a small model."""
+
+    says: str = TABLE
+    """What it has to print."""
+    added: str | None = None
+    """What is added to it, where not overrides of a config."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """What stands for other hosts, for more devices than two, and for the dots of a page."""
+    folder: str = "."
+    """Where it runs, in a checkout."""
+    installed: bool = False
+    """Run in an empty folder, in an environment that the package is installed into, rather than in a checkout."""
+    first: str = "true"
+    """What makes what it needs."""
+    agents: int = 1
+    """Shells that run it at the same time, as nodes do."""
+    interrupted: bool = False
+    """Run without resuming at first, until a power cut in the third epoch."""
+    slow: bool = True
+
+
+@dataclass(frozen=True)
+class Here:
+    """A command of this package that runs in this process, which takes a tenth of the time."""
+
+    says: str
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A target of make: what it would run is looked at, and not run, for a reason."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A command that the test of this name runs."""
+
+    test: str
+
+
+# One of each kind is not slow.
+COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
+    "adaptive-batching ls": Here("lora_finetune_distributed"),
+    "adaptive-batching cat quickstart/lora_single_device": Here("lora_rank: 8"),
+    "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
+    "adaptive-batching validate my_config.yaml": Here(
+        "Config is well-formed!", first="adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml"
+    ),
+    "python -m adaptive_batching": Shell("{quickstart,ls,cp,cat,validate,run}", added=""),
+    "adaptive-batching quickstart": Shell(
+        "Next, with a config of your own", added="epochs=1 dataset.split=train[:24]", slow=False
+    ),
+    "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device "
+    "use_maximum_batch_size=True": Shell(slow=False),
+    "adaptive-batching run full_finetune_single_device --config quickstart/full_single_device epochs=2": Shell(
+        installed=True
+    ),
+    "tune run adaptive_batching/recipes/lora_finetune_single_device.py --config llama3_2/1B_lora_single_device "
+    "use_maximum_batch_size=True": Shell(installed=True),
+    "tune run adaptive_batching/recipes/full_finetune_single_device.py --config ...": Shell(
+        installed=True, first=MY_CONFIG, instead={"...": "my_config.yaml"}
+    ),
+    "PYTHONPATH=. tune run recipes/full_finetune_single_device.py --config ...": Shell(
+        instead={"...": "recipes/configs/quickstart/full_single_device.yaml"}
+    ),
+    "tune run full_finetune_single_device.py --config ...": Shell(
+        instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes", slow=False
+    ),
+    "adaptive-batching run lora_finetune_single_device --config quickstart/lora_single_device "
+    "resume_from_checkpoint=True": Shell(interrupted=True),
+    "adaptive-batching run full_finetune_single_device --config quickstart/full_single_device "
+    "resume_from_checkpoint=True 'checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]'": Shell(
+        interrupted=True
+    ),
+    "adaptive-batching run --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora "
+    "use_maximum_batch_size=True": Shell(slow=False),
+    "PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py "
+    "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": Shell(),
+    "adaptive-batching run --nproc_per_node 8 full_finetune_distributed --config llama3_1/8B_full "
+    "use_maximum_batch_size=True": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}),
+    "adaptive-batching run --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 "
+    "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True": Shell(
+        instead={"--nproc_per_node 8": "--nproc_per_node 1", "node0:29500": "127.0.0.1:{port}"}, agents=2
+    ),
+    "pip install .": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
+    ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
+    "PYTHONPATH=. python benchmarks/growth_quality.py --samples 256": Elsewhere("test_a_benchmark_is_repeated"),
+    "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
+    "make test": Printed("this test is one of those that it runs"),
+    "make test-all": Printed("this test is one of those that it runs"),
+    "make bench": Printed("takes more than an hour"),
+    "make bench DEVICE=cuda": Printed("needs a GPU"),
+    "make test-cuda": Shell("SKIPPED", added=""),
+}
+
+
+def all_commands() -> set[str]:
+    return {command for _, command in commands()} | {c for path in PAGES for c in commands_in_the_text(path)}
+
+
+def those(kind: type) -> list[Any]:
+    return [
+        pytest.param(command, way, id=command[:80], marks=[pytest.mark.slow] if getattr(way, "slow", False) else [])
+        for command, way in COMMANDS.items()
+        if isinstance(way, kind)
+    ]
+
+
+def test_each_command_is_run() -> None:
+    assert set(COMMANDS) == all_commands()
+    assert all(way.test in globals() for way in COMMANDS.values() if isinstance(way, Elsewhere))
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout whose ``.venv`` has all that ``make`` would install."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("Makefile", "adaptive_batching", "benchmarks", "pyproject.toml", "recipes", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    make_environment(folder / ".venv", checkout=folder)
+    for extra in ("plots", "dev", "bench"):
+        (folder / ".venv" / f".{extra}").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a ``.venv`` that the page's command has installed the package into."""
+    folder = tmp_path_factory.mktemp("installed")
+    make_environment(folder / ".venv")
+    [command] = [command for command in COMMANDS if command.startswith("pip")]
+    assert "Collecting torch" not in finish(in_shell(command, ROOT, folder / ".venv")), "torch is there"
+    return folder
+
+
+def finish(process: Any, status: int = 0) -> str:
+    output: str = process.communicate(timeout=600)[0]
+    assert process.returncode == status, output[-6000:]
+    return output
+
+
+@pytest.mark.parametrize(("command", "way"), those(Shell))
+def test_a_command_runs_as_it_stands(
+    command: str, way: Shell, request: pytest.FixtureRequest, inputs: Path, tmp_path: Path
+) -> None:
+    if "nproc_per_node" in command and not can_drain():
+        pytest.skip(f"torch {torch.__version__} cannot probe on several devices (2.13 can)")
+    home: Path = request.getfixturevalue("installed" if way.installed else "checkout")
+    cwd, venv = (tmp_path if way.installed else home / way.folder), home / ".venv"
+    line = command
+    for shown, real in way.instead.items():
+        assert shown in line
+        line = line.replace(shown, real.format(port=free_port()))
+    added = small(command, inputs, tmp_path / "out") if way.added is None else way.added.format(tmp=tmp_path)
+    finish(in_shell(way.first, cwd, venv))
+    variables = {}
+    if way.interrupted:
+        added += f" {shlex.join(FUNCTION)}"
+        begin = shlex.join(word for word in shlex.split(line) if not word.startswith(("resume_from", "checkpointer.")))
+        begin += f" {small(begin, inputs, tmp_path / 'out')} {shlex.join(FUNCTION)}"
+        variables["PYTHONPATH"] = str(ROOT)
+        cut = finish(in_shell(begin, cwd, venv, FAIL_AT_EPOCH="2", **variables), status=1)
+        assert "the power went out" in cut
+    running = [in_shell(f"{line} {added}", cwd, venv, **variables) for _ in range(way.agents)]
+    output = "".join(finish(process) for process in running)
+    assert way.says in output, output[-6000:]
+    if way.interrupted:
+        assert [epoch["epoch"] for epoch in events(Run(tmp_path / "out"), "epoch")] == [0, 1, 2]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(("command", "way"), those(Here))
+def test_a_command_that_starts_no_run(
+    command: str, way: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in filter(None, (way.first, command)):
+        assert in_this_process(*shlex.split(line)[1:]) == 0
+    assert way.says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", sorted(command for command in COMMANDS if command.startswith("make ")))
+def test_a_target_runs_what_there_is(command: str, checkout: Path) -> None:
+    """With an environment to make, and with one that is there already, where nothing is installed."""
+    for added, installs in (("VENV=nowhere", True), ("PYTHON=python3", False)):
+        lines = finish(in_shell(f"{command} --dry-run {added}", checkout, checkout / ".venv"))
+        extras = re.findall(r"pip install .* --editable '\.\[(\w+)\]'", lines)
+        assert bool(extras) == installs and set(extras) <= optional_dependencies(), lines
+        modules = set(re.findall(r"python3? -m ([\w.]+)", lines)) - {"venv", "pip"}
+        files = re.findall(r"\S+\.py\b", lines)
+        assert modules or files
+        assert all(find_spec(module) for module in modules if module not in ("mypy", "ruff")), modules
+        assert all((ROOT / file).is_file() for file in files), files
+
+
+def optional_dependencies() -> set[str]:
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    return set(re.findall(r"^(\w+) =", section, flags=re.MULTILINE))
+
+
+@pytest.mark.slow
+def test_pip_installs_what_works_from_an_empty_folder(installed: Path, inputs: Path, tmp_path: Path) -> None:
+    def run(command: str) -> str:
+        return finish(in_shell(command, tmp_path, installed / ".venv"))
+
+    assert str(installed) in run("command -v adaptive-batching")
+    assert str(installed) in run("python -c 'import adaptive_batching; print(adaptive_batching.__file__)'")
+    assert "lora_finetune_distributed" in run("adaptive-batching ls")
+    run(MY_CONFIG)
+    assert "Config is well-formed!" in run("adaptive-batching validate my_config.yaml")
+    (tmp_path / "my_schedules.py").write_text(schedules())
+    line = "adaptive-batching run full_finetune_single_device --config my_config.yaml epochs=2"
+    line += " batch_increase_function=my_schedules.add_eight batch_size=4"
+    assert "batch size 4 -> 12 at epoch 1" in run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+
+
+@pytest.mark.slow
+def test_make_quickstart_shows_all_that_the_pages_say(checkout: Path) -> None:
+    """A small model, data and a tokenizer; a probe, growth, one recovery, checkpoints and the table."""
+    output = finish(in_shell("make quickstart", checkout, checkout / ".venv"))
+    made = ["tokenizer.model", "train.json", "model/model.safetensors"]
+    assert all((checkout / "data" / "quickstart" / name).is_file() for name in made)
+    assert [*(checkout / "outputs" / "quickstart").glob("*/epoch_*/*.safetensors")]
+    assert "running the step's samples again" in output and TABLE in output
+
+
+def test_what_make_has_made_is_activated(checkout: Path) -> None:
+    assert str(checkout / ".venv") in finish(in_shell(". .venv/bin/activate; command -v tune", checkout, Path("/usr")))
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one function, one learning rate and one control: all of them take half an hour."""
+    [command] = [command for command in COMMANDS if "benchmarks/" in command]
+    _, _, script, *arguments = shlex.split(command)
+    added = ["--samples", "64", "--seeds", "1", "--output", str(tmp_path / "result.md")]
+    monkeypatch.setattr("sys.argv", [script, *arguments, *added])
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module: Any = importlib.import_module(Path(script).stem)
+    monkeypatch.setattr(module, "FUNCTIONS", {"step": {}})
+    monkeypatch.setattr(module, "LEARNING_RATES", (1e-3,))
+    monkeypatch.setattr(module, "CONTROLS", {module.CONFIGURED: {}})
+    module.main()
+    assert "| step | " in (tmp_path / "result.md").read_text()
+
+
+# Settings
+
+SIZES: dict[str, list[list[int] | None]] = {
+    "README.md": [[4, 8]],
+    "docs/cut-the-batch.md": [[4, 4]],
+    "docs/find-the-largest-batch.md": [[32, 32]],
+    "docs/grow-the-batch.md": [[4, 12], [4, 4, 8]],
+    "docs/settings.md": [None],
+    "docs/survive.md": [None],
+}
+"""Batch size of each epoch, of each block of a page in turn, where the config has 4. None where nothing changes."""
+
+
+def schedules() -> str:
+    """The increase functions of a page, as a module."""
+    return "\n\n".join(block.text for block in blocks("python") if block.page == "docs/grow-the-batch.md")
+
+
+def test_each_group_of_settings_is_run() -> None:
+    shown = [block.page for block in blocks("yaml")]
+    assert {page: shown.count(page) for page in shown} == {page: len(sizes) for page, sizes in SIZES.items()}
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_settings_do_in_a_run_what_the_page_says(
+    block: Block, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_schedules.py").write_text(schedules())
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = SIZES[block.page][[other for other in blocks("yaml") if other.page == block.page].index(block)]
+    settings: Any = OmegaConf.to_container(OmegaConf.create(block.text))
+    run = tune_run("full", f"epochs={len(sizes or [4, 4])}", replaced=settings)
+    if sizes is None:
+        assert run.metrics == baseline("full", stock=True).metrics
+    else:
+        assert [epoch["batch_size"] for epoch in events(run, "epoch")] == sizes
+        assert len(events(run, "probe")) == 1, "no block has max_batch_size"
+
+
+# Recipes
+
+ENDINGS = {
+    "WithPenalty": 'if __name__ == "__main__": recipe_main()',  # as the page says
+    "Alarm": 'from adaptive_batching.torchtune import entry_point\nif __name__ == "__main__": entry_point(Watched)()',
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_recipe_of_a_page_runs(
+    name: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [text] = [block.text for block in blocks("python") if f"class {name}(" in block.text]
+    (tmp_path / "my_recipe.py").write_text(f"{text}\n\n{ENDINGS[name]}\n")
+    monkeypatch.chdir(tmp_path)
+    disarm()
+    plan.update(call=3, times=1)
+    kind = "lora" if "lora_finetune" in text else "full"
+    line = f"run my_recipe.py --config quickstart/{kind}_single_device epochs=1 use_maximum_batch_size=False"
+    line += f" batch_increase_function=null model._component_=tests.integration.faults.{kind}_model"
+    assert in_this_process(*shlex.split(f"{line} {small(line, inputs, tmp_path / 'out')}")) == 0
+    assert ("step 3: 1 recoveries so far" in capsys.readouterr().out) == (name == "Alarm")
+
+
+# Output
+
+OUTPUT, DRAWINGS = "docs/cut-the-batch.md", "docs/how-it-works.md"
+
+
+def test_output_is_as_shown_numbers_aside(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:
+    """Packed, so that all that is timed are numbers."""
+    assert {block.page for block in blocks("")} == {OUTPUT, DRAWINGS}
+    [shown] = [block.text for block in blocks("") if block.page == OUTPUT]
+    caplog.set_level("INFO", "adaptive_batching")
+    few = ["dataset.packed=True", "epochs=1", "batch_size=2", "adaptive_batching.memory_limit=8GiB"]
+    tune_run("full", "micro_batch_size=explore", *few)
+    pattern = re.sub(r"\d+(\\\.\d+)?", r"[\\d.]+", re.escape(shown))
+    assert any(re.search(pattern, message) for message in caplog.messages), pattern
