@@ -17,7 +17,8 @@ boundary is run. Methods alternate. Peers keep their own defaults:
   last, and ends at the first error. It knows CUDA's out-of-memory error alone: here the cpu's is raised as that one.
 - DeepSpeed's autotuner runs each size in processes of its own (``deepspeed_trial.py``), and each of them sets the
   limit. It looks for the largest size, then for the fastest near it, which is its answer. Without ``pdsh`` it says that
-  it could not clean up after a trial; nothing needs to be.
+  it could not clean up after a trial; nothing needs to be. Its engine takes the steps, so that its largest size may be
+  a sample off the truth.
 - Doubling and bisection with one step at each size, as one writes it by hand.
 
 Ludwig and DeepSpeed look for the fastest size, so that less than the truth may be what they want.
