@@ -72,6 +72,12 @@ clean:  ## Remove the environment and what the quickstart made
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
 
+# Of Ludwig the benchmark calls one module, which needs none of the ninety packages that Ludwig asks for.
+$(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps ludwig
+	touch $@
+
 # One stamp for each extra that has been installed
 $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'

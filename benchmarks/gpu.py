@@ -68,7 +68,7 @@ class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ign
 
 def measure_probe(model: str, device: str) -> dict[str, Any]:
     """The answer of ``predict``, what it took, and the truth."""
-    task = probe_vs_peers.Task(probe_vs_peers.WORKLOADS[model], device)
+    task = probe_vs_peers.Task(model, device)
     for _ in range(2):
         task.step(task.model, task.optimizer, task.batch(1))
     task.num_steps = 0

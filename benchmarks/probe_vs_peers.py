@@ -1,7 +1,8 @@
 """Compare searches for the largest batch size, for the same torchtune models in the same real memory limit.
 
     pip install -e .[bench]
-    python benchmarks/probe_vs_peers.py                  # about 10 minutes on 2 cores
+    pip install --no-deps ludwig                         # its search needs torch alone; Ludwig needs ninety packages
+    python benchmarks/probe_vs_peers.py                  # about 25 minutes on 2 cores, 15 of them DeepSpeed's
     python benchmarks/probe_vs_peers.py --device cuda --repeats 3
 
 Every method runs in a fresh process with the same seed, model, optimizer and samples. After two warm-up steps at batch
@@ -12,7 +13,15 @@ boundary is run. Methods alternate. Peers keep their own defaults:
 - Lightning's ``Tuner.scale_batch_size`` starts at 2 and runs 3 steps at each size; with ``binsearch`` it takes a
   ``margin`` of 5 % off what it found, in versions that have it.
 - Accelerate's ``find_executable_batch_size`` starts at 128 and takes 10 % off until a size fits.
+- Ludwig's ``BatchSizeEvaluator`` starts at 1, doubles while 5 steps at a size give more samples a second than at the
+  last, and ends at the first error. It knows CUDA's out-of-memory error alone: here the cpu's is raised as that one.
+- DeepSpeed's autotuner runs each size in processes of its own (``deepspeed_trial.py``), and each of them sets the
+  limit. It looks for the largest size, then for the fastest near it, which is its answer. Without ``pdsh`` it says that
+  it could not clean up after a trial; nothing needs to be. Its engine takes the steps, so that its largest size may be
+  a sample off the truth.
 - Doubling and bisection with one step at each size, as one writes it by hand.
+
+Ludwig and DeepSpeed look for the fastest size, so that less than the truth may be what they want.
 
 A training step is one forward of the model in training mode with gradients, whether or not the step ends well. The
 traces of ``predict`` allocate nothing and are no training steps, but their time counts. The last line printed is a JSON
@@ -29,6 +38,8 @@ import json
 import os
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +59,7 @@ from adaptive_batching.memory import is_out_of_memory, memory_meter
 from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.probe.trial import TrainingStep
 
-PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate")
+PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
 OURS, TRUTH = "adaptive_batching predict", "truth"
 INSTALLED = {package.name: package.version for package in importlib.metadata.distributions()}
 MAX_SIZE = 8192  # where Lightning gives up; the upper bound of predict, too
@@ -79,7 +90,8 @@ WORKLOADS = {
 class Task:
     """What a method gets: model, optimizer, samples, and a training step that is counted."""
 
-    def __init__(self, workload: Workload, device: str) -> None:
+    def __init__(self, name: str, device: str) -> None:
+        workload, self.name = WORKLOADS[name], name
         torch.manual_seed(0)
         self.device = torch.device(device)
         width, length = SCALE[device]
@@ -235,6 +247,52 @@ def accelerate(task: Task) -> Search:
     return train
 
 
+def ludwig(task: Task) -> Search:
+    from ludwig.utils.batch_size_tuner import BatchSizeEvaluator
+
+    class Evaluator(BatchSizeEvaluator):
+        def reset(self) -> None:
+            task.optimizer.zero_grad()
+
+        def step(self, batch_size: int, global_max_sequence_length: int | None = None) -> None:
+            try:
+                task.step(task.model, task.optimizer, task.batch(batch_size))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise torch.OutOfMemoryError(str(error)) from None
+                raise
+
+    return lambda: Evaluator().select_best_batch_size(dataset_len=4 * MAX_SIZE)
+
+
+def deepspeed(task: Task) -> Search:
+    def search() -> int:
+        # The limit is for the processes that DeepSpeed starts: each sets it for itself.
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.getrlimit(resource.RLIMIT_DATA)[1],) * 2)
+        with tempfile.TemporaryDirectory() as folder:
+            run_autotuner(task, Path(folder))
+            counts = [json.loads(line) for line in Path(folder, "counts.jsonl").read_text().splitlines()]
+            task.num_steps = sum(count["steps"] for count in counts)
+            task.num_out_of_memory = sum(count["ooms"] for count in counts)
+            best = json.loads(Path(folder, "autotuning_results", "ds_config_optimal.json").read_text())
+        return best["train_micro_batch_size_per_gpu"]
+
+    return search
+
+
+def run_autotuner(task: Task, folder: Path) -> None:
+    """Run DeepSpeed's autotuner with its defaults in ``folder``; it starts ``deepspeed_trial.py`` for each size."""
+    settings = {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0, "autotuning": {"enabled": True},
+    }  # fmt: skip
+    Path(folder, "settings.json").write_text(json.dumps(settings))
+    trial = [str(Path(__file__).with_name("deepspeed_trial.py")), "--model", task.name, "--device", task.device.type]
+    command = ["deepspeed", "--num_gpus", "1", "--autotuning", "tune", *trial, "--deepspeed_config", "settings.json"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "DS_ACCELERATOR": task.device.type}
+    subprocess.run(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, check=True)
+
+
 def by_hand(task: Task) -> Search:
     def search() -> int:
         low, high = 0, 1
@@ -269,6 +327,8 @@ METHODS: dict[str, tuple[str, Callable[[Task], Search]]] = {
     "Lightning power": ("lightning", lambda task: lightning(task, "power")),
     "Lightning binsearch": ("lightning", lambda task: lightning(task, "binsearch")),
     "Accelerate": ("accelerate", accelerate),
+    "Ludwig": ("ludwig", ludwig),
+    "DeepSpeed autotuning": ("deepspeed", deepspeed),
     "doubling + bisection": ("torch", by_hand),
     TRUTH: ("torch", truth),
 }
@@ -276,7 +336,7 @@ METHODS: dict[str, tuple[str, Callable[[Task], Search]]] = {
 
 def measure(model: str, method: str, device: str) -> dict[str, Any]:
     """Run one search in this process, which is not fit for another one afterwards."""
-    task = Task(WORKLOADS[model], device)
+    task = Task(model, device)
     search = METHODS[method][1](task)
     for _ in range(2):
         task.step(task.model, task.optimizer, task.batch(1))
