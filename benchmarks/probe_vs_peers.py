@@ -2,7 +2,7 @@
 
     pip install -e .[bench]
     pip install --no-deps ludwig                         # its search needs torch alone; Ludwig needs ninety packages
-    python benchmarks/probe_vs_peers.py                  # about 25 minutes on 2 cores, 15 of them DeepSpeed's
+    python benchmarks/probe_vs_peers.py                  # about half an hour on 2 cores, most of it for DeepSpeed
     python benchmarks/probe_vs_peers.py --device cuda --repeats 3
 
 Every method runs in a fresh process with the same seed, model, optimizer and samples. After two warm-up steps at batch
