@@ -21,6 +21,8 @@ CERTAIN_EXCESS = 0.01
 BELIEVED_ERROR = 0.05
 # A step predicted to stay below this share of the budget fits by far, so it runs without calibration first.
 CERTAIN_FIT = 0.8
+# A size lies where the curve rises as it does at a larger one if it rises by this share of that from sample to sample.
+ON_SLOPE = 0.99
 # Without a prediction, a measured slope is extrapolated by at most this factor: floors make peak memory convex in b.
 MAX_EXTRAPOLATION = 4
 # The size for calibration is at least this share of the expected maximum. Libraries take their workspaces, some 5 MiB
@@ -249,12 +251,8 @@ class _Curve:
             return self.within_reach(len(candidates) - 1)
         expected = max(self.largest_that_fits(), 0)
         maximum = candidates[expected]
-
-        def rise(size: int) -> float:
-            return predict(size + 1) - predict(size)
-
         sizes = range(2, max(maximum // 2, 2))
-        on_slope = 2 + bisect_left(sizes, 0.99 * rise(maximum), key=rise)
+        on_slope = 2 + bisect_left(sizes, ON_SLOPE * self._rise(maximum), key=self._rise)
         calibrating = max(on_slope, math.ceil(CALIBRATING_SHARE * maximum))
         return min(bisect_left(candidates, calibrating), self.within_reach(expected))
 
@@ -270,8 +268,16 @@ class _Curve:
             return peak1 + self._overhead * (expected - self._predict(b1))
         b0, peak0 = measured[0]
         predicted_rise = self._predict(b1) - self._predict(b0)
-        rise = (peak1 - peak0) / predicted_rise if predicted_rise > 0 and peak1 > peak0 else 1.0
+        rise = self._overhead
+        # Else the two peaks are of different moments of the step.
+        if self._rise(b0) >= ON_SLOPE * self._rise(b1) and predicted_rise > 0 and peak1 > peak0:
+            rise = (peak1 - peak0) / predicted_rise
         return peak1 + rise * (expected - self._predict(b1))
+
+    def _rise(self, size: int) -> float:
+        """Return the predicted rise of the peak from ``size`` to one sample more."""
+        assert self._predict is not None
+        return self._predict(size + 1) - self._predict(size)
 
     def largest_that_fits(self, share: float = 1.0) -> int:
         """Return the index of the largest candidate expected to fit in ``share`` of the budget.

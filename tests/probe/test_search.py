@@ -206,6 +206,18 @@ def test_an_answer_runs_twice_unless_it_leaves_room_and_freed_memory_goes_back_a
     assert sum(m.steps for m in sizes.measurements) == (2 if twice else 1)
 
 
+def test_a_size_whose_peak_is_of_another_moment_says_nothing_about_the_slope() -> None:
+    """Up to 2 samples the optimizer sets the peak: the rise from there on is not that of more samples."""
+
+    def peak(b: int) -> float:
+        return max(8500 + 10 * b, 5500 + 1230 * b)
+
+    device = Device(lambda b: peak(b) + (1200 if b < 3 else 1300), budget=12_500)
+    sizes = device.search("predict", range(1, 65), peak)
+    assert sizes.found == 4
+    assert device.runs == [2, 4], "5 would take 12,950"
+
+
 def test_what_surely_fits_is_run_at_once() -> None:
     device = Device(lambda b: 10 * b, budget=10**9)
     assert device.search("predict", range(1, 301), lambda b: 10.0 * b).found == 300
