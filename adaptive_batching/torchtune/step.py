@@ -74,7 +74,10 @@ def training_step(
                     note(num_samples, time.perf_counter() - start)
                 return sums
 
-            forwards = [partial(run_one, is_last=last) for last in ([False, True] if accumulates else [True])]
+            earlier = accumulates and not is_trace
+            if accumulates and is_trace:
+                _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
+            forwards = [partial(run_one, is_last=last) for last in ([False, True] if earlier else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
@@ -88,7 +91,7 @@ def training_step(
         compiling.forget(host)  # each size is compiled as it would be in training
 
     whole = _all_models(host)
-    return TrainingStep(whole, host.optimizers, make_batch, bind, discard)
+    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole))
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
@@ -143,6 +146,20 @@ def _all_models(host: Host) -> nn.Module:
     """Return the model; where the objective needs frozen ones as well, a list of them all."""
     frozen = host.objective.frozen_models
     return nn.ModuleList([host.model, *frozen]) if frozen else host.model
+
+
+def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def _vocabulary(model: nn.Module) -> frozenset[int]:
+    """Return the size of the vocabulary, by which a trace knows logits; nothing for a model without embeddings."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return frozenset([max(sizes)] if sizes else [])
 
 
 def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
