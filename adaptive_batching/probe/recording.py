@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -217,10 +218,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
             # depend on the value, the verifying step will show it.
             return 1 if args[0].dtype != torch.bool else True
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func is torch.ops.prim.device.default:
-            return out
         in_backward = torch._C._current_graph_task_id() != -1
         recomputes = in_backward and self._depth > 0
         if in_backward:

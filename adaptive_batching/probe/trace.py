@@ -12,6 +12,7 @@ kernels. The curve's level leaves out kernel workspaces and fragmentation; a mea
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -154,6 +155,9 @@ def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] 
     with fake:
         run = step.bind(model, optimizers)
         batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
+        if step.compiles:
+            run(batch)  # compiles, and leaves behind what later steps do not make again
+            gc.collect()
     recorder = Recorder(step.vocabulary)
     for tensor in [*kept, *model.buffers()]:
         recorder.hold(tensor, WEIGHTS)
@@ -162,8 +166,8 @@ def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] 
     for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
         recorder.hold(parameter, WEIGHTS, counts=False)
     with fake, recorder, recorder.watching(model, kept):
-        if step.compiles or not optimizers:
-            run(batch)  # compiles, and creates optimizers of its own
+        if not optimizers:
+            run(batch)  # creates optimizers of its own, and their states
         for optimizer in optimizers:
             _make_states(optimizer)
         for tensor in _state_tensors(optimizers):

@@ -91,7 +91,8 @@ def training_step(
         compiling.forget(host)  # each size is compiled as it would be in training
 
     whole = _all_models(host)
-    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole))
+    compiles = compiling.is_cut_by_inductor(host)
+    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles)
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
@@ -169,9 +170,12 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     if host.steps_in_backward:
         gate = Gate()
         gate.register(trained, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers})
+    objective = host.objective.for_trace(frozen)
+    if compiling.is_cut_by_inductor(host):
+        compiling.run_as_compiled(trained, host.model, objective)
     return replace(
         host,
-        objective=host.objective.for_trace(frozen),
+        objective=objective,
         model=trained,
         optimizers=optimizers,
         device=torch.device("cpu"),
@@ -207,7 +211,7 @@ def _in_backward_step(host: Host, make_optimizers: MakeOptimizers, step: Trainin
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
         return _run_on(changed, model, make_optimizers([[p] for p in model.parameters() if p.requires_grad]))
 
-    return TrainingStep(step.model, [], step.make_batch, bind)
+    return replace(step, optimizers=[], bind=bind)
 
 
 def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
@@ -217,7 +221,7 @@ def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
         return _run_on(changed, model, make_optimizers([[p for p in model.parameters() if p.requires_grad]]))
 
-    return TrainingStep(step.model, [], step.make_batch, bind)
+    return replace(step, optimizers=[], bind=bind)
 
 
 def _run_on(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
