@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "ranks": {"host_memory", "memory"},
     "growth": set(),
     "micro_batches": {"memory", "random_state", "ranks"},
-    "plan": {"values"},
+    "plan": {"probe", "values"},
     "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
     "report": {"growth", "micro_batches", "probe", "values"},
 }

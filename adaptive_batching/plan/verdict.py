@@ -25,7 +25,8 @@ class Verdict:
 
     answer: Answer
     least_bytes: int
-    """Without this much it cannot run: the least limit of the allocator, and the least that is in use beside it."""
+    """Without this much it cannot run: the least limit of the allocator, with expandable segments or without, and the
+    least that is in use beside it."""
 
     most_bytes: int
     """With this much it runs in any case: all that the allocator reserves by default, and the most beside it."""
@@ -40,7 +41,7 @@ class Verdict:
 
 def judge(reserved: Reserved, outside: Sequence[Outside], memory_bytes: int | None) -> Verdict:
     """Say whether what is reserved, and what is in use beside it, fits in ``memory_bytes``."""
-    least = min(reserved.least, reserved.by_default) + sum(each.least for each in outside)
+    least = min(reserved.least, reserved.least_expandable) + sum(each.least for each in outside)
     most = reserved.by_default + sum(each.most for each in outside)
     if memory_bytes is None:
         answer = Answer.CANNOT_TELL

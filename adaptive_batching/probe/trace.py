@@ -54,6 +54,15 @@ class PeakMemoryCurve:
     def peak_bytes(self, batch_size: int) -> int:
         return int((self._base + self._slope * batch_size).max())
 
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """Return the largest batch size whose peak is at most ``budget_bytes``; 0 if none is, None if all are."""
+        if bool((self._base + self._slope > budget_bytes).any()):
+            return 0
+        grows = self._slope > 0
+        if not bool(grows.any()):
+            return None
+        return int(((budget_bytes - self._base[grows]) / self._slope[grows]).floor().min())
+
     @property
     def resting_bytes(self) -> int:
         """Bytes alive between steps: parameters, buffers and optimizer states."""

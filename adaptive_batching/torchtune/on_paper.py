@@ -28,8 +28,10 @@ from torchtune.training import _activation_offloading
 
 from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import host as hosts
+from adaptive_batching.torchtune.bits_and_bytes import BlockWise, stand_in_for
 from adaptive_batching.torchtune.data import Sample, SampleLoader
 from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.learning_rate import scheduled_rates
 from adaptive_batching.torchtune.offloading import TracedOffloading
 from adaptive_batching.torchtune.stock import load_stock, replaced_in_torchtune
 
@@ -60,7 +62,11 @@ class Data:
 
     def __getitem__(self, index: int) -> Sample:
         tokens = [1] * self.length
-        return {"tokens": tokens, "labels": list(tokens)}
+        sample: Sample = {"tokens": tokens, "labels": list(tokens)}
+        if self.packed:
+            sample = {key: torch.tensor(value) for key, value in sample.items()}
+            sample |= {"input_pos": torch.arange(self.length), "seq_lens": torch.tensor([self.length])}
+        return sample
 
 
 def make_data(tokenizer: Any, length: int, samples: int, packed: bool = False) -> Data:
@@ -112,7 +118,7 @@ def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[
     if cfg.device == "cpu":
         for optimizer in host.optimizers:
             _loop_over_parameters(optimizer)
-    return host, hosts.run_of(made, int(cfg.batch_size), [1.0])
+    return host, hosts.run_of(made, int(cfg.batch_size), made.rates)
 
 
 @contextlib.contextmanager
@@ -138,6 +144,7 @@ class _OnPaper:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.gate = Gate()
+        self.rates: list[float] = [1.0]
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         if hasattr(self, "_checkpoint_client"):
             self._checkpoint_client = mock.Mock(load_base_checkpoint=lambda: {training.MODEL_KEY: {}})
@@ -146,11 +153,24 @@ class _OnPaper:
         return {training.MODEL_KEY: {}}
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> SampleLoader:
-        return SampleLoader(super()._setup_data(*args, **kwargs))  # type: ignore[misc]
+        loader = SampleLoader(super()._setup_data(*args, **kwargs))  # type: ignore[misc]
+        if loader.dataset.packed:
+            loader.collate = _collate_packs
+        return loader
 
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         with replaced_in_torchtune(register_optim_in_bwd_hooks=self.gate.register):
             return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def _setup_lr_scheduler(self, *, num_training_steps: int, **kwargs: Any) -> Any:
+        initial = hosts.initial_learning_rate(self)
+        self.rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial)
+        return super()._setup_lr_scheduler(num_training_steps=num_training_steps, **kwargs)  # type: ignore[misc]
+
+
+def _collate_packs(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Return a batch of packs without the mask, which on CUDA is one of blocks; see :func:`step.without_block_mask`."""
+    return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
 
 
 def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
@@ -163,6 +183,9 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
         "_component_": f"{_HERE}.make_data", "length": data.length, "samples": data.samples, "packed": data.packed,
     }  # fmt: skip
     cfg.resume_from_checkpoint = False
+    stand_in = stand_in_for(cfg.optimizer["_component_"])
+    if stand_in is not None:
+        cfg.optimizer = {"_component_": f"{BlockWise.__module__}.BlockWise", **stand_in, "lr": cfg.optimizer.get("lr")}
     cfg.pop("profiler", None)
     return cfg
 
