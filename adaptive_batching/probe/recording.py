@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind: One of :data:`KINDS`.
             counts: False for a tensor that takes no memory.
         """
-        for storage in get_untyped_storages(tensor):
+        for storage in _storages(tensor):
             known = self._seen.get(storage._cdata)
             if known is not None:
                 self._kinds[known[1]] = kind
@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moment = OPTIMIZER if self._in_optimizer else self._moment
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
-                for storage in get_untyped_storages(value):
+                for storage in _storages(value):
                     if storage._cdata not in self._seen:
                         kind = self._kind_of(value, moment, recomputes=recomputes)
                         self._allocate(storage, kind, 0 if Recorder.fused else storage.nbytes())
@@ -242,3 +242,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moments.append(moment)
         self._marks.append(len(self._events))
         return out
+
+
+def _storages(tensor: torch.Tensor) -> list[Any]:
+    """Return the storages of a tensor and of those inside it, in the same order in each trace."""
+    return sorted(get_untyped_storages(tensor), key=lambda storage: storage.nbytes())

@@ -84,7 +84,9 @@ class TracedStep:
     @property
     def is_uniform(self) -> bool:
         """True if storages are allocated and freed in one order at both sizes, so that there is one at any other."""
-        return self._lower.events == self._upper.events and self._lower.kinds == self._upper.kinds
+        lower, upper = self._lower, self._upper
+        resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
+        return resting and lower.events == upper.events and lower.kinds == upper.kinds
 
     def at(self, batch_size: int) -> StepRecord:
         """Return the record of the step at ``batch_size``.

@@ -76,6 +76,8 @@ def test_the_step_on_paper_is_that_of_the_recipe_to_the_byte(case: str, inputs: 
     for size in (1, 2, 4, 30, 1000):
         assert ours.curve.peak_bytes(size) == real.curve.peak_bytes(size), size
         assert ours.at(size).at_peak() == real.at(size).at_peak()
+        record = ours.at(size)
+        assert sum(record.sizes[: record.num_resting]) == ours.curve.resting_bytes and min(record.sizes) >= 0
         assert max(ours.at(size).log) == sum(ours.at(size).at_peak()[1].values())
 
 
