@@ -141,12 +141,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._allocate(storage, kind, storage.nbytes() if counts else 0)
 
     @contextlib.contextmanager
-    def watching(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def watching(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], *, steps_elsewhere: bool = False
+    ) -> Iterator[None]:
         """Tell forward, loss, backward and optimizer step apart, and gradients from what else a backward makes.
 
         Args:
             model: The model that is trained.
             parameters: What its optimizers step.
+            steps_elsewhere: The optimizers step on another device, whose memory does not count.
         """
 
         def set_moment(moment: str) -> None:
@@ -154,12 +157,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def before_optimizer(*_: Any) -> None:
             self._in_optimizer = True
+            Recorder.fused = steps_elsewhere
             for parameter in parameters:
                 if parameter.grad is not None:
                     self.hold(parameter.grad, GRADIENTS)
 
         def after_optimizer(*_: Any) -> None:
             self._in_optimizer = False
+            Recorder.fused = False
 
         def after_gradient(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
@@ -242,6 +247,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moments.append(moment)
         self._marks.append(len(self._events))
         return out
+
+
+@contextlib.contextmanager
+def labelled(kind: str) -> Iterator[None]:
+    """Record what is allocated inside as of one kind."""
+    before, Recorder.label = Recorder.label, kind
+    try:
+        yield
+    finally:
+        Recorder.label = before
 
 
 def _storages(tensor: torch.Tensor) -> list[Any]:

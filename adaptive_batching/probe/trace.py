@@ -153,9 +153,11 @@ def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = 
 def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kept: Sequence[nn.Parameter]
+    on_host = False
     if is_sharded(step.model):
         sharded = ShardedCopy(step.model, step.optimizers, fake)
         model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
+        on_host = sharded.offloads
         for optimizer, original in zip(optimizers, step.optimizers, strict=True):
             _complete(optimizer, original)
     else:
@@ -170,13 +172,15 @@ def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] 
             run(batch)  # compiles, and leaves behind what later steps do not make again
             gc.collect()
     recorder = Recorder(step.vocabulary)
-    for tensor in [*kept, *model.buffers()]:
+    for parameter in kept:
+        recorder.hold(parameter, WEIGHTS, counts=not on_host)
+    for tensor in model.buffers():
         recorder.hold(tensor, WEIGHTS)
     for tensor in _state_tensors(optimizers):
-        recorder.hold(tensor, STATES)
+        recorder.hold(tensor, STATES, counts=not on_host)
     for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
         recorder.hold(parameter, WEIGHTS, counts=False)
-    with fake, recorder, recorder.watching(model, kept):
+    with fake, recorder, recorder.watching(model, kept, steps_elsewhere=on_host):
         if not optimizers:
             run(batch)  # creates optimizers of its own, and their states
         for optimizer in optimizers:

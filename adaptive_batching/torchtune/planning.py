@@ -29,6 +29,10 @@ from adaptive_batching.values import Fixed, Whole
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
 
 
+class NotPlannedError(RuntimeError):
+    """Raised for what no plan can be made of; the message says why."""
+
+
 @dataclass(frozen=True)
 class Question:
     """A run to plan."""
@@ -139,8 +143,21 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
         return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
 
 
+def _check_covered(cfg: DictConfig) -> None:
+    """Refuse what would be planned wrongly.
+
+    Raises:
+        NotPlannedError: If the config has images or tensor parallelism.
+    """
+    if "image" in str(cfg.get("collate_fn", "")) or "vision" in str(cfg.model["_component_"]):
+        raise NotPlannedError("the config is of a model with images, whose memory is not planned")
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        raise NotPlannedError(f"tensor_parallel_dim={cfg.tensor_parallel_dim} is not planned; with 1, devices shard")
+
+
 @contextlib.contextmanager
 def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
+    _check_covered(question.cfg)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     dataset = question.cfg.get("dataset")

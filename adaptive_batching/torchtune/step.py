@@ -153,7 +153,8 @@ def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad is None:
+                on_host = getattr(parameter, "is_on_host", False)
+                if parameter.requires_grad and parameter.grad is None and not on_host:
                     parameter.grad = torch.zeros_like(parameter)
 
 
@@ -169,7 +170,8 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     gate = None
     if host.steps_in_backward:
         gate = Gate()
-        gate.register(trained, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers})
+        stepped = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+        gate.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
     objective = host.objective.for_trace(frozen)
     if compiling.is_cut_by_inductor(host):
         compiling.run_as_compiled(trained, host.model, objective)
