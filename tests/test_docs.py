@@ -22,7 +22,6 @@ from torchtune.models.llama2 import llama2
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
 from adaptive_batching.cli.main import COMMANDS
 from adaptive_batching.growth.increase import resolve
-from adaptive_batching.torchtune.commands import add_commands
 from adaptive_batching.torchtune.host import StockParts, next_token
 from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
@@ -237,7 +236,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_tune(arguments: list[str], *, ours: bool) -> None:
     """Check that a command line is parsed, and that the recipe, the config and the overrides that it names exist."""
     parser = argparse.ArgumentParser(exit_on_error=False)
-    add_commands(parser.add_subparsers(), "adaptive-batching")
+    subparsers = parser.add_subparsers()
+    for add in COMMANDS:
+        add(subparsers, "adaptive-batching")
     known = {recipe.name: recipe for recipe in _recipe_registry.get_all_recipes()}
     configs = {config.name: config for recipe in known.values() for config in recipe.configs}
     args = parser.parse_args(arguments)

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "ranks": {"host_memory", "memory"},
     "growth": set(),
     "micro_batches": {"memory", "random_state", "ranks"},
+    "plan": {"probe", "values"},
     "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
     "report": {"growth", "micro_batches", "probe", "values"},
 }
@@ -37,6 +38,10 @@ PURE = [
     "micro_batches/fastest",
     "micro_batches/forward_cost",
     "micro_batches/limits",
+    "plan/allocator",
+    "plan/devices",
+    "plan/reserved",
+    "plan/verdict",
     "probe/result",
     "probe/search",
     "probe/sizes",

@@ -8,10 +8,11 @@ from typing import Any
 
 import adaptive_batching
 from adaptive_batching.torchtune.commands import add_commands, add_quickstart
+from adaptive_batching.torchtune.plan_command import add_plan
 
 PROG = "adaptive-batching"
 
-COMMANDS: list[Callable[[Any, str], None]] = [add_quickstart, add_commands]
+COMMANDS: list[Callable[[Any, str], None]] = [add_quickstart, add_plan, add_commands]
 """Functions that take (subparsers, program name) and add one or more commands, each with its ``func``."""
 
 

@@ -70,8 +70,6 @@ def explain(
         # The step needs more than the budget, so the prediction is too low by at least the difference.
         message += f": it ran out of memory, though only about {memory_size(predicted)} was predicted"
         level += budget - predicted
-    if any(module._compiled_call_impl is not None for module in step.model.modules()):
-        message += " (predicted without compile=True, which usually takes less)"
     lines = []
     for remedy in remedies():
         predicted_with = _predict_remedy(remedy)

@@ -3,7 +3,9 @@
 A rank keeps its shards of parameters, gradients and optimizer states. While a unit (a module that ``fully_shard`` was
 applied to) runs forward or backward, its parameters are gathered. When its gradients are complete, they are copied to
 the input of the reduce-scatter and become shards. The copy has whole parameters, which are not counted; instead, hooks
-allocate and free what FSDP would.
+allocate and free what FSDP would, in its order: in a forward, the output of an all-gather lives on until the next one
+has ended; in the backward pass, the unit before is gathered ahead of time, and the input of a reduce-scatter stays
+until the next one begins.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+
+from adaptive_batching.probe.recording import GRADIENTS, WEIGHTS, labelled
+from adaptive_batching.ranks.fsdp import is_sharded
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -32,106 +38,209 @@ class ShardedCopy:
         model: The root FSDP module.
         optimizers: Its optimizers; their copies step the shards.
         fake: The fake tensor mode of the copies.
-
-    Raises:
-        NotImplementedError: If a parameter has a type that cannot be copied whole, such as a quantized one.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode) -> None:
         self._fake = fake
-        names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        named = list(model.named_modules())
+        units: dict[str, nn.Module] = {name: module for name, module in named if is_sharded(module)}
+        groups = [group for module in units.values() if (group := _group(module)) is not None]
+        self.offloads = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+        """True if shards, their gradients and the optimizer states are on the host."""
+
         whole: dict[int, Any] = {}
         shards: dict[int, Any] = {}
         for parameter in model.parameters():
-            whole[id(parameter)] = self._parameter(parameter, parameter.shape)
-            shards[id(parameter)] = self._parameter(parameter, _local(parameter).shape)
+            shard = _local(parameter)
+            whole[id(parameter)] = self._parameter(parameter, _fake_like(shard, parameter.shape, fake))
+            shards[id(parameter)] = self._parameter(parameter, _fake_like(shard, shard.shape, fake))
         for buffer in model.buffers():
-            whole[id(buffer)] = shards[id(buffer)] = self._empty(buffer, buffer.shape)
+            whole[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
         for optimizer in optimizers:
             for state in optimizer.state.values():
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
-                        shards[id(value)] = self._empty(value, _local(value).shape)
+                        shards[id(value)] = _fake_like(_local(value), _local(value).shape, fake)
         self.shards: list[nn.Parameter] = [shards[id(p)] for p in model.parameters()]
+        for shard in self.shards:
+            shard.is_on_host = self.offloads  # type: ignore[attr-defined]
         with FakeCopyMode(fake):
             self.optimizers: list[Optimizer] = copy.deepcopy(list(optimizers), dict(shards))
         self.model = _plain_copy(model, whole, fake)
         of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
         modules = dict(self.model.named_modules())
         managed: set[int] = set()
-        for name in reversed(names):  # a unit manages the parameters that no nested unit does
+        streams = _Streams()
+        for name in reversed(units):  # a unit manages the parameters that no nested unit does
             parameters = [p for p in modules[name].parameters() if id(p) not in managed]
             managed.update(map(id, parameters))
             if parameters:
-                _Unit(modules[name], [(p, of_copy[id(p)]) for p in parameters])
+                pairs = [(p, of_copy[id(p)]) for p in parameters]
+                reshards = bool(getattr(_group(units[name]), "_reshard_after_forward", True))
+                _Unit(modules[name], pairs, streams, reshards=reshards, offloads=self.offloads)
 
-    def _parameter(self, original: torch.Tensor, shape: torch.Size) -> nn.Parameter:
-        copied = self._empty(original, shape)
+    def _parameter(self, original: torch.Tensor, copied: torch.Tensor) -> nn.Parameter:
         with self._fake:
             return nn.Parameter(copied, requires_grad=original.requires_grad)
 
-    def _empty(self, original: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        if is_traceable_wrapper_subclass(_local(original)):
-            raise NotImplementedError(f"a shard of type {type(_local(original)).__name__} cannot be traced")
-        with self._fake:
-            return torch.empty(shape, dtype=original.dtype, device="cpu")
+
+class _Streams:
+    """Buffers that outlive the unit they belong to, because the next unit's collectives overlap with it."""
+
+    def __init__(self) -> None:
+        self.gathered_before: torch.Tensor | None = None
+        """Output of the last all-gather of a forward, freed when the next has ended."""
+
+        self.reducing: torch.Tensor | None = None
+        """Input of the last reduce-scatter, freed before the next begins."""
+
+        self.order: list[_Unit] = []
+        """Units in the order of their forwards. The backward pass gathers the one before ahead of time."""
 
 
 class _Unit:
-    """Simulates gathering and reducing for one module.
+    """Simulates gathering and reducing for one module, as FSDP2 does by default.
 
     Args:
         module: A module of the copy.
         parameters: Its whole parameters, each with the shard that a rank keeps.
+        streams: Buffers of all units.
+        reshards: Whole parameters are freed after the forward.
+        offloads: Shards are on the host.
     """
 
-    def __init__(self, module: nn.Module, parameters: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[tuple[nn.Parameter, nn.Parameter]],
+        streams: _Streams,
+        *,
+        reshards: bool,
+        offloads: bool,
+    ) -> None:
         self._parameters = parameters
         self._trained = [(whole, shard) for whole, shard in parameters if whole.requires_grad]
+        self._streams = streams
+        self._reshards, self._offloads = reshards, offloads
         self._gathered: torch.Tensor | None = None
+        self._ahead: torch.Tensor | None = None  # output of an all-gather that has not been copied out
         self._waiting = 0
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
         for whole, _ in self._trained:
             whole.register_post_accumulate_grad_hook(self._after_gradient)  # type: ignore[no-untyped-call]
 
-    def _gather(self) -> None:
-        if self._gathered is None:
-            size = sum(whole.numel() for whole, _ in self._parameters)
-            self._gathered = torch.empty(size, dtype=self._parameters[0][0].dtype)
+    def _all_gather(self) -> torch.Tensor:
+        """Return the output of an all-gather, of all parameters in one."""
+        size = sum(map(_bytes, (whole for whole, _ in self._parameters)))
+        with labelled(WEIGHTS):
+            if self._offloads:  # the shard comes from the host first
+                torch.empty(sum(map(_bytes, (shard for _, shard in self._parameters))), dtype=torch.uint8)
+            return torch.empty(size, dtype=torch.uint8)
+
+    def _unshard(self, *, in_forward: bool) -> None:
+        if self._gathered is not None:
+            return
+        output = self._all_gather() if self._ahead is None else self._ahead
+        self._ahead = None
+        if in_forward:
+            self._streams.gathered_before = None
+        with labelled(WEIGHTS):
+            self._gathered = torch.empty_like(output)  # each parameter is copied out of it
+        if in_forward:
+            self._streams.gathered_before = output
 
     def _release(self) -> None:
         self._gathered = None
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._gather()
+        if torch._C._current_graph_task_id() == -1:
+            self._unshard(in_forward=True)
         for value in tree_iter((args, kwargs)):
             if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
                 # the gradient of an input is the last one that the unit computes
                 value.register_hook(lambda gradient: self._release())  # type: ignore[no-untyped-call]
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._release()
+        if torch._C._current_graph_task_id() == -1:
+            self._streams.order.append(self)
+            if self._reshards:
+                self._release()
         for value in tree_iter(output):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(lambda gradient: self._before_backward())  # type: ignore[no-untyped-call]
 
     def _before_backward(self) -> None:
-        self._gather()
+        self._streams.gathered_before = None
+        self._unshard(in_forward=False)
         self._waiting = len(self._trained)
+        order = self._streams.order
+        if self in order:
+            at = len(order) - 1 - order[::-1].index(self)
+            del order[at + 1 :]
+            order.pop()
+            if at and order[at - 1]._gathered is None and order[at - 1]._ahead is None:
+                order[at - 1]._ahead = order[at - 1]._all_gather()
 
     def _after_gradient(self, parameter: torch.Tensor) -> None:
         self._waiting -= 1
         if self._waiting > 0:
             return
-        size = sum(whole.numel() for whole, _ in self._trained)
-        to_reduce = torch.empty(size, dtype=parameter.dtype)
-        for whole, shard in self._trained:
-            whole.grad = None
-            reduced = torch.empty_like(shard)
-            shard.grad = reduced if shard.grad is None else shard.grad + reduced
-        del to_reduce
         self._release()
+        self._streams.reducing = None
+        size = sum(whole.numel() for whole, _ in self._trained)
+        self._streams.reducing = torch.empty(size, dtype=parameter.dtype)
+        for whole, _ in self._trained:
+            whole.grad = None
+        for _, shard in self._trained:
+            with labelled(GRADIENTS):
+                reduced = torch.empty_like(shard)
+            if self._offloads:
+                continue  # copied to the host, where the optimizer steps
+            if shard.grad is None:
+                shard.grad = reduced
+            else:
+                shard.grad.add_(reduced)
+            for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(shard)  # as of an optimizer that steps in the backward pass
+        if not self._streams.order:
+            self._streams.reducing = None  # the last unit of a backward pass waits
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, or of what is gathered of the tensors inside it."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.numel() * tensor.element_size()
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_bytes(getattr(tensor, name)) for name in names)
+
+
+def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) -> torch.Tensor:
+    """Return a fake tensor of the same type on the CPU, of another number of rows.
+
+    Raises:
+        NotImplementedError: If the type is one whose rows are not known.
+    """
+    if not is_traceable_wrapper_subclass(original):
+        with fake:
+            return torch.empty(shape, dtype=original.dtype, device="cpu")
+    if type(original).__name__ != "NF4Tensor":
+        raise NotImplementedError(f"a shard of type {type(original).__name__} cannot be traced")
+    names, context = original.__tensor_flatten__()
+    numerator, denominator = shape.numel(), original.shape.numel()
+    inner = {}
+    for name in names:
+        part = getattr(original, name)
+        by_rows = name in ("quantized_data", "quantized_scalers", "quantization_factor")
+        size = part.numel() * numerator // denominator if by_rows else part.numel()
+        with fake:
+            inner[name] = torch.empty(size if by_rows else part.shape, dtype=part.dtype, device="cpu")
+    meta = replace(context["tensor_meta"], original_shape=shape, device=torch.device("cpu"))
+    with fake:
+        found: torch.Tensor = type(original).__tensor_unflatten__(
+            inner, {**context, "tensor_meta": meta}, shape, original.stride()
+        )
+        return found
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,6 +260,11 @@ def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) ->
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is gone]:
                 del hooks[key]
     return copied
+
+
+def _group(module: nn.Module) -> Any:
+    """Return FSDP's group of a module's parameters; None if it has none."""
+    return getattr(_state(module), "_fsdp_param_group", None)
 
 
 def _state(module: nn.Module) -> Any:

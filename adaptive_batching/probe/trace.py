@@ -12,18 +12,19 @@ kernels. The curve's level leaves out kernel workspaces and fragmentation; a mea
 from __future__ import annotations
 
 import copy
-import weakref
+import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
+from adaptive_batching.probe.recording import STATES, WEIGHTS, Recorder, StepRecord
 from adaptive_batching.probe.sharded_trace import ShardedCopy
 from adaptive_batching.probe.trial import TrainingStep, has_states
 from adaptive_batching.ranks.fsdp import is_sharded
@@ -53,10 +54,65 @@ class PeakMemoryCurve:
     def peak_bytes(self, batch_size: int) -> int:
         return int((self._base + self._slope * batch_size).max())
 
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """Return the largest batch size whose peak is at most ``budget_bytes``; 0 if none is, None if all are."""
+        if bool((self._base + self._slope > budget_bytes).any()):
+            return 0
+        grows = self._slope > 0
+        if not bool(grows.any()):
+            return None
+        return int(((budget_bytes - self._base[grows]) / self._slope[grows]).floor().min())
+
     @property
     def resting_bytes(self) -> int:
         """Bytes alive between steps: parameters, buffers and optimizer states."""
         return int(self._base[0])
+
+
+class TracedStep:
+    """A training step traced at two batch sizes, and what follows for every other."""
+
+    def __init__(self, lower: StepRecord, upper: StepRecord, sizes: tuple[int, int] = TRACED_SIZES) -> None:
+        """Combine two records.
+
+        Raises:
+            TraceError: If they differ in their number of operations.
+        """
+        self.curve = PeakMemoryCurve(lower.log, upper.log, sizes)
+        self._lower, self._upper, self._sizes = lower, upper, sizes
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if storages are allocated and freed in one order at both sizes, so that there is one at any other."""
+        lower, upper = self._lower, self._upper
+        resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
+        return resting and lower.events == upper.events and lower.kinds == upper.kinds
+
+    def at(self, batch_size: int) -> StepRecord:
+        """Return the record of the step at ``batch_size``.
+
+        Raises:
+            TraceError: If the order of allocations depends on the batch size.
+        """
+        if not self.is_uniform:
+            raise TraceError("the order in which memory is allocated and freed depends on the batch size")
+
+        def scaled(lower: Sequence[int], upper: Sequence[int]) -> list[int]:
+            (low, high), steps = self._sizes, batch_size - self._sizes[0]
+            return [a + (b - a) * steps // (high - low) for a, b in zip(lower, upper, strict=True)]
+
+        lower, upper = self._lower, self._upper
+        [flops], [recomputed] = (
+            scaled([lower.flops], [upper.flops]),
+            scaled([lower.recomputed_flops], [upper.recomputed_flops]),
+        )
+        return replace(
+            lower,
+            log=scaled(lower.log, upper.log),
+            sizes=scaled(lower.sizes, upper.sizes),
+            flops=flops,
+            recomputed_flops=recomputed,
+        )
 
 
 def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:
@@ -69,28 +125,39 @@ def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | 
     Raises:
         TraceError: If no trace is possible, because an operation has no fake implementation or depends on the data.
     """
-    logs = []
+    return trace_step(step, change).curve
+
+
+def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> TracedStep:
+    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say.
+
+    Raises:
+        TraceError: If no trace is possible.
+    """
+    records = []
     for size in TRACED_SIZES:
         try:
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                logs.append(_bytes_alive(step, step.make_batch(size), change))
+                records.append(_record(step, step.make_batch(size), change))
         except Exception as error:  # third-party operations may raise anything under fake tensors
             first_line = (str(error).strip().splitlines() or [""])[0]
             raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
     try:
-        return PeakMemoryCurve(logs[0], logs[1])
+        return TracedStep(records[0], records[1])
     except TraceError:
         raise
     except (RuntimeError, MemoryError) as error:  # the host ran out of memory
         raise TraceError(f"no memory to trace in: {error}") from error
 
 
-def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> list[int]:
+def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    kept: Sequence[torch.Tensor]
+    kept: Sequence[nn.Parameter]
+    on_host = False
     if is_sharded(step.model):
         sharded = ShardedCopy(step.model, step.optimizers, fake)
         model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
+        on_host = sharded.offloads
         for optimizer, original in zip(optimizers, step.optimizers, strict=True):
             _complete(optimizer, original)
     else:
@@ -101,56 +168,40 @@ def _bytes_alive(step: TrainingStep, batch: Any, change: Callable[[nn.Module], N
     with fake:
         run = step.bind(model, optimizers)
         batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
-    alive = _BytesAlive()
-    for tensor in [*kept, *model.buffers(), *_state_tensors(optimizers)]:
-        alive.track(tensor)
+        if step.compiles:
+            run(batch)  # compiles, and leaves behind what later steps do not make again
+            gc.collect()
+    recorder = Recorder(step.vocabulary)
+    for parameter in kept:
+        recorder.hold(parameter, WEIGHTS, counts=not on_host)
+    for tensor in model.buffers():
+        recorder.hold(tensor, WEIGHTS)
+    for tensor in _state_tensors(optimizers):
+        recorder.hold(tensor, STATES, counts=not on_host)
     for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
-        alive.track(parameter, counts=False)
-    with fake, alive:
-        if not optimizers or not all(map(has_states, optimizers)):
-            run(batch)  # creates the states
-        alive.restart()
+        recorder.hold(parameter, WEIGHTS, counts=False)
+    with fake, recorder, recorder.watching(model, kept, steps_elsewhere=on_host):
+        if not optimizers:
+            run(batch)  # creates optimizers of its own, and their states
+        for optimizer in optimizers:
+            _make_states(optimizer)
+        for tensor in _state_tensors(optimizers):
+            recorder.hold(tensor, STATES)
+        recorder.begin()
         run(batch)  # the steady state
-    return alive.log
+    return recorder.record()
 
 
-class _BytesAlive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records in ``log[i]`` the bytes of storage alive after operation i."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.log: list[int] = []
-        self._current = 0
-        self._seen: dict[int, weakref.ref[Any]] = {}
-
-    def restart(self) -> None:
-        self.log = [self._current]
-
-    def track(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        for storage in get_untyped_storages(tensor):
-            key = storage._cdata
-            if key in self._seen:
-                continue
-            # Not rounded up to allocator blocks: at b = 2 and 3, rounding could double the slope of a small tensor.
-            size = storage.nbytes() if counts else 0
-            self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._free(key, size))  # type: ignore[misc]
-            self._current += size
-
-    def _free(self, key: int, size: int) -> None:
-        self._seen.pop(key, None)
-        self._current -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
-            # depend on the value, the verifying step will show it.
-            return 1 if args[0].dtype != torch.bool else True
-        out = func(*args, **(kwargs or {}))
-        for value in tree_iter(out):
-            if isinstance(value, torch.Tensor):
-                self.track(value)
-        self.log.append(self._current)
-        return out
+def _make_states(optimizer: Optimizer) -> None:
+    """Step a copied optimizer on gradients of its own, to have its states without a forward and backward."""
+    if has_states(optimizer):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
@@ -187,7 +238,7 @@ def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> 
     """Set what torch would choose by device: the for-loop on the CPU, foreach (with its temporaries) elsewhere."""
     for group, original_group in zip(copied.param_groups, original.param_groups, strict=True):
         on_cpu = all(parameter.device.type == "cpu" for parameter in original_group["params"])
-        if group.get("foreach", ...) is None and not group.get("fused"):
+        if group.get("foreach", ...) is None and group.get("fused") is None:  # torch respects a choice of either
             group["foreach"] = not on_cpu
 
 

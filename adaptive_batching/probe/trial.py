@@ -48,6 +48,12 @@ class TrainingStep:
     discard: Callable[[], None] = lambda: None
     """Drops what an aborted step leaves behind, other than gradients."""
 
+    vocabulary: frozenset[int] = frozenset()
+    """Sizes of the last dimension by which a trace knows logits."""
+
+    compiles: bool = False
+    """True if a first run compiles, and leaves behind what others do not make again."""
+
 
 class Trial:
     """Context that runs real training steps and restores all state on exit.

@@ -118,13 +118,13 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) ->
     name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
     args.recipe = name if name in known else args.recipe
     if args.recipe not in known and not Path(args.recipe).is_file():
-        parser.error(f"there is no recipe {args.recipe!r}{_closest(args.recipe, known)}")
+        parser.error(f"there is no recipe {args.recipe!r}{closest(args.recipe, known)}")
     if "--config" not in args.recipe_args[:-1]:
         parser.error("--config <name or path> is missing after the recipe")
     config = args.recipe_args[args.recipe_args.index("--config") + 1]
     configs = [each.name for recipe in registry.get_all_recipes() for each in recipe.configs]
     if config not in configs and not Path(config).is_file():
-        parser.error(f"there is no config {config!r}{_closest(config, configs)}")
+        parser.error(f"there is no config {config!r}{closest(config, configs)}")
     # Processes that torchrun starts find this package, and modules in the working directory, on the path.
     paths = [str(_PACKAGE.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -132,6 +132,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) ->
     run(args)
 
 
-def _closest(name: str, known: list[str]) -> str:
+def closest(name: str, known: list[str]) -> str:
+    """Return the end of a message about a name that is not known."""
     match = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"

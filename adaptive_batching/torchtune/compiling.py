@@ -10,15 +10,19 @@ Beyond ``recompile_limit`` sizes it would run uncompiled and build the whole mat
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
 import torch
 import torch._dynamo.config  # torch._dynamo alone does not say that it has it
+from torch import nn
 from torchtune.utils import _import_guard
 
+from adaptive_batching.probe.compiled import compile_function, compile_modules
 from adaptive_batching.torchtune.data import is_packed
 from adaptive_batching.torchtune.host import Host
+from adaptive_batching.torchtune.objective import Objective
 
 # Sizes of a forward that are compiled as they come; each takes some seconds. Then follow round ones alone.
 MAX_COMPILED_SIZES = 6
@@ -46,7 +50,7 @@ def prepare(host: Host, *, sizes_vary: bool) -> None:
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
     if host.is_compiled:
         # as torchtune does
-        options: dict[str, Any] = {"backend": os.environ.get("TORCH_COMPILE_BACKEND", "inductor")}
+        options: dict[str, Any] = {"backend": _backend()}
         options["dynamic"] = True if sizes_vary and not is_packed(dataset) else None
         for module in host.model.modules():
             if module._compiled_call_impl is not None:
@@ -59,6 +63,49 @@ def forget(host: Host) -> None:
     """Drop compiled code, so that what runs next is compiled for its own sizes. Compiled files on disk stay."""
     if host.is_compiled or compiles_each_size(host.loader.dataset):
         torch.compiler.reset()
+
+
+def _backend() -> str:
+    return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
+
+
+def is_cut_by_inductor(host: Host) -> bool:
+    """True if layers and loss are compiled by Inductor, whose cuts a trace can follow."""
+    return host.is_compiled and _backend() == "inductor"
+
+
+def run_as_compiled(model: nn.Module, original: nn.Module, objective: Objective) -> None:
+    """Have a copied model and objective run as compiled by Inductor, on fake tensors.
+
+    Args:
+        model: The copy, which is no longer compiled.
+        original: The model, whose layers are.
+        objective: A copy, whose loss may still be compiled.
+    """
+    copied = dict(model.named_modules())
+    compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
+    compile_modules(copied[name] for name in compiled)
+    objective.recompile(_loss_as_compiled)
+
+
+def _loss_as_compiled(loss: Any) -> Any:
+    if hasattr(loss, "_orig_mod"):
+        return _CompiledLoss(loss._orig_mod)
+    if hasattr(loss, "compute_cross_entropy"):
+        loss = copy.copy(loss)
+        loss.compute_cross_entropy = compile_function(type(loss).compute_cross_entropy.__get__(loss))
+    return loss
+
+
+class _CompiledLoss:
+    """A loss that is compiled as a whole."""
+
+    def __init__(self, loss: Any) -> None:
+        self.ignore_index = loss.ignore_index
+        self._run = compile_function(loss)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
 
 
 def _compiled_again(loss: Any, options: dict[str, Any]) -> Any:

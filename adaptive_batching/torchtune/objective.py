@@ -21,6 +21,7 @@ from torchtune.training import OffloadActivations
 
 from adaptive_batching.micro_batches.cut import length_in_chunks
 from adaptive_batching.torchtune.data import Sample, is_packed, is_text, stretch
+from adaptive_batching.torchtune.offloading import TracedOffloading
 
 Batch = dict[str, Any]
 
@@ -259,7 +260,8 @@ class NextToken(Objective):
     def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
         traced = super().for_trace(frozen_models)
         assert isinstance(traced, NextToken)
-        traced._activations = contextlib.nullcontext()  # offloading needs the device's streams
+        offloads = isinstance(self._activations, (OffloadActivations, TracedOffloading))
+        traced._activations = TracedOffloading() if offloads else contextlib.nullcontext()
         return traced
 
 

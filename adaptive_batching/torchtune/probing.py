@@ -104,15 +104,7 @@ def find_maximum(
         DoesNotFitError: If a batch of one sample does not fit.
     """
     size = settings.micro_batch_size
-    samples = host.samples_per_rank
-    upper, reason = samples // run.accumulation, f"{samples} samples of data"
-    if settings.keep_global_batch:
-        upper, reason = run.window, "the global batch, which is kept"
-    if settings.max_batch_size is not None and settings.max_batch_size <= upper:
-        upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
-    if not settings.use_maximum_batch_size and not settings.grows:
-        # A forward could take no more than an optimizer step has.
-        upper, reason = run.window, "the samples of an optimizer step"
+    upper, reason = upper_bound(host, run, settings)
     if not settings.probes:
         report.maximum(upper, reason)
         return Probed(upper, reason, size)
@@ -131,7 +123,35 @@ def find_maximum(
     if settings.fills_memory:
         shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
         capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
-    maximum, bound = result.batch_size, result.reason
+    return settled(
+        settings, Probed(result.batch_size, result.reason, size, capacity, result.batch_size * tokens), upper, reason
+    )
+
+
+def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> tuple[int, str]:
+    """Return the most samples that a batch can have, whatever memory there is, and the reason."""
+    samples = host.samples_per_rank
+    upper, reason = samples // run.accumulation, f"{samples} samples of data"
+    if settings.keep_global_batch:
+        upper, reason = run.window, "the global batch, which is kept"
+    if settings.max_batch_size is not None and settings.max_batch_size <= upper:
+        upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+    if not settings.use_maximum_batch_size and not settings.grows:
+        # A forward could take no more than an optimizer step has.
+        upper, reason = run.window, "the samples of an optimizer step"
+    return upper, reason
+
+
+def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason: str) -> Probed:
+    """Return what a run makes of the largest size that fits.
+
+    Args:
+        settings: The user's settings.
+        found: The size, as searched for.
+        upper: The bound that does not come from memory.
+        reason: What gives it.
+    """
+    maximum, bound, size = found.maximum, found.reason, found.micro_batch_size
     if isinstance(size, Fixed):
         if size.samples > maximum:
             log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking that", size.samples, maximum)
@@ -141,7 +161,7 @@ def find_maximum(
         maximum = 1 << (maximum.bit_length() - 1)
     if settings.grows and not settings.growth_is_bound_by_memory:
         maximum, bound = upper, reason  # what does not fit at once is cut
-    return Probed(maximum, bound, size, capacity, result.batch_size * tokens)
+    return replace(found, maximum=maximum, reason=bound, micro_batch_size=size)
 
 
 def probe_or_stored(
@@ -212,15 +232,15 @@ def probe_or_stored(
         ranks=ranks,
         scratch=folder,
     )
-    accumulates = _accumulates(host, run, settings, circumstances)
+    in_parts = accumulates(host, run, settings, circumstances)
     times = ForwardTimes()
-    step = partial(training_step, host, accumulates=accumulates, note=times.note)
+    step = partial(training_step, host, accumulates=in_parts, note=times.note)
     # Where the batch stays as it is, and is only cut, forwards need be no larger than is of use.
     result = find(
         step(sample),
         include=include,
         enough=times.enough if _only_cuts(settings) else None,
-        remedies=lambda: remedies(host, sample, circumstances.make_optimizers, accumulates=accumulates),
+        remedies=lambda: remedies(host, sample, circumstances.make_optimizers, accumulates=in_parts),
     )
     lengths_vary = not is_packed(dataset) and host.objective.is_text(sample)
     by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
@@ -230,7 +250,7 @@ def probe_or_stored(
     return result
 
 
-def _accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances) -> bool:
+def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances) -> bool:
     """Return True if a forward and backward can run while the gradients of another are held."""
     in_parts = circumstances.measures_noise and host.num_replicas == 1  # in two at least
     return run.accumulation > 1 or _runs_in_parts(settings) or in_parts

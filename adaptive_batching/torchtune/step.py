@@ -74,7 +74,10 @@ def training_step(
                     note(num_samples, time.perf_counter() - start)
                 return sums
 
-            forwards = [partial(run_one, is_last=last) for last in ([False, True] if accumulates else [True])]
+            earlier = accumulates and not is_trace
+            if accumulates and is_trace:
+                _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
+            forwards = [partial(run_one, is_last=last) for last in ([False, True] if earlier else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
@@ -88,7 +91,8 @@ def training_step(
         compiling.forget(host)  # each size is compiled as it would be in training
 
     whole = _all_models(host)
-    return TrainingStep(whole, host.optimizers, make_batch, bind, discard)
+    compiles = compiling.is_cut_by_inductor(host)
+    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles)
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
@@ -145,16 +149,35 @@ def _all_models(host: Host) -> nn.Module:
     return nn.ModuleList([host.model, *frozen]) if frozen else host.model
 
 
+def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                on_host = getattr(parameter, "is_on_host", False)
+                if parameter.requires_grad and parameter.grad is None and not on_host:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def _vocabulary(model: nn.Module) -> frozenset[int]:
+    """Return the size of the vocabulary, by which a trace knows logits; nothing for a model without embeddings."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return frozenset([max(sizes)] if sizes else [])
+
+
 def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
     """Return ``host`` as it trains a copy of its models, on the cpu and alone, for the trace."""
     trained, *frozen = model if host.objective.frozen_models else [model]  # type: ignore[misc]
     gate = None
     if host.steps_in_backward:
         gate = Gate()
-        gate.register(trained, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers})
+        stepped = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+        gate.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
+    objective = host.objective.for_trace(frozen)
+    if compiling.is_cut_by_inductor(host):
+        compiling.run_as_compiled(trained, host.model, objective)
     return replace(
         host,
-        objective=host.objective.for_trace(frozen),
+        objective=objective,
         model=trained,
         optimizers=optimizers,
         device=torch.device("cpu"),
@@ -190,7 +213,7 @@ def _in_backward_step(host: Host, make_optimizers: MakeOptimizers, step: Trainin
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
         return _run_on(changed, model, make_optimizers([[p] for p in model.parameters() if p.requires_grad]))
 
-    return TrainingStep(step.model, [], step.make_batch, bind)
+    return replace(step, optimizers=[], bind=bind)
 
 
 def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
@@ -200,7 +223,7 @@ def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
         return _run_on(changed, model, make_optimizers([[p for p in model.parameters() if p.requires_grad]]))
 
-    return TrainingStep(step.model, [], step.make_batch, bind)
+    return replace(step, optimizers=[], bind=bind)
 
 
 def _run_on(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:

@@ -90,14 +90,6 @@ def test_a_compiled_run_trains_as_one_that_is_not(tune_run: TuneRun, in_training
     assert_close(run, eager, epoch=0)
 
 
-def test_what_would_help_says_that_it_is_predicted_without_compiling(tune_run: TuneRun, in_training: list[int]) -> None:
-    limit = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=20MiB"]
-    with pytest.raises(
-        SystemExit, match=r"needs about .* \(predicted without compile=True, which usually takes less\)"
-    ):
-        tune_run("full", *COMMON, *limit)
-
-
 @pytest.mark.parametrize("way", ["grows", "cut"])
 def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     way: str, inputs: Path, tmp_path: Path

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
+from adaptive_batching.probe import compiled
+from adaptive_batching.probe.compiled import compile_modules
 from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep
 
@@ -157,3 +160,46 @@ def test_what_if_a_change_were_made_to_the_model() -> None:
     step = training_step(model, torch.optim.AdamW(model.parameters()), torch.sum)
     assert trace_peak_memory(step, freeze).peak_bytes(2) < trace_peak_memory(step).peak_bytes(2)
     assert all(p.requires_grad for p in model.parameters())
+
+
+def of_layers(layers: list[nn.Module]) -> nn.Module:
+    """A model that multiplies between its pointwise operations."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = (x + 1) * (x + 2)  # fused into what reads it, or computed again
+            return torch.tanh(h @ self.weight) * 2
+
+    return nn.Sequential(*(Gated() for _ in layers))
+
+
+def test_a_compiled_layer_keeps_what_the_minimal_cut_keeps() -> None:
+    model = of_layers([nn.Identity()] * 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    eager = training_step(model, optimizer, torch.sum)
+    bind = eager.bind
+
+    def bind_compiled(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
+        compile_modules(model.children())
+        return bind(model, optimizers)
+
+    per_sample = [
+        (lambda curve: curve.peak_bytes(5001) - curve.peak_bytes(5000))(trace_peak_memory(step))
+        for step in (eager, replace(eager, bind=bind_compiled, compiles=True))
+    ]
+    row = WIDTH * 4
+    # Of each layer its input, its product and its output's factor are read again: the input is the last layer's output.
+    assert per_sample[1] < per_sample[0]
+    assert per_sample[1] <= (1 + 3 * 2 + 2) * row
+
+
+def test_layers_that_compute_alike_are_compiled_once_and_others_are_not() -> None:
+    likeness = compiled._likeness
+    assert likeness(nn.Linear(4, 4)) == likeness(nn.Linear(4, 4))
+    assert likeness(nn.Linear(4, 4)) != likeness(nn.Linear(4, 4, bias=False))
+    assert likeness(nn.Dropout(0.1)) != likeness(nn.Dropout(0.2))
+    assert likeness(nn.Linear(4, 4).requires_grad_(False)) != likeness(nn.Linear(4, 4))

@@ -1,16 +1,8 @@
-"""A model of CUDA's caching allocator, and a training step that takes memory from it, for tests without a GPU.
-
-The rules are those of PyTorch's default settings on one stream (c10/cuda/CUDACachingAllocator.cpp): sizes are rounded
-up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, below 10 MiB from segments of 20 MiB, and more from segments
-of its own in steps of 2 MiB; the smallest free block that is large enough is taken, and split where enough would be
-left over; free neighbours merge; where the limit is reached, segments that are wholly free are given back, and the
-allocation is tried once more, which is a retry. What counts against a limit is what is reserved.
-"""
+"""A training step that takes memory from a model of CUDA's caching allocator, for tests without a GPU."""
 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,98 +11,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching.plan import allocator
+from adaptive_batching.plan.allocator import GIB, KIB, MIB
 from adaptive_batching.probe.trial import TrainingStep
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+__all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory"]
 
 
-@dataclass
-class _Block:
-    size: int
-    small: bool
-    before: _Block | None = None
-    after: _Block | None = None
-    key: tuple[int, int] = (0, 0)
-    """Its place among the free blocks."""
-    free: bool = False
+class CachingAllocator(allocator.CachingAllocator):
+    """Fails as torch does."""
 
-
-class CachingAllocator:
-    """Bytes reserved and allocated; ``limit`` bounds what is reserved."""
+    full = torch.OutOfMemoryError
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._blocks: dict[tuple[int, int], _Block] = {}
-        self._count = 0
-
-    def take(self, num_bytes: int) -> _Block:
-        size = max(-(-num_bytes // 512), 1) * 512
-        small = size <= MIB
-        keys = self._free[small]
-        at = bisect_left(keys, (size, 0))
-        block = self._blocks.pop(keys.pop(at)) if at < len(keys) else self._new_segment(size, small)
-        left = block.size - size
-        if left >= 512 if small else left > MIB:
-            rest = _Block(left, small, before=block, after=block.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            block.size, block.after = size, rest
-            self._offer(rest)
-        block.free = False
-        self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return block
-
-    def give_back(self, block: _Block) -> None:
-        self.allocated -= block.size
-        if block.after is not None and block.after.free:
-            self._withdraw(block.after)
-            block.size += block.after.size
-            block.after = block.after.after
-            if block.after is not None:
-                block.after.before = block
-        if block.before is not None and block.before.free:
-            before = block.before
-            self._withdraw(before)
-            before.size += block.size
-            before.after = block.after
-            if before.after is not None:
-                before.after.before = before
-            block = before
-        self._offer(block)
-
-    def empty_cache(self) -> None:
-        """Give back the segments that are wholly free."""
-        for block in [b for b in self._blocks.values() if b.before is None and b.after is None]:
-            self._withdraw(block)
-            self.reserved -= block.size
-
-    def reset_peak(self) -> None:
-        self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
-
-    def _new_segment(self, size: int, small: bool) -> _Block:
-        segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        if self.reserved + segment > self.limit:
-            self.retries += 1
-            self.empty_cache()
-            if self.reserved + segment > self.limit:
-                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Block(segment, small)
-
-    def _offer(self, block: _Block) -> None:
-        self._count += 1
-        block.free, block.key = True, (block.size, self._count)
-        self._blocks[block.key] = block
-        insort(self._free[block.small], block.key)
-
-    def _withdraw(self, block: _Block) -> None:
-        keys = self._free[block.small]
-        keys.pop(bisect_left(keys, block.key))
-        del self._blocks[block.key]
+        super().__init__(limit)
 
 
 class Memory:

@@ -1,0 +1,90 @@
+"""What a traced step takes of a device at any batch size, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adaptive_batching.plan.devices import Outside
+from adaptive_batching.plan.reserved import Reserved, reserved_by_default, reserved_for
+from adaptive_batching.plan.verdict import Verdict, judge
+from adaptive_batching.probe.recording import OPTIMIZER, STATES, StepRecord
+from adaptive_batching.probe.trace import TracedStep
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a step takes at one batch size."""
+
+    batch_size: int
+    peak_bytes: int
+    """Of tensors."""
+
+    resting_bytes: int
+    """Of tensors, between steps."""
+
+    moment: str
+    """Part of the step that the peak falls into."""
+
+    kinds: dict[str, int]
+    """Bytes of each kind at the peak."""
+
+    reserved: Reserved
+    flops: int
+    """Of a forward and backward, and an optimizer step."""
+
+    recomputed_flops: int
+    """Part of ``flops`` for activations that are computed again."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step whose memory is known at any batch size.
+
+    Raises:
+        TraceError: From any method, if the order of allocations depends on the batch size.
+    """
+
+    step: TracedStep
+    outside: Sequence[Outside]
+
+    def need(self, batch_size: int) -> Need:
+        """Return what the step takes at ``batch_size``."""
+        record = self.step.at(batch_size)
+        moment, kinds = record.at_peak()
+        return Need(
+            batch_size, max(record.log), record.log[0], moment, kinds, reserved_for(record, *_made_late(record)),
+            record.flops, record.recomputed_flops,
+        )  # fmt: skip
+
+    def judge(self, need: Need, memory_bytes: int | None) -> Verdict:
+        """Say whether a step fits."""
+        return judge(need.reserved, self.outside, memory_bytes)
+
+    def largest(self, memory_bytes: int) -> int:
+        """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
+        budget = memory_bytes - sum(each.most for each in self.outside)
+        high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
+        if not high or self._reserved(high) <= budget:
+            return high or 0
+        low = 0
+        guess = self.step.curve.largest_within(budget * self.step.curve.peak_bytes(high) // self._reserved(high)) or 0
+        while high - low > 1:
+            middle = guess if low < guess < high else (low + high) // 2
+            guess = 0 if middle == guess else guess
+            if self._reserved(middle) <= budget:
+                low, guess = middle, middle + 1
+            else:
+                high = middle
+        return low
+
+    def _reserved(self, batch_size: int) -> int:
+        record = self.step.at(batch_size)
+        return reserved_by_default(record, *_made_late(record))
+
+
+def _made_late(record: StepRecord) -> tuple[frozenset[int], int]:
+    """Return the optimizer states of a record, and the event before which the first step makes them."""
+    states = frozenset(number for number in range(record.num_resting) if record.kinds[number] == STATES)
+    at = next((mark for moment, mark in zip(record.moments, record.marks, strict=True) if moment == OPTIMIZER), 0)
+    return states, at

@@ -1,0 +1,104 @@
+"""What an allocator reserves for a recorded step, and the least limit at which the step still runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from adaptive_batching.plan.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+
+STEPS = 3
+"""Steps that are replayed. The second and third meet the cache that the one before has left."""
+
+_RESOLUTION = 200  # a limit is known to a 200th of what is allocated
+
+
+class Recorded(Protocol):
+    """A step: see :class:`adaptive_batching.probe.recording.StepRecord`."""
+
+    @property
+    def events(self) -> Sequence[int]: ...
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+    @property
+    def num_resting(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes that count against a limit."""
+
+    by_default: int
+    expandable: int
+    """With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+
+    least: int
+    """Least limit at which the step runs with default settings, after retries that empty the cache."""
+
+    least_expandable: int
+
+
+def reserved_for(step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> Reserved:
+    """Replay a step and return what is reserved for it.
+
+    Args:
+        step: The step.
+        late: Numbers of resting storages that the first step makes, such as optimizer states.
+        late_at: Number of the event before which it makes them.
+    """
+
+    def run(allocator: Any) -> Any:
+        return replay(allocator, step, late, late_at)
+
+    free, expandable = run(CachingAllocator()), run(ExpandableAllocator())
+    return Reserved(
+        free.peak_reserved,
+        expandable.peak_reserved,
+        _least(lambda limit: run(CachingAllocator(limit)), free.peak_allocated, free.peak_reserved),
+        _least(lambda limit: run(ExpandableAllocator(limit)), expandable.peak_allocated, expandable.peak_reserved),
+    )
+
+
+def reserved_by_default(step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> int:
+    """Return what is reserved with default settings where nothing limits it."""
+    return int(replay(CachingAllocator(), step, late, late_at).peak_reserved)
+
+
+def replay(allocator: Any, step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> Any:
+    """Run :data:`STEPS` equal steps on ``allocator``, and return it.
+
+    Raises:
+        AllocatorFullError: If a step does not fit in the allocator's limit.
+    """
+    resting = {n: allocator.take(step.sizes[n]) for n in range(step.num_resting) if step.sizes[n] and n not in late}
+    for number in range(STEPS):
+        held: dict[int, Any] = {}
+        for index, event in enumerate(step.events):
+            if number == 0 and index == late_at:
+                resting |= {n: allocator.take(step.sizes[n]) for n in late if step.sizes[n]}
+            if event >= 0:
+                held[event] = allocator.take(step.sizes[event])
+            elif ~event in held:
+                allocator.give_back(held.pop(~event))
+            elif ~event in resting and number == STEPS - 1:
+                allocator.give_back(resting.pop(~event))
+        for block in held.values():
+            allocator.give_back(block)
+    return allocator
+
+
+def _least(run: Callable[[int], Any], allocated: int, reserved: int) -> int:
+    """Return the least limit, between what is allocated and what is reserved without one, at which ``run`` ends."""
+    low, high = 0, -(-(reserved - allocated) * _RESOLUTION // max(allocated, 1))
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            run(allocated + middle * allocated // _RESOLUTION)
+        except AllocatorFullError:
+            low = middle + 1
+        else:
+            high = middle
+    return min(allocated + high * allocated // _RESOLUTION, reserved)

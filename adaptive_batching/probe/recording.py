@@ -1,0 +1,264 @@
+"""Record what a training step takes and gives back: every allocation, its kind, and the moment of the step.
+
+A record holds the step as a sequence of events, so that it can be replayed: to find the peak and what it is made of, or
+to ask an allocator how much it would reserve. Nothing is rounded to allocator blocks here: between the two traced batch
+sizes, rounding could double the slope of a small tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from adaptive_batching.probe.flops import flops_of
+
+WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
+ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
+KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
+
+FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
+BETWEEN = "between steps"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The memory of one training step at one batch size.
+
+    Storages are known by number. Those alive before the step have the first ones.
+    """
+
+    log: Sequence[int]
+    """Bytes alive before the step, then after each operation."""
+
+    moments: Sequence[str]
+    """Part of the step that each entry of ``log`` belongs to."""
+
+    marks: Sequence[int]
+    """Number of events before each entry of ``log``."""
+
+    events: Sequence[int]
+    """In order: the number of a storage that is allocated, or ``~number`` of one that is freed."""
+
+    sizes: Sequence[int]
+    """Bytes of each storage."""
+
+    kinds: Sequence[str]
+    """One of :data:`KINDS` for each storage."""
+
+    num_resting: int
+    """Storages alive before the step."""
+
+    flops: int
+    """Floating-point operations of matrix products and attention, those of recomputed activations included."""
+
+    recomputed_flops: int
+    """Those of activations that the backward pass computes again."""
+
+    def at_peak(self) -> tuple[str, dict[str, int]]:
+        """Return the moment of the peak, and the bytes of each kind that are alive then."""
+        at = max(range(len(self.log)), key=self.log.__getitem__)
+        alive = dict.fromkeys(KINDS, 0)
+        for number in range(self.num_resting):
+            alive[self.kinds[number]] += self.sizes[number]
+        for event in self.events[: self.marks[at]]:
+            number = event if event >= 0 else ~event
+            alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
+        return self.moments[at], alive
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every storage that operations make under it, until it dies.
+
+    Args:
+        vocabulary: Sizes of the last dimension by which logits are known.
+    """
+
+    fused = False
+    """True while an operation runs whose result a compiler would never store."""
+
+    label: str | None = None
+    """Kind of what is allocated now; None for what the moment and the shape say."""
+
+    def __init__(self, vocabulary: Iterable[int] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocabulary = frozenset(vocabulary)
+        self._current = 0
+        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._moment = BETWEEN
+        self._in_optimizer = False
+        self._depth = 0  # of modules whose forward runs
+        self._sizes: list[int] = []
+        self._kinds: list[str] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the record of a step here. What is alive now rests between steps."""
+        alive = [number for _, number in self._seen.values()]
+        self._sizes = [self._sizes[number] for number in alive]
+        self._kinds = [self._kinds[number] for number in alive]
+        self._seen = {
+            key: (self._watched(reference(), key, new), new)
+            for new, (key, (reference, _)) in enumerate(self._seen.items())
+        }
+        self._num_resting = len(alive)
+        self._events: list[int] = []
+        self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
+        self._flops = self._recomputed_flops = 0
+        self._moment = BETWEEN
+
+    def record(self) -> StepRecord:
+        """Return what has been recorded since :meth:`begin`."""
+        return StepRecord(
+            tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
+            tuple(self._kinds), self._num_resting, self._flops, self._recomputed_flops,
+        )  # fmt: skip
+
+    def hold(self, tensor: torch.Tensor, kind: str, *, counts: bool = True) -> None:
+        """Record the storage of ``tensor``, or give it another kind if it is known already.
+
+        Args:
+            tensor: Any tensor, of a subclass with tensors inside as well.
+            kind: One of :data:`KINDS`.
+            counts: False for a tensor that takes no memory.
+        """
+        for storage in _storages(tensor):
+            known = self._seen.get(storage._cdata)
+            if known is not None:
+                self._kinds[known[1]] = kind
+            else:
+                self._allocate(storage, kind, storage.nbytes() if counts else 0)
+
+    @contextlib.contextmanager
+    def watching(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], *, steps_elsewhere: bool = False
+    ) -> Iterator[None]:
+        """Tell forward, loss, backward and optimizer step apart, and gradients from what else a backward makes.
+
+        Args:
+            model: The model that is trained.
+            parameters: What its optimizers step.
+            steps_elsewhere: The optimizers step on another device, whose memory does not count.
+        """
+
+        def set_moment(moment: str) -> None:
+            self._moment = moment
+
+        def before_optimizer(*_: Any) -> None:
+            self._in_optimizer = True
+            Recorder.fused = steps_elsewhere
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self.hold(parameter.grad, GRADIENTS)
+
+        def after_optimizer(*_: Any) -> None:
+            self._in_optimizer = False
+            Recorder.fused = False
+
+        def after_gradient(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self.hold(parameter.grad, GRADIENTS)
+
+        def enter_forward(*_: Any) -> None:
+            self._depth += 1
+
+        def leave_forward(*_: Any) -> None:
+            self._depth -= 1
+
+        handles: list[Any] = [
+            register_module_forward_pre_hook(enter_forward),
+            register_module_forward_hook(leave_forward, always_call=True),
+            model.register_forward_pre_hook(lambda *_: set_moment(FORWARD), prepend=True),
+            model.register_forward_hook(lambda *_: set_moment(LOSS)),
+            register_optimizer_step_pre_hook(before_optimizer),
+            register_optimizer_step_post_hook(after_optimizer),
+        ]
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(after_gradient))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _allocate(self, storage: Any, kind: str, size: int) -> None:
+        number = len(self._sizes)
+        self._sizes.append(size)
+        self._kinds.append(kind)
+        self._seen[storage._cdata] = (self._watched(storage, storage._cdata, number), number)
+        if size:
+            self._current += size
+            self._events.append(number)
+
+    def _watched(self, storage: Any, key: int, number: int) -> weakref.ref[Any]:
+        return weakref.ref(storage, lambda _: self._free(key, number))
+
+    def _free(self, key: int, number: int) -> None:
+        self._seen.pop(key, None)
+        if self._sizes[number]:
+            self._current -= self._sizes[number]
+            self._events.append(~number)
+
+    def _kind_of(self, tensor: torch.Tensor, moment: str, *, recomputes: bool) -> str:
+        if Recorder.label is not None:
+            return Recorder.label
+        if tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary:
+            return OTHER if moment == OPTIMIZER else LOGITS
+        return ACTIVATIONS if moment in (FORWARD, LOSS) or recomputes else OTHER
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
+            # depend on the value, the verifying step will show it.
+            return 1 if args[0].dtype != torch.bool else True
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        in_backward = torch._C._current_graph_task_id() != -1
+        recomputes = in_backward and self._depth > 0
+        if in_backward:
+            self._moment = BACKWARD
+        elif self._moment == BACKWARD:
+            self._moment = OPTIMIZER  # clipping and scaling of the gradient included
+        moment = OPTIMIZER if self._in_optimizer else self._moment
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                for storage in _storages(value):
+                    if storage._cdata not in self._seen:
+                        kind = self._kind_of(value, moment, recomputes=recomputes)
+                        self._allocate(storage, kind, 0 if Recorder.fused else storage.nbytes())
+        flops = flops_of(func, args, kwargs, out)
+        self._flops += flops
+        self._recomputed_flops += flops if recomputes else 0
+        self._log.append(self._current)
+        self._moments.append(moment)
+        self._marks.append(len(self._events))
+        return out
+
+
+@contextlib.contextmanager
+def labelled(kind: str) -> Iterator[None]:
+    """Record what is allocated inside as of one kind."""
+    before, Recorder.label = Recorder.label, kind
+    try:
+        yield
+    finally:
+        Recorder.label = before
+
+
+def _storages(tensor: torch.Tensor) -> list[Any]:
+    """Return the storages of a tensor and of those inside it, in the same order in each trace."""
+    return sorted(get_untyped_storages(tensor), key=lambda storage: storage.nbytes())

@@ -1,0 +1,154 @@
+"""``plan``: say what a config takes of a GPU, without one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import _recipe_registry as registry
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+from adaptive_batching.growth.increase import IncreaseFunctionError
+from adaptive_batching.plan.devices import find_gpu
+from adaptive_batching.plan.verdict import Answer
+from adaptive_batching.probe.trace import TraceError
+from adaptive_batching.torchtune.commands import closest
+from adaptive_batching.torchtune.levers import CONFIGS
+from adaptive_batching.torchtune.on_paper import RECIPES
+from adaptive_batching.torchtune.plan_answer import VERSION, Asked, answer, first_line
+from adaptive_batching.torchtune.planning import NotPlannedError, Question
+from adaptive_batching.values import ConfigError, MemoryAmount
+
+_USAGE_ERROR = 2
+
+
+def add_plan(subparsers: Any, prog: str) -> None:
+    """Add ``plan`` to a command line."""
+    help_text = "Say whether a config fits on a GPU, what takes the memory, and what would help. Needs no GPU."
+    parser = subparsers.add_parser(
+        "plan", prog=f"{prog} plan", help=help_text, description=help_text,
+        epilog="exit codes: 0 fits, 1 does not, 3 tight, 4 cannot tell, 2 a mistake on the command line",
+    )  # fmt: skip
+    parser.add_argument("--config", required=True, help="name, as 'ls' shows it, or path")
+    parser.add_argument("--recipe", choices=RECIPES, help="recipe of a config that is no stock one")
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--memory", metavar="24GiB", help="memory of the GPU")
+    device.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 'RTX 4090' or H100")
+    parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of the longest sample")
+    parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
+    parser.add_argument("--no-levers", action="store_true", help="leave out what would help")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    parser.set_defaults(func=lambda args: sys.exit(_run(args)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Print a plan, and return the exit code."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # processes that are forked below cannot take over threads
+    try:
+        asked = _read(args)
+        return answer(asked, as_json=args.json)
+    except (ConfigError, IncreaseFunctionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except (NotPlannedError, TraceError) as error:
+        print(
+            json.dumps({"version": VERSION, "answer": "cannot tell", "reason": str(error)})
+            if args.json
+            else f"cannot tell: {error}"
+        )
+        return Answer.CANNOT_TELL.value
+    except InstantiationError as error:
+        missing = re.search(r"No module named '([^'.]+)", str(error))
+        if missing is None or find_spec(missing[1]) is not None:
+            print(f"error: {first_line(error)}", file=sys.stderr)
+            return _USAGE_ERROR
+        print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
+        return Answer.CANNOT_TELL.value
+    except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        print(f"error: torchtune refuses the config: {first_line(error)}", file=sys.stderr)
+        return _USAGE_ERROR
+
+
+def _read(args: argparse.Namespace) -> Asked:
+    for name in ("sequence_length", "samples", "devices"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if args.mfu is not None and not 0 < args.mfu <= 1:
+        raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
+    if args.mfu is not None and args.gpu is None:
+        raise ConfigError(f"--mfu {args.mfu} is a share of a GPU's peak; name the GPU with --gpu")
+    for override in args.overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"{override!r} is no override; write key=value")
+    gpu = None if args.gpu is None else find_gpu(args.gpu)
+    recipe, path, cfg = _load(args.config, args.recipe, args.overrides)
+    devices = args.devices or _devices_of(recipe, path)
+    recipe = recipe.replace("single_device", "distributed") if devices > 1 else recipe
+    length = args.sequence_length or _length_of(cfg)
+    memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
+    if memory is not None and memory.num_bytes is None:
+        raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
+    memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
+    question = Question(recipe, cfg, devices, args.samples)
+    return Asked(args.config, question, length, memory_bytes, gpu, args.mfu, not args.no_levers)
+
+
+def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
+    """Return the recipe, the file and the config that a name or path and overrides stand for.
+
+    Raises:
+        ConfigError: If there is no such config, or an override cannot be read.
+        NotPlannedError: If the config is of a recipe that is not covered.
+    """
+    found = [
+        (stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs if config.name == name
+    ]
+    path = Path(name)
+    if found and not path.is_file():
+        path = CONFIGS / found[0][1].file_path
+        recipe = recipe or next(of for of, _ in found if of in RECIPES)
+    elif not path.is_file():
+        for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
+            if name in [config.name for config in other.configs]:
+                raise NotPlannedError(f"{name} is a config of {other.name}; plans are made of {', '.join(RECIPES)}")
+        known = [config.name for stock in registry.get_all_recipes() for config in stock.configs]
+        raise ConfigError(f"--config {name}: there is no such file, and no such config{closest(name, known)}")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]
+    except Exception as error:  # whatever YAML, omegaconf and torchtune raise
+        raise ConfigError(f"{name} {' '.join(overrides)} cannot be read: {first_line(error)}") from error
+    if "model" not in cfg:
+        raise ConfigError(f"--config {name} has no model; is it a config of a recipe?")
+    recipe = recipe or ("lora" if "lora_attn_modules" in cfg.model else "full") + "_finetune_single_device"
+    return recipe, path, cfg
+
+
+def _devices_of(recipe: str, path: Path) -> int:
+    """Return the number of devices that a config says it is launched with, or 1."""
+    if recipe.endswith("single_device"):
+        return 1
+    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
+    return int(said[1]) if said else 2
+
+
+def _length_of(cfg: DictConfig) -> int | None:
+    section = cfg.get("adaptive_batching") or {}
+    length = section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
+    return None if length is None else int(length)

@@ -1,0 +1,181 @@
+"""The plan of a run: what its config takes of each device, and what the run would make of it, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from omegaconf import DictConfig
+
+from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.growth.course import PlannedEpoch
+from adaptive_batching.plan.devices import outside_of_allocator
+from adaptive_batching.plan.forecast import Forecast
+from adaptive_batching.probe.sizes import candidate_sizes
+from adaptive_batching.probe.trace import trace_step
+from adaptive_batching.torchtune.bits_and_bytes import paged_bytes
+from adaptive_batching.torchtune.cutting import Execution
+from adaptive_batching.torchtune.growing import accumulation_of, make_controller, make_growth, resolve_increase
+from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
+from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching.torchtune.step import training_step
+from adaptive_batching.values import Fixed, Whole
+
+_SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
+
+
+class NotPlannedError(RuntimeError):
+    """Raised for what no plan can be made of; the message says why."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run to plan."""
+
+    recipe: str
+    """Name of the stock recipe."""
+
+    cfg: DictConfig
+    devices: int = 1
+    samples: int | None = None
+    """Of the data; None if that is not known."""
+
+    def changed(self, **keys: object) -> Question:
+        """Return the question with other keys in the config; dots in their names are written as two underscores."""
+        cfg = copy.deepcopy(self.cfg)
+        for key, value in keys.items():
+            at = cfg
+            *sections, last = key.split("__")
+            for section in sections:
+                at = at[section]
+            at[last] = value
+        return replace(self, cfg=cfg)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A run on paper, traced at one length."""
+
+    forecast: Forecast
+    length: int
+    asked: int
+    """Samples of a forward that the config asks for at least."""
+
+    accumulation: int
+    """Batches of an optimizer step."""
+
+    devices: int
+    paged_bytes: int
+    """Optimizer states that lie in managed memory, beside all others."""
+
+    trained_parameters: int
+    parameters: int
+
+
+def sketch(question: Question, length: int) -> Sketch:
+    """Set a run up on paper and trace its step on samples of ``length`` tokens.
+
+    Raises:
+        TraceError: If the step cannot be traced.
+        Exception: Whatever stock raises about the config.
+    """
+    with _set_up(question, length) as (host, run, settings):
+        in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
+        step = training_step(host, host.loader.dataset[0], accumulates=in_parts)
+        traced = trace_step(step)
+        sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        return Sketch(
+            Forecast(traced, outside_of_allocator(question.devices)), length, _asked(run, settings), run.accumulation,
+            question.devices, sum(map(paged_bytes, host.optimizers)), sum(n for n, trained in sizes if trained),
+            sum(n for n, _ in sizes),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run makes of the largest forward that fits."""
+
+    maximum: int
+    """Largest batch size, as the run would take it."""
+
+    reason: str
+    """The bound that gives it."""
+
+    epochs: Sequence[PlannedEpoch]
+    decided: bool
+    """False if the batch grows by what training shows."""
+
+
+def look_out(question: Question, length: int, largest: int) -> Outlook:
+    """Return the epochs of a run, planned as the run itself plans them.
+
+    Args:
+        question: The run; its samples are known.
+        length: Tokens of a sample.
+        largest: Largest forward that fits.
+
+    Raises:
+        Exception: Whatever stock raises about the config.
+    """
+    with _set_up(question, length) as (host, run, settings):
+        increase = resolve_increase(settings)
+        upper, reason = upper_bound(host, run, settings)
+        probed = Probed(upper, reason, settings.micro_batch_size)
+        if settings.probes:
+            rounds = settings.round_to_power_of_two and not settings.fills_memory
+            sizes = candidate_sizes(upper, powers_of_two=rounds, include=run.batch_size if settings.grows else None)
+            fitting = [size for size in sizes if size <= largest]
+            found = fitting[-1] if fitting else 1
+            by = reason if found == sizes[-1] else "memory"
+            probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
+        accumulation = accumulation_of(settings, run)
+        controller = make_controller(host, run, settings, increase, accumulation, probed, {})
+        decides_early = controller.decides_early and increase.noise_scale_every is None
+        growth = make_growth(
+            host, run, settings, replace(increase, noise_scale_every=None), controller, accumulation,
+            Execution(is_stock=not settings.enabled), {},
+        )  # fmt: skip
+        return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
+
+
+def _check_covered(cfg: DictConfig) -> None:
+    """Refuse what would be planned wrongly.
+
+    Raises:
+        NotPlannedError: If the config has images or tensor parallelism.
+    """
+    if "image" in str(cfg.get("collate_fn", "")) or "vision" in str(cfg.model["_component_"]):
+        raise NotPlannedError("the config is of a model with images, whose memory is not planned")
+    if cfg.get("tensor_parallel_dim", 1) > 1:
+        raise NotPlannedError(f"tensor_parallel_dim={cfg.tensor_parallel_dim} is not planned; with 1, devices shard")
+
+
+@contextlib.contextmanager
+def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
+    _check_covered(question.cfg)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    dataset = question.cfg.get("dataset")
+    packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
+    try:
+        settings = read_settings(question.cfg, warns=False)
+        data = Data(length, question.samples or _SOME_SAMPLES, packed)
+        with on_devices(question.devices):
+            cfg = question.changed(device="cuda").cfg
+            host, run = set_up(question.recipe, cfg, data, question.devices)
+            yield host, run, settings
+    finally:
+        logging.disable(before)
+
+
+def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
+    """Return the least forward that the settings leave to a run: 1 where it takes what fits."""
+    if isinstance(settings.micro_batch_size, Fixed):
+        return settings.micro_batch_size.samples
+    takes_what_fits = settings.use_maximum_batch_size and not settings.grows
+    return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1

@@ -1,0 +1,97 @@
+"""The model of CUDA's caching allocator, and what follows from it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from adaptive_batching.plan.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching.plan.reserved import replay, reserved_by_default, reserved_for
+
+
+@dataclass(frozen=True)
+class Step:
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_resting: int
+
+
+# 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB
+STEP = Step((1, ~1, 2, 3, ~2, ~3), (2 * GIB, GIB, 600 * MIB, 600 * MIB), 1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "segment"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+    ],
+)
+def test_segments_come_in_sizes(num_bytes: int, segment: int) -> None:
+    allocator = CachingAllocator()
+    allocator.take(num_bytes)
+    assert allocator.reserved == segment
+    assert allocator.allocated == max(-(-num_bytes // 512), 1) * 512 or allocator.allocated == segment
+
+
+def test_what_is_freed_is_taken_again_and_a_large_rest_is_split_off() -> None:
+    allocator = CachingAllocator()
+    allocator.give_back(allocator.take(100 * MIB))
+    allocator.take(60 * MIB)
+    allocator.take(40 * MIB)
+    assert allocator.reserved == 100 * MIB
+    allocator.give_back(allocator.take(300 * MIB))
+    allocator.take(299 * MIB + 512 * KIB)  # less than 1 MiB would be left: it stays with the block
+    assert allocator.allocated == 400 * MIB
+
+
+def test_at_the_limit_free_segments_are_given_back_and_then_it_is_over() -> None:
+    allocator = CachingAllocator(limit=100 * MIB)
+    allocator.give_back(allocator.take(60 * MIB))
+    allocator.take(80 * MIB)
+    assert (allocator.retries, allocator.reserved) == (1, 80 * MIB)
+    with pytest.raises(AllocatorFullError):
+        allocator.take(30 * MIB)
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_comes_what_is_reserved_holds_what_is_allocated(kind: Any, seed: int) -> None:
+    held: list[Any] = []
+    draw, allocator, expected = random.Random(seed), kind(), 0
+    for _ in range(500):
+        if held and draw.random() < 0.45:
+            block, size = held.pop(draw.randrange(len(held)))
+            allocator.give_back(block)
+            expected -= size
+        else:
+            size = int(2 ** draw.uniform(5, 28))
+            held.append((allocator.take(size), size))
+            expected += size
+        assert expected <= allocator.allocated <= allocator.reserved <= allocator.peak_reserved
+    for block, _ in held:
+        allocator.give_back(block)
+    assert allocator.allocated == 0
+
+
+def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_need_less() -> None:
+    reserved = reserved_for(STEP)
+    allocated = replay(CachingAllocator(), STEP).peak_allocated
+    assert allocated == 2 * GIB + 1200 * MIB
+    assert allocated <= reserved.least <= reserved.by_default == reserved_by_default(STEP)
+    replay(CachingAllocator(reserved.least), STEP)
+    replay(ExpandableAllocator(reserved.least_expandable), STEP)
+    assert reserved.expandable < reserved.by_default
+    with pytest.raises(AllocatorFullError):
+        replay(CachingAllocator(allocated - 1), STEP)
+
+
+def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
+    assert replay(CachingAllocator(), STEP, frozenset({0}), 3).peak_allocated == 2 * GIB + 1200 * MIB

@@ -1,0 +1,193 @@
+"""The command line of plans: answers, exit codes, one JSON object, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torchtune import _recipe_registry as registry
+
+from adaptive_batching.cli.main import main
+from adaptive_batching.torchtune.levers import CONFIGS, levers
+from adaptive_batching.torchtune.on_paper import RECIPES
+from adaptive_batching.torchtune.planning import Question, look_out, sketch
+from tests.conftest import ARCHITECTURE, ROOT
+from tests.torchtune.test_on_paper import config, real_host
+
+CONFIG = str(ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml")
+SMALL = [
+    "use_maximum_batch_size=False", "batch_increase_function=null", "adaptive_batching.memory_limit=null",
+    *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+]  # fmt: skip
+KEYS = {
+    "version", "answer", "fits", "peak_bytes", "resting_bytes", "reserved_bytes", "largest_micro_batch", "token_budget",
+    "sequence_length", "batch_size", "memory_bytes", "left_bytes", "needed_bytes", "epochs", "flops", "levers", "peak",
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """``plan(*arguments)``: the exit code, and what was printed on each stream."""
+    monkeypatch.setattr(registry, "_ALL_RECIPES", [*registry._ALL_RECIPES])
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["adaptive-batching", "plan", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(("memory", "code", "word"), [("24GiB", 0, "fits"), ("300MiB", 1, "does not fit")])
+def test_the_first_line_and_the_exit_code_say_whether_it_fits(plan: Any, memory: str, code: int, word: str) -> None:
+    found, out, _ = plan("--config", CONFIG, "--memory", memory, "--no-levers", *SMALL)
+    assert found == code
+    assert out.splitlines()[0].startswith(f"{word}: a forward of 8 x 256 tokens")
+    assert memory.replace("GiB", ".00 GiB").replace("300MiB", "0.29 GiB") in out.splitlines()[0]
+    assert "What sets the peak" in out
+
+
+def test_without_a_memory_it_cannot_tell_and_says_what_is_needed(plan: Any) -> None:
+    code, out, _ = plan("--config", CONFIG, "--no-levers", *SMALL)
+    assert code == 4
+    assert "give --memory or --gpu" in out.splitlines()[0]
+
+
+def test_one_object_in_json(plan: Any) -> None:
+    code, out, _ = plan("--config", CONFIG, "--memory", "1GiB", "--samples", "100", "--json", *SMALL)
+    found = json.loads(out)
+    assert set(found) >= KEYS
+    assert found["version"] == 1
+    assert found["fits"] is (code == 0)
+    assert found["token_budget"] == found["largest_micro_batch"] * found["sequence_length"]
+    assert found["resting_bytes"] < found["peak_bytes"] < found["reserved_bytes"] < found["needed_bytes"]["most"]
+    assert sum(found["peak"][kind] for kind in found["peak"] if kind != "moment") == found["peak_bytes"]
+    assert [epoch["steps"] for epoch in found["epochs"]] == [100 // 8] * 3
+    saved = [lever["saved_bytes"] for lever in found["levers"] if lever["saved_bytes"] is not None]
+    assert saved == sorted(saved, reverse=True) and len(saved) >= 5
+
+
+def test_a_batch_that_fits_is_the_largest_that_fits(plan: Any) -> None:
+    def of(batch_size: int) -> dict[str, Any]:
+        line = ["--config", CONFIG, "--memory", "1.5GiB", "--json", "--no-levers", *SMALL, f"batch_size={batch_size}"]
+        found: dict[str, Any] = json.loads(plan(*line)[1])
+        return found
+
+    largest = of(1)["largest_micro_batch"]
+    assert largest > 1
+    assert of(largest)["answer"] == "fits"
+    assert of(largest + 1)["answer"] != "fits"
+
+
+def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) -> None:
+    arguments = [
+        "--config",
+        CONFIG,
+        "--memory",
+        "24GiB",
+        *SMALL,
+        "tokenizer.max_seq_len=null",
+        "model.max_seq_len=8192",
+    ]
+    code, out, _ = plan(*arguments)
+    assert code == 4
+    assert out.startswith("cannot tell: length unknown")
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["512", "1,024", "2,048", "4,096", "8,192"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
+        (["--config", CONFIG, "--memory", "lots"], "--memory='lots'"),
+        (["--config", CONFIG, "--memory", "90%"], "such as 24GiB"),
+        (["--config", CONFIG, "--gpu", "RTX 4091"], "did you mean 'RTX 4090'"),
+        (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
+        (["--config", CONFIG, "--mfu", "0.4"], "name the GPU with --gpu"),
+        (["--config", CONFIG, "batch_size"], "write key=value"),
+        (["--config", CONFIG, *SMALL, "micro_batch_size=3"], "micro_batch_size"),
+        (["--config", CONFIG, *SMALL, "model.num_heads=5"], "torchtune refuses the config"),
+        (["--config", CONFIG, *SMALL, "optimizer._component_=torch.optim.Nadam"], "Nadam"),
+        (["--config", CONFIG, *SMALL, "optimizer._component_=bitsandbytes.optim.Adalin"], "Adalin"),
+        (["--config", CONFIG, *SMALL, "optimizer_in_bwd=True"], "clip_grad_norm"),
+    ],
+    ids=lambda value: " ".join(value[2:])[-40:] if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_in_one_line(plan: Any, arguments: list[str], message: str) -> None:
+    code, out, err = plan(*arguments)
+    assert code == 2
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert not out
+
+
+@pytest.mark.parametrize(("name", "why"), [("llama2/7B_lora_dpo_single_device", "lora_dpo_single_device")])
+def test_what_is_not_covered_is_named(plan: Any, name: str, why: str) -> None:
+    code, out, _ = plan("--config", name)
+    assert code == 4
+    assert out.startswith("cannot tell: ") and why in out
+
+
+GROWING = [
+    "batch_increase_function._component_=adaptive_batching.growth.step", "batch_increase_function.every=1",
+    "adaptive_batching.max_batch_size=16", "adaptive_batching.increase_every=0.5",
+]  # fmt: skip
+
+
+def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -> None:
+    cfg = config("full", "epochs=4", inputs=inputs, out=tmp_path)
+    cfg = OmegaConf.merge(cfg, {"batch_increase_function": None}, OmegaConf.from_dotlist(GROWING))
+    host = real_host("full", cfg)
+    course = real_session(cfg).growth.course  # type: ignore[union-attr]
+    question = Question("full_finetune_single_device", cfg, samples=host.samples_per_rank)
+    assert look_out(question, 64, largest=10**6).epochs == course.plan(0)
+
+
+def real_session(cfg: Any) -> Any:
+    from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
+
+    recipe = FullFinetuneRecipeSingleDevice(cfg)
+    recipe.setup(cfg)
+    return recipe._session
+
+
+def test_levers_name_what_is_not_set_yet() -> None:
+    cfg = OmegaConf.load(CONFIGS / "llama3_2" / "1B_full_single_device.yaml")
+    pasted = {lever.name: lever.paste for lever in levers(Question(RECIPES[0], cfg), 2048)}  # type: ignore[arg-type]
+    assert set(pasted) == {
+        "activation checkpointing", "activation checkpointing and offloading", "compile", "LoRA", "QLoRA",
+        "shorter samples",
+    }  # fmt: skip
+    assert pasted["LoRA"] == (
+        "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device batch_size=4"
+    )
+
+
+STOCK = [
+    (recipe.name, config)
+    for recipe in registry.get_all_recipes()
+    if recipe.name in RECIPES
+    for config in recipe.configs
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "stock"), STOCK, ids=lambda value: getattr(value, "name", value))
+def test_every_stock_config_gets_a_plan(recipe: str, stock: Any) -> None:
+    cfg = OmegaConf.load(CONFIGS / stock.file_path)
+    if "vision" in stock.name:
+        pytest.importorskip("torchvision")
+        pytest.skip("images are not planned yet")
+    devices = 8 if recipe.endswith("distributed") else 1
+    made = sketch(Question(recipe, cfg, devices), 512)  # type: ignore[arg-type]
+    need = made.forecast.need(cfg.batch_size)
+    parameters = 0.5 if "qlora" in stock.name or "qdora" in stock.name else 2
+    assert need.resting_bytes > 0.9 * made.parameters * parameters / devices or cfg.get("fsdp_cpu_offload", False)
+    assert need.resting_bytes < need.peak_bytes <= need.reserved.by_default
+    assert made.forecast.largest(2**40) >= cfg.batch_size
