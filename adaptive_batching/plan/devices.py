@@ -64,7 +64,7 @@ def find_gpu(name: str) -> Gpu:
     """
 
     def plain(text: str) -> str:
-        return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|pcie|sxm\\d?", "", text.lower())
+        return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|pcie|sxm\d?", "", text.lower())
 
     exact = [gpu for gpu in GPUS if plain(gpu.name) == plain(name)]
     found = exact or [gpu for gpu in GPUS if plain(name) and plain(gpu.name).startswith(plain(name))]
