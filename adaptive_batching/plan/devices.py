@@ -16,8 +16,8 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """Memory that a program finds: less than the nominal amount by what error correction and the driver keep. These are
-    the totals that out-of-memory messages of PyTorch state."""
+    """Memory that a program finds: less than the nominal amount by what error correction and the driver keep. Totals as
+    out-of-memory messages of PyTorch state them; drivers differ by some 0.2 GiB, and the lower ones are taken."""
 
     peak_tflops: float
     """Dense bfloat16 matrix products with accumulation in float32, from NVIDIA's data sheets; float16 on GPUs without
