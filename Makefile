@@ -61,6 +61,7 @@ bench: $(call installed,bench)
 	$(RUN) benchmarks/probe_vs_peers.py
 	$(RUN) benchmarks/epoch_time.py
 	$(RUN) benchmarks/first_minutes.py
+	$(RUN) benchmarks/published_memory.py
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/distributed_overhead.py
 	$(RUN) benchmarks/growth_quality.py
