@@ -1,1 +1,1 @@
-"""What a run would take, known without a GPU: decisions and arithmetic, without torch."""
+"""Memory that a run would take, worked out without a GPU: decisions and arithmetic, without torch."""

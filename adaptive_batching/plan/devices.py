@@ -38,7 +38,7 @@ GPUS = [
 
 @dataclass(frozen=True)
 class Outside:
-    """Memory of a device that is in use beside PyTorch's allocator."""
+    """Memory of a device that is in use outside PyTorch's allocator."""
 
     name: str
     least: int
@@ -52,7 +52,7 @@ NCCL = Outside("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864
 
 
 def outside_of_allocator(devices: int) -> list[Outside]:
-    """Return what is in use on each of ``devices`` beside the tensors."""
+    """Return what is in use on each of ``devices`` in addition to the tensors."""
     return [CONTEXT, WORKSPACES] + ([NCCL] if devices > 1 else [])
 
 

@@ -1,4 +1,4 @@
-"""What a traced step takes of a device at any batch size, and the largest batch that fits."""
+"""Memory that a traced step takes at any batch size, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaptive_batching.probe.trace import TracedStep
 
 @dataclass(frozen=True)
 class Need:
-    """What a step takes at one batch size."""
+    """Memory and work of a step at one batch size."""
 
     batch_size: int
     peak_bytes: int

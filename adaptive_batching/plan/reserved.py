@@ -1,4 +1,4 @@
-"""What an allocator reserves for a recorded step, and the least limit at which the step still runs."""
+"""Memory that an allocator reserves for a recorded step, and the lowest limit at which the step still runs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def first_line(verdict: Verdict, what: str, where: str) -> str:
 
 
 def what_counts(need: Need, outside: Sequence[Outside], paged_bytes: int) -> list[str]:
-    """Return what a card must have: tensors, what the allocator reserves for them, and what is beside it."""
+    """Return what a card must have: tensors, what the allocator reserves for them, and what else is in use."""
     reserved = need.reserved
     rows = [
         ["tensors", size(need.peak_bytes), f"{size(need.resting_bytes)} between steps"],

@@ -1,4 +1,4 @@
-"""What is said when not even a batch of one sample fits: by how much, and what would help."""
+"""Explain that not even a batch of one sample fits: by how much, and what would help."""
 
 from __future__ import annotations
 
