@@ -17,7 +17,7 @@ from adaptive_batching.memory import MemoryMeter, allocator_advice, is_out_of_me
 from adaptive_batching.probe.budget import memory_available, memory_budget, require_room
 from adaptive_batching.probe.does_not_fit import DoesNotFitError, Remedy, explain, unknown_to_trace
 from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.probe.search import SEARCHES, settle_for_enough
+from adaptive_batching.probe.search import SEARCHES, corrected, settle_for_enough
 from adaptive_batching.probe.sizes import Measurement, SizesRun, candidate_sizes
 from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep, Trial
@@ -273,14 +273,9 @@ def _is_single_precision(model: nn.Module) -> bool:
 
 
 def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, settled: int | None) -> list[tuple[int, int]]:
-    """Return points of the curve around the sizes that ran, calibrated by the largest one that fitted."""
-    known = [m for m in sizes.measurements if m.fits and m.peak_bytes is not None]
-    largest = max(known, key=lambda m: m.batch_size)
-    assert largest.peak_bytes is not None
-    measured_at, traced_at = largest.peak_bytes, curve.peak_bytes(largest.batch_size)
+    """Return points around the sizes that ran, of the curve by which the search decided."""
     next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
     last = max(next_size, sizes.candidates[-1] if settled else 0, *(m.batch_size for m in sizes.measurements))
-    points = sorted(
-        {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
-    )
-    return [(b, int(measured_at + largest.overhead * (curve.peak_bytes(b) - traced_at))) for b in points]
+    points = {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
+    peak = corrected(sizes, curve.peak_bytes)
+    return [(b, int(peak(b))) for b in sorted(points)]

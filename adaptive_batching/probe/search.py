@@ -102,6 +102,11 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
             _bisect(sizes)
 
 
+def corrected(sizes: SizesRun, predict_peak: PredictPeak) -> PredictPeak:
+    """Return the curve by which :func:`predict` decides: the predicted one, corrected by what ran."""
+    return _Curve(sizes, predict_peak).peak_bytes
+
+
 def settle_for_enough(
     sizes: SizesRun, predict_peak: PredictPeak | None, enough: Callable[[], int | None]
 ) -> int | None:
@@ -218,7 +223,7 @@ class _Curve:
 
     def exceeds(self, index: int) -> bool:
         """Return True if a candidate is predicted not to fit."""
-        return self._predict is not None and self._peak(index, self._measured) > self._budget
+        return self._predict is not None and self._peak(self._sizes.candidates[index], self._measured) > self._budget
 
     def surely_exceeds(self, index: int) -> bool:
         """Return True if a candidate certainly does not fit and need not run.
@@ -235,7 +240,7 @@ class _Curve:
             return False
         reach = (self._sizes.candidates[index] - b1) / (b1 - b0)
         uncertain = CERTAIN_EXCESS * self._budget + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
-        return self._peak(index, self._measured) > self._budget + uncertain
+        return self.peak_bytes(self._sizes.candidates[index]) > self._budget + uncertain
 
     def first(self) -> int:
         """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
@@ -256,10 +261,13 @@ class _Curve:
         calibrating = max(on_slope, math.ceil(CALIBRATING_SHARE * maximum))
         return min(bisect_left(candidates, calibrating), self.within_reach(expected))
 
-    def _peak(self, index: int, measured: list[tuple[int, int]]) -> float:
-        """Return the expected peak in bytes of candidate ``index``: the predicted curve through the measured points."""
+    def peak_bytes(self, size: int) -> float:
+        """Return the expected peak in bytes at batch size ``size``, by the sizes that were measured to fit."""
+        return self._peak(size, self._measured)
+
+    def _peak(self, size: int, measured: list[tuple[int, int]]) -> float:
+        """Return the expected peak in bytes at ``size``: the predicted curve through the measured points."""
         assert self._predict is not None
-        size = self._sizes.candidates[index]
         expected = self._predict(size)
         if not measured:
             return expected
@@ -290,7 +298,7 @@ class _Curve:
         points = self._closest
 
         def peak(index: int) -> float:  # rises with the index, so bisection is exact
-            return self._peak(index, points)
+            return self._peak(candidates[index], points)
 
         return bisect_right(range(len(candidates)), share * self._budget, key=peak) - 1
 
