@@ -36,6 +36,9 @@ class Need:
     recomputed_flops: int
     """Part of ``flops`` for activations that are computed again."""
 
+    attention_flops: int
+    """Part of ``flops`` that grows with the square of the length."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -54,8 +57,12 @@ class Forecast:
         moment, kinds = record.at_peak()
         return Need(
             batch_size, max(record.log), record.log[0], moment, kinds, reserved_for(record, *_made_late(record)),
-            record.flops, record.recomputed_flops,
+            record.flops, record.recomputed_flops, record.attention_flops,
         )  # fmt: skip
+
+    def most_bytes(self, batch_size: int) -> int:
+        """Return what a step takes at ``batch_size`` by default settings, with the most that is in use beside it."""
+        return self._reserved(batch_size) + sum(each.most for each in self.outside)
 
     def judge(self, need: Need, memory_bytes: int | None) -> Verdict:
         """Say whether a step fits."""

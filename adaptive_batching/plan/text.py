@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from adaptive_batching.plan.allocator import GIB, MIB
 from adaptive_batching.plan.devices import Outside
@@ -22,6 +22,14 @@ def size(num_bytes: float) -> str:
     if abs(num_bytes) >= GIB / 10:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / MIB:.1f} MiB"
+
+
+def work(flops: float) -> str:
+    """Return a number of floating-point operations as people read it."""
+    for unit, name in ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs")):
+        if flops >= unit:
+            return f"{flops / unit:.1f} {name}"
+    return f"{flops / 1e9:.1f} GFLOPs"
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
@@ -90,9 +98,3 @@ def what_sets_the_peak(need: Need) -> list[str]:
     ]
     rows.sort(key=lambda row: -need.kinds[row[0]])
     return [f"What sets the peak: the {need.moment}", *table(rows)]
-
-
-def lengths_table(rows: Mapping[int, Sequence[str]], heads: Sequence[str]) -> list[str]:
-    """Return a table over the length of samples."""
-    cells = [["tokens", *heads], *([f"{length:,}", *row] for length, row in rows.items())]
-    return table(cells)

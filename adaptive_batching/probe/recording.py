@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from adaptive_batching.probe.flops import flops_of
+from adaptive_batching.probe.flops import flops_of, is_attention
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
@@ -65,6 +65,9 @@ class StepRecord:
 
     recomputed_flops: int
     """Those of activations that the backward pass computes again."""
+
+    attention_flops: int
+    """Those of attention, which grow with the square of the length; without those of recomputed activations."""
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """Return the moment of the peak, and the bytes of each kind that are alive then."""
@@ -115,14 +118,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_resting = len(alive)
         self._events: list[int] = []
         self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
-        self._flops = self._recomputed_flops = 0
+        self._flops = self._recomputed_flops = self._attention_flops = 0
         self._moment = BETWEEN
 
     def record(self) -> StepRecord:
         """Return what has been recorded since :meth:`begin`."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, self._flops, self._recomputed_flops,
+            tuple(self._kinds), self._num_resting, self._flops, self._recomputed_flops, self._attention_flops,
         )  # fmt: skip
 
     def hold(self, tensor: torch.Tensor, kind: str, *, counts: bool = True) -> None:
@@ -243,6 +246,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = flops_of(func, args, kwargs, out)
         self._flops += flops
         self._recomputed_flops += flops if recomputes else 0
+        self._attention_flops += flops if is_attention(func) and not recomputes else 0
         self._log.append(self._current)
         self._moments.append(moment)
         self._marks.append(len(self._events))

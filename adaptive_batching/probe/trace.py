@@ -102,17 +102,19 @@ class TracedStep:
             return [a + (b - a) * steps // (high - low) for a, b in zip(lower, upper, strict=True)]
 
         lower, upper = self._lower, self._upper
-        [flops], [recomputed] = (
-            scaled([lower.flops], [upper.flops]),
-            scaled([lower.recomputed_flops], [upper.recomputed_flops]),
-        )
+        flops, recomputed, attention = scaled(_work(lower), _work(upper))
         return replace(
             lower,
             log=scaled(lower.log, upper.log),
             sizes=scaled(lower.sizes, upper.sizes),
             flops=flops,
             recomputed_flops=recomputed,
+            attention_flops=attention,
         )
+
+
+def _work(record: StepRecord) -> tuple[int, int, int]:
+    return record.flops, record.recomputed_flops, record.attention_flops
 
 
 def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from adaptive_batching.plan import text
 from adaptive_batching.plan.devices import Gpu
 from adaptive_batching.plan.forecast import Need
+from adaptive_batching.plan.varying import Varying
 from adaptive_batching.plan.verdict import Answer, Verdict
-from adaptive_batching.torchtune.levers import Lever, levers
-from adaptive_batching.torchtune.planning import Outlook, Question, Sketch, look_out, sketch
+from adaptive_batching.probe.trace import TraceError
+from adaptive_batching.torchtune.data_at_hand import DataAtHand
+from adaptive_batching.torchtune.plan_many import over_lengths, pull_levers, show_lengths, show_levers
+from adaptive_batching.torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
-
-LENGTHS = (512, 1024, 2048, 4096, 8192)
-"""Tokens of a sample in the table for an unknown length."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +29,32 @@ class Asked:
     config: str
     question: Question
     length: int | None
+    length_unknown: str
+    """Why the length is not known, where it is not."""
+
+    data: DataAtHand | None
+    """The samples, where they were read."""
+
     memory_bytes: int | None
     gpu: Gpu | None
     mfu: float | None
     levers: bool
+    table: bool
+    plot: Path | None
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its kind."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@dataclass(frozen=True)
+class _Found:
+    """What a plan says."""
+
+    made: Sketch
+    need: Need
+    verdict: Verdict
+    largest: int | None
+    outlook: Outlook | None
+    varying: Varying | None
+    not_replayed: str | None
+    """Why samples of varying lengths could not be replayed."""
 
 
 def answer(asked: Asked, *, as_json: bool) -> int:
@@ -53,42 +67,93 @@ def answer(asked: Asked, *, as_json: bool) -> int:
     if asked.length is None:
         return _plan_over_lengths(asked, as_json=as_json)
     start = time.perf_counter()
-    made = sketch(asked.question, asked.length)
-    need = made.forecast.need(made.asked)
-    verdict = made.forecast.judge(need, asked.memory_bytes)
-    largest = None if asked.memory_bytes is None else made.forecast.largest(asked.memory_bytes)
-    outlook = None
-    if asked.question.samples is not None and largest:
-        outlook = look_out(asked.question, asked.length, largest)
-    found = _as_object(asked, made, need, verdict, largest, outlook)
+    plan = _plan(asked, asked.length)
+    shown = _as_object(asked, plan)
     if not as_json:
-        _show(asked, made, need, verdict, largest, outlook)
-    if asked.levers:
-        helps = _pull(asked, made, need)
-        found["levers"] = helps
+        _show(asked, plan)
+    if asked.plot is not None:
+        _draw(asked, plan, asked.plot)
         if not as_json:
-            print("\n".join(["", *_levers_table(helps, made)]), flush=True)
-    found["seconds"] = round(time.perf_counter() - start, 2)
+            print(f"\nPicture: {asked.plot}", flush=True)
+    if asked.table:
+        shown["lengths"] = over_lengths(asked.question, asked.length, asked.memory_bytes)
+        if not as_json:
+            print("\n".join(["", *show_lengths(shown["lengths"])]), flush=True)
+    if asked.levers:
+        shown["levers"] = pull_levers(asked.question, plan.made, plan.need, asked.memory_bytes)
+        if not as_json:
+            print("\n".join(["", *show_levers(shown["levers"], plan.made)]), flush=True)
+    shown["seconds"] = round(time.perf_counter() - start, 2)
     if as_json:
-        print(json.dumps(found, indent=1))
-    return verdict.answer.value
+        print(json.dumps(shown, indent=1))
+    return plan.verdict.answer.value
 
 
-def _show(
-    asked: Asked, made: Sketch, need: Need, verdict: Verdict, largest: int | None, outlook: Outlook | None
-) -> None:
+def _plan(asked: Asked, length: int) -> _Found:
+    question, memory = asked.question, asked.memory_bytes
+    made = sketch(question, length)
+    need = made.forecast.need(made.asked)
+    largest = None if memory is None else made.forecast.largest(memory)
+    outlook = look_out(question, length, largest) if question.samples is not None and largest else None
+    varying = not_replayed = None
+    if asked.data is not None and outlook is not None and largest and memory is not None:
+        try:
+            varying = as_they_come(question, made, asked.data, outlook, largest, memory)
+        except TraceError as error:
+            not_replayed = str(error)
+    return _Found(made, need, made.forecast.judge(need, memory), largest, outlook, varying, not_replayed)
+
+
+def _plan_over_lengths(asked: Asked, *, as_json: bool) -> int:
+    found = over_lengths(asked.question, None, asked.memory_bytes)
+    if as_json:
+        reason = f"length unknown: {asked.length_unknown}"
+        print(json.dumps({"version": VERSION, "config": asked.config, "answer": "cannot tell", "fits": None,
+                          "reason": reason, "lengths": found}, indent=1))  # fmt: skip
+    else:
+        print(f"cannot tell: length unknown, as {asked.length_unknown}; give --sequence-length")
+        print("\n".join(show_lengths(found)))
+    return Answer.CANNOT_TELL.value
+
+
+def _draw(asked: Asked, plan: _Found, path: Path) -> None:
+    from adaptive_batching.plan.picture import draw_plan  # needs matplotlib, which is optional
+
+    title = f"{asked.config}, samples of {plan.made.length:,} tokens"
+    title += f", one of {plan.made.devices} devices" if plan.made.devices > 1 else ""
+    draw_plan(plan.made.forecast, path, title, plan.need.batch_size, plan.largest, asked.memory_bytes)
+
+
+def _show(asked: Asked, plan: _Found) -> None:
+    made, need = plan.made, plan.need
     what = f"a forward of {need.batch_size} x {made.length:,} tokens"
     where = f" on {asked.gpu.name}" if asked.gpu else ""
     where += f" on each of {made.devices} devices" if made.devices > 1 else ""
-    lines = [text.first_line(verdict, what, where)]
-    if largest is not None:
+    lines = [text.first_line(plan.verdict, what, where)]
+    if plan.largest is not None:
         lines += [
-            f"largest micro-batch: {largest} samples of {made.length:,} tokens",
-            f"token budget: {largest * made.length:,} padded tokens in a forward",
+            f"largest micro-batch: {plan.largest} samples of {made.length:,} tokens",
+            f"token budget: {plan.largest * made.length:,} padded tokens in a forward",
         ]
-    lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes), "", *text.what_sets_the_peak(need)]
-    lines += ["", *_epochs(asked, outlook), "", *_work(asked, made, need)]
+    lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes)]
+    lines += [*_varying(plan), "", *text.what_sets_the_peak(need)]
+    lines += ["", *_epochs(asked, plan.outlook), "", *_work(asked, made, need)]
     print("\n".join(lines), flush=True)
+
+
+def _varying(plan: _Found) -> list[str]:
+    if plan.not_replayed is not None:
+        return [f"  lengths as they come were not replayed: {plan.not_replayed}"]
+    if plan.varying is None:
+        return []
+    seen = plan.varying
+    run = "runs in what there is" if seen.runs else "does not run in what there is, by default"
+    if seen.retries:
+        run += f", its cache emptied {seen.retries} times"
+    return [
+        f"  lengths as they come, {seen.forwards} forwards in {seen.steps} optimizer steps: reserves "
+        f"{text.size(seen.by_default)}, with expandable segments {text.size(seen.expandable)}; {run}"
+    ]
 
 
 def _epochs(asked: Asked, outlook: Outlook | None) -> list[str]:
@@ -106,29 +171,45 @@ def _epochs(asked: Asked, outlook: Outlook | None) -> list[str]:
 
 def _work(asked: Asked, made: Sketch, need: Need) -> list[str]:
     flops = need.flops - need.recomputed_flops
-    line = f"Work: {flops / 1e12:.1f} TFLOPs a forward and backward"
+    line = f"Work: {text.work(flops)} a forward and backward"
     if need.recomputed_flops:
-        line += f", and {need.recomputed_flops / 1e12:.1f} to compute activations again"
+        line += f", and {text.work(need.recomputed_flops)} to compute activations again"
     lines = [line + f" ({need.batch_size} x {made.length:,} tokens, a device)"]
-    hours = _hours(asked, need, made)
-    if hours is not None and asked.gpu is not None:
-        peak = f"{asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
-        lines.append(f"  an epoch of {asked.question.samples:,} samples of that length: {hours:.2f} hours at {peak}")
+    epoch = _epoch_flops(asked, need, made)
+    if epoch is not None:
+        tokens = f", {sum(asked.data.lengths):,} tokens" if asked.data else f" of {made.length:,} tokens each"
+        line = f"  an epoch of {asked.question.samples:,} samples{tokens}: {text.work(epoch)} on all devices"
+        hours = _hours(asked, need, made)
+        if hours is not None and asked.gpu is not None:
+            peak = f"{asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
+            line += f", {hours:.2f} hours at {peak}"
+        lines.append(line)
     return lines
 
 
+def _epoch_flops(asked: Asked, need: Need, made: Sketch) -> float | None:
+    """Return the model FLOPs of an epoch on all devices, without padding; None if its samples are not known.
+
+    Attention grows with the square of a sample's length, all else with the length.
+    """
+    attention = need.attention_flops / need.batch_size
+    others = (need.flops - need.recomputed_flops) / need.batch_size - attention
+    if asked.data is None:
+        return None if asked.question.samples is None else asked.question.samples * (others + attention)
+    shares = [min(length, made.length) / made.length for length in asked.data.lengths]
+    return sum(share * others + share * share * attention for share in shares)
+
+
 def _hours(asked: Asked, need: Need, made: Sketch) -> float | None:
-    """Return the hours of an epoch of samples of the longest length; model FLOPs, as MFU is defined on."""
-    if asked.mfu is None or asked.gpu is None or asked.question.samples is None:
+    """Return the hours of an epoch by its model FLOPs, as MFU is defined on."""
+    flops = _epoch_flops(asked, need, made)
+    if asked.mfu is None or asked.gpu is None or flops is None:
         return None
-    per_sample = (need.flops - need.recomputed_flops) / need.batch_size
-    seconds = per_sample * asked.question.samples / made.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu)
-    return seconds / 3600
+    return flops / made.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
 
 
-def _as_object(
-    asked: Asked, made: Sketch, need: Need, verdict: Verdict, largest: int | None, outlook: Outlook | None
-) -> dict[str, Any]:
+def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
+    made, need, verdict, largest, outlook = plan.made, plan.need, plan.verdict, plan.largest, plan.outlook
     return {
         "version": VERSION,
         "config": asked.config,
@@ -147,95 +228,15 @@ def _as_object(
         "reserved": asdict(need.reserved),
         "outside_bytes": {each.name: [each.least, each.most] for each in made.forecast.outside},
         "paged_bytes": made.paged_bytes,
+        "varying_lengths": None if plan.varying is None else asdict(plan.varying),
         "peak": {"moment": need.moment, **need.kinds},
         "largest_micro_batch": largest,
         "token_budget": None if largest is None else largest * made.length,
         "epochs": None if outlook is None else [asdict(epoch) for epoch in outlook.epochs],
         "flops": need.flops,
         "recomputed_flops": need.recomputed_flops,
+        "epoch_flops": _epoch_flops(asked, need, made),
         "hours_per_epoch": _hours(asked, need, made),
         "parameters": made.parameters,
         "trained_parameters": made.trained_parameters,
     }
-
-
-# Levers, and other lengths: each a sketch of its own, made by as many processes as there are cores
-
-
-def _pull(asked: Asked, made: Sketch, need: Need) -> list[dict[str, Any]]:
-    """Return what each lever saves and the largest batch with it, best first."""
-    found = _in_parallel(
-        _pulled, [(lever, made.asked, asked.memory_bytes) for lever in levers(asked.question, made.length)]
-    )
-    for each in found:
-        if each["reserved_bytes"] is not None:
-            each["saved_bytes"] = need.reserved.by_default - each["reserved_bytes"]
-    return sorted(found, key=lambda each: -(each["saved_bytes"] if each["saved_bytes"] is not None else -(2**62)))
-
-
-def _pulled(task: tuple[Lever, int, int | None]) -> dict[str, Any]:
-    lever, batch_size, memory_bytes = task
-    found: dict[str, Any] = {"name": lever.name, "paste": lever.paste, "saved_bytes": None, "reserved_bytes": None,
-                             "largest_micro_batch": None, "sequence_length": lever.length, "reason": None}  # fmt: skip
-    try:
-        made = sketch(lever.question, lever.length)
-        found["reserved_bytes"] = made.forecast.need(batch_size).reserved.by_default
-        found["largest_micro_batch"] = None if memory_bytes is None else made.forecast.largest(memory_bytes)
-    except Exception as error:  # whatever stock refuses or a trace cannot follow
-        found["reason"] = first_line(error)[:200]
-    return found
-
-
-def _levers_table(found: Sequence[dict[str, Any]], made: Sketch) -> list[str]:
-    rows = [["", "saves", "then fits", "to paste"]]
-    for each in found:
-        saved = "?" if each["saved_bytes"] is None else text.size(each["saved_bytes"])
-        largest = each["largest_micro_batch"]
-        fits = "?" if largest is None else f"{largest} x {each['sequence_length']:,}"
-        rows.append(
-            [each["name"], saved, fits, each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"]
-        )
-    return [f"What would help, of {made.asked} x {made.length:,} tokens", *text.table(rows)]
-
-
-def _plan_over_lengths(asked: Asked, *, as_json: bool) -> int:
-    tasks = [(asked.question, length, asked.memory_bytes) for length in LENGTHS]
-    found = _in_parallel(_at_length, tasks)
-    if as_json:
-        print(json.dumps({"version": VERSION, "config": asked.config, "answer": "cannot tell", "fits": None,
-                          "reason": "length unknown", "lengths": found}, indent=1))  # fmt: skip
-        return Answer.CANNOT_TELL.value
-    print("cannot tell: length unknown, as tokenizer.max_seq_len is null; give --sequence-length")
-    heads = [f"{found[0]['batch_size']} samples need", *(f"{b} need" for b in (1, 8, 32)), "largest micro-batch"]
-    rows = {}
-    for each in found:
-        needs = [each["needed_bytes"], *(each["needed_by_batch"][b] for b in ("1", "8", "32"))]
-        largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
-        rows[each["sequence_length"]] = [*map(text.size, needs), largest]
-    print("\n".join(text.lengths_table(rows, heads)))
-    return Answer.CANNOT_TELL.value
-
-
-def _at_length(task: tuple[Question, int, int | None]) -> dict[str, Any]:
-    question, length, memory_bytes = task
-    made = sketch(question, length)
-    forecast = made.forecast
-
-    def needed(batch_size: int) -> int:
-        return forecast.judge(forecast.need(batch_size), None).most_bytes
-
-    return {
-        "sequence_length": length,
-        "batch_size": made.asked,
-        "needed_bytes": needed(made.asked),
-        "needed_by_batch": {str(b): needed(b) for b in (1, 8, 32)},
-        "largest_micro_batch": None if memory_bytes is None else forecast.largest(memory_bytes),
-    }
-
-
-def _in_parallel(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-    workers = min(os.cpu_count() or 1, len(tasks), 4)  # each takes some hundred MiB
-    if workers < 2:
-        return [function(task) for task in tasks]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(function, tasks))

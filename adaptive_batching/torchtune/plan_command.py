@@ -24,9 +24,11 @@ from adaptive_batching.plan.devices import find_gpu
 from adaptive_batching.plan.verdict import Answer
 from adaptive_batching.probe.trace import TraceError
 from adaptive_batching.torchtune.commands import closest
+from adaptive_batching.torchtune.data_at_hand import NotAtHandError, read_data
 from adaptive_batching.torchtune.levers import CONFIGS
 from adaptive_batching.torchtune.on_paper import RECIPES
-from adaptive_batching.torchtune.plan_answer import VERSION, Asked, answer, first_line
+from adaptive_batching.torchtune.plan_answer import VERSION, Asked, answer
+from adaptive_batching.torchtune.plan_many import first_line
 from adaptive_batching.torchtune.planning import NotPlannedError, Question
 from adaptive_batching.values import ConfigError, MemoryAmount
 
@@ -49,6 +51,8 @@ def add_plan(subparsers: Any, prog: str) -> None:
     parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
     parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
+    parser.add_argument("--table", action="store_true", help="show what forwards of other shapes need")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what a step takes over the batch size")
     parser.add_argument("--no-levers", action="store_true", help="leave out what would help")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
@@ -97,16 +101,40 @@ def _read(args: argparse.Namespace) -> Asked:
         if "=" not in override and not override.startswith("~"):
             raise ConfigError(f"{override!r} is no override; write key=value")
     gpu = None if args.gpu is None else find_gpu(args.gpu)
+    if args.plot is not None:
+        _check_plot(args.plot)
     recipe, path, cfg = _load(args.config, args.recipe, args.overrides)
     devices = args.devices or _devices_of(recipe, path)
     recipe = recipe.replace("single_device", "distributed") if devices > 1 else recipe
-    length = args.sequence_length or _length_of(cfg)
     memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
     if memory is not None and memory.num_bytes is None:
         raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
     memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
-    question = Question(recipe, cfg, devices, args.samples)
-    return Asked(args.config, question, length, memory_bytes, gpu, args.mfu, not args.no_levers)
+    length, data, unknown = args.sequence_length or _length_of(cfg), None, ""
+    if length is None or args.samples is None:
+        try:
+            data = read_data(cfg)
+        except NotAtHandError as error:
+            unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
+        else:
+            length = length or data.longest
+    question = Question(recipe, cfg, devices, args.samples or (len(data) if data else None))
+    return Asked(
+        args.config, question, length, unknown, data, memory_bytes, gpu, args.mfu, not args.no_levers, args.table,
+        args.plot,
+    )  # fmt: skip
+
+
+def _check_plot(path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path} needs matplotlib; pip install 'adaptive-batching[plots]'")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise ConfigError(f"--plot {path} has no ending of a picture; write one of .{', .'.join(known)}")
 
 
 def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:

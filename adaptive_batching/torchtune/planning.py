@@ -9,28 +9,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
+from torch.utils.data import DistributedSampler
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.growth.course import PlannedEpoch
+from adaptive_batching.micro_batches.cut import Capacity, cut_by_length
 from adaptive_batching.plan.devices import outside_of_allocator
 from adaptive_batching.plan.forecast import Forecast
+from adaptive_batching.plan.varying import Shape, TracedLengths, Varying, replay_shapes
 from adaptive_batching.probe.sizes import candidate_sizes
 from adaptive_batching.probe.trace import trace_step
 from adaptive_batching.torchtune.bits_and_bytes import paged_bytes
-from adaptive_batching.torchtune.cutting import Execution
+from adaptive_batching.torchtune.cutting import FIRST_FORWARD_COST, Execution
+from adaptive_batching.torchtune.data_at_hand import DataAtHand
 from adaptive_batching.torchtune.growing import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
 from adaptive_batching.torchtune.settings import read_settings
 from adaptive_batching.torchtune.step import training_step
-from adaptive_batching.values import Fixed, Whole
+from adaptive_batching.values import ByLength, ConfigError, Fixed, Whole
 
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
+_FORWARDS = 48  # of varying lengths that are replayed, and those that complete an optimizer step
+_SHORTEST = 16  # tokens; below, a step may take other kernels
 
 
 class NotPlannedError(RuntimeError):
     """Raised for what no plan can be made of; the message says why."""
+
+
+class TooLongError(ConfigError):
+    """Raised for samples that are longer than a model takes."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +91,14 @@ def sketch(question: Question, length: int) -> Sketch:
     """Set a run up on paper and trace its step on samples of ``length`` tokens.
 
     Raises:
+        TooLongError: If the model takes no samples of that length.
         TraceError: If the step cannot be traced.
         Exception: Whatever stock raises about the config.
     """
     with _set_up(question, length) as (host, run, settings):
+        most = getattr(host.model, "max_seq_len", None)
+        if most is not None and length > most:
+            raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
         in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
         step = training_step(host, host.loader.dataset[0], accumulates=in_parts)
         traced = trace_step(step)
@@ -141,6 +155,53 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
             Execution(is_stock=not settings.enabled), {},
         )  # fmt: skip
         return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
+
+
+def as_they_come(
+    question: Question, made: Sketch, data: DataAtHand, outlook: Outlook, largest: int, memory_bytes: int
+) -> Varying | None:
+    """Replay the first optimizer steps of an epoch with the lengths that its samples have.
+
+    Args:
+        question: The run.
+        made: The run traced at the longest length.
+        data: The samples.
+        outlook: The epochs of the run.
+        largest: Largest forward of the longest samples that fits.
+        memory_bytes: Memory of a device.
+
+    Returns:
+        What is reserved, or None where all forwards have one shape.
+
+    Raises:
+        TraceError: If the order of allocations depends on the length.
+        Exception: Whatever stock raises about the config.
+    """
+    if not cuts_by_length(question.cfg) or data.packed or made.length < 2 * _SHORTEST:
+        return None
+    per_batch = outlook.epochs[0].batch_sizes[0]
+    shuffles = bool(question.cfg.get("shuffle", True))
+    order = DistributedSampler[int](data.lengths, question.devices, rank=0, shuffle=shuffles)  # type: ignore[arg-type]
+    lengths = [min(data.lengths[index], made.length) for index in order]
+    capacity = Capacity(((made.length, largest),))
+    cost, window = min(FIRST_FORWARD_COST, capacity.tokens), per_batch * made.accumulation
+    steps: list[list[Shape]] = []
+    for start in range(0, len(lengths) - window + 1, window):
+        here = lengths[start : start + window]
+        cut = cut_by_length(here, capacity, cost)
+        steps.append([(len(part), max(max(here[index] for index in part), _SHORTEST)) for part in cut])
+        if sum(map(len, steps)) >= _FORWARDS:
+            break
+    if not steps:
+        return None
+    shorter = made.length // 2 // _SHORTEST * _SHORTEST
+    traced = TracedLengths((made.length, made.forecast.step), (shorter, sketch(question, shorter).forecast.step))
+    return replay_shapes(traced, steps, memory_bytes - sum(each.most for each in made.forecast.outside))
+
+
+def cuts_by_length(cfg: DictConfig) -> bool:
+    """Return True if a config has its batches cut by the length of their samples."""
+    return isinstance(read_settings(cfg, warns=False).micro_batch_size, ByLength)
 
 
 def _check_covered(cfg: DictConfig) -> None:

@@ -87,19 +87,67 @@ def test_a_batch_that_fits_is_the_largest_that_fits(plan: Any) -> None:
 
 
 def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) -> None:
-    arguments = [
-        "--config",
-        CONFIG,
-        "--memory",
-        "24GiB",
-        *SMALL,
-        "tokenizer.max_seq_len=null",
-        "model.max_seq_len=8192",
-    ]
-    code, out, _ = plan(*arguments)
+    unknown = ["tokenizer.max_seq_len=null", "model.max_seq_len=4096"]
+    code, out, _ = plan("--config", CONFIG, "--memory", "24GiB", *SMALL, *unknown)
     assert code == 4
-    assert out.startswith("cannot tell: length unknown")
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["512", "1,024", "2,048", "4,096", "8,192"]
+    assert out.startswith("cannot tell: length unknown, as tokenizer.max_seq_len is null and the data are not at hand")
+    lengths = [line.split()[0] for line in out.splitlines()[3:]]
+    assert lengths == ["512", "1,024", "2,048", "4,096"], "and no more than the model takes"
+
+
+def test_the_length_and_the_number_of_samples_come_from_data_at_hand(plan: Any, inputs: Path) -> None:
+    of_data = [*SMALL, f"data_dir={inputs}", "dataset.split=train[:60]", "model.max_seq_len=1024"]
+    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", "--json", *of_data]
+    found = json.loads(plan(*line, "tokenizer.max_seq_len=null")[1])
+    real = [len(sample["tokens"]) for sample in samples(inputs, 60)]
+    assert found["sequence_length"] == max(real)
+    assert sum(epoch["steps"] * 8 + epoch["dropped_samples"] for epoch in found["epochs"][:1]) == 60
+    packed = json.loads(plan(*line, "tokenizer.max_seq_len=256", "dataset.packed=True", "batch_size=1")[1])
+    assert packed["epochs"][0]["steps"] < 60, "of packs, of which there are fewer"
+    with_limit = json.loads(plan(*line, "tokenizer.max_seq_len=32")[1])
+    assert with_limit["sequence_length"] == 32
+
+
+def samples(inputs: Path, count: int) -> Any:
+    from torchtune import config as of_torchtune
+
+    cfg = config("full", f"dataset.split=train[:{count}]", "tokenizer.max_seq_len=null", inputs=inputs)
+    return of_torchtune.instantiate(cfg.dataset, of_torchtune.instantiate(cfg.tokenizer))
+
+
+def test_the_work_of_an_epoch_is_that_of_its_samples_one_by_one(plan: Any, inputs: Path) -> None:
+    overrides = [*SMALL, f"data_dir={inputs}", "dataset.split=train[:6]", "tokenizer.max_seq_len=null", "batch_size=2"]
+    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", "--json"]
+    found = json.loads(plan(*line, *overrides)[1])
+    one_by_one = 0
+    for sample in samples(inputs, 6):
+        alone = json.loads(plan(*line, "--sequence-length", str(len(sample["tokens"])), *overrides)[1])
+        one_by_one += alone["flops"] // 2
+    assert found["epoch_flops"] == pytest.approx(one_by_one, rel=1e-6)
+
+
+def test_a_length_that_the_model_does_not_take_is_refused(plan: Any) -> None:
+    code, _, err = plan("--config", CONFIG, "--memory", "2GiB", "--sequence-length", "513", *SMALL)
+    assert code == 2
+    assert err == "error: samples have 513 tokens, and the model takes 512; set tokenizer.max_seq_len\n"
+
+
+def test_the_table_has_what_a_plan_of_each_shape_needs(plan: Any) -> None:
+    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", "--json"]
+    model = [*SMALL, "model.max_seq_len=1024"]
+    found = json.loads(plan(*line, "--table", "--sequence-length", "600", *model)[1])["lengths"]
+    assert [each["sequence_length"] for each in found] == [512, 600]
+    alone = json.loads(plan(*line, "--sequence-length", "512", *model, "batch_size=4")[1])
+    assert found[0]["needed_by_batch"]["4"] == alone["needed_bytes"]["most"]
+    assert found[0]["largest_micro_batch"] == alone["largest_micro_batch"]
+
+
+def test_a_picture_is_drawn_where_it_is_asked_for(plan: Any, tmp_path: Path) -> None:
+    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", *SMALL]
+    code, out, _ = plan(*line, "--plot", str(tmp_path / "plan.svg"))
+    assert code == 0
+    assert f"Picture: {tmp_path / 'plan.svg'}" in out
+    assert "largest that fits" in (tmp_path / "plan.svg").read_text(), "matplotlib names texts in comments"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +160,8 @@ def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) 
         (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
         (["--config", CONFIG, "--mfu", "0.4"], "name the GPU with --gpu"),
         (["--config", CONFIG, "batch_size"], "write key=value"),
+        (["--config", CONFIG, "--plot", "/nowhere/plan.png"], "there is no folder /nowhere"),
+        (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx has no ending of a picture"),
         (["--config", CONFIG, *SMALL, "micro_batch_size=3"], "micro_batch_size"),
         (["--config", CONFIG, *SMALL, "model.num_heads=5"], "torchtune refuses the config"),
         (["--config", CONFIG, *SMALL, "optimizer._component_=torch.optim.Nadam"], "Nadam"),

@@ -1,0 +1,84 @@
+"""Forwards of many shapes: their records follow from two lengths, and an allocator is asked for all in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from adaptive_batching.plan.reserved import reserved_for
+from adaptive_batching.plan.varying import TracedLengths, replay_shapes
+from adaptive_batching.torchtune.data_at_hand import DataAtHand
+from adaptive_batching.torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
+from tests.torchtune.test_on_paper import config
+
+AUTO = ["micro_batch_size=auto", "adaptive_batching.memory_limit=null"]
+CASES = {
+    "full": ("full", []),
+    "checkpointing": ("full", ["enable_activation_checkpointing=True", "dtype=bf16"]),
+    "compiled": ("full", ["compile=True"]),
+    "lora": ("lora", []),
+}
+
+
+def drawn(kind: str, *overrides: str) -> Question:
+    return Question(f"{kind}_finetune_single_device", config(kind, *AUTO, *overrides), samples=64)
+
+
+def lengths_of(question: Question) -> TracedLengths:
+    return TracedLengths(*((length, sketch(question, length).forecast.step) for length in (256, 128)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_at_any_shape_is_what_is_traced_at_that_length(case: str) -> None:
+    question = drawn(CASES[case][0], *CASES[case][1])
+    traced = lengths_of(question)
+    for length in (64, 104, 200, 400):
+        real = sketch(question, length).forecast.step
+        for samples in (1, 3, 20):
+            ours, theirs = traced.at((samples, length)), real.at(samples)
+            assert ours.events == theirs.events
+            differ = [number for number, size in enumerate(ours.sizes) if size != theirs.sizes[number]]
+            assert not differ, [(ours.sizes[number], theirs.sizes[number]) for number in differ[:5]]
+
+
+def test_forwards_of_one_shape_reserve_what_a_plan_of_that_shape_says() -> None:
+    traced = lengths_of(drawn("full"))
+    alone = reserved_for(traced.at((4, 200)))
+    together = replay_shapes(traced, [[(4, 200)]] * 3, limit=2**40)
+    assert (together.by_default, together.expandable) == (alone.by_default, alone.expandable)
+    assert (together.runs, together.retries, together.forwards, together.longest) == (True, 0, 3, 200)
+    in_parts = replay_shapes(traced, [[(4, 200)] * 5] * 3)
+    assert in_parts.by_default == alone.by_default, "a forward more takes nothing more"
+    assert in_parts.runs is None
+
+
+def test_within_a_limit_the_cache_is_emptied_or_memory_runs_out() -> None:
+    traced = lengths_of(drawn("full"))
+    steps = [[(1, 400), (8, 100)], [(2, 390), (30, 32)], [(16, 50), (3, 300)]]
+    free = replay_shapes(traced, steps)
+    assert free.by_default >= max(reserved_for(traced.at(shape)).by_default for step in steps for shape in step)
+    tight = replay_shapes(traced, steps, limit=free.by_default - 1)
+    assert tight.retries or not tight.runs
+    assert replay_shapes(traced, steps, limit=24 * 2**20).runs is False
+
+
+def test_the_forwards_are_those_into_which_the_samples_are_cut() -> None:
+    """Each has at most the tokens that fit, and together they have all samples of the optimizer steps."""
+    question = drawn("full", "batch_size=16", "gradient_accumulation_steps=2")
+    data = DataAtHand([20 + 37 * index % 230 for index in range(64)], packed=False)
+    made = sketch(question, data.longest)
+    varying = come(question, made, data)
+    assert varying.steps == 2 and varying.forwards >= 4
+    assert varying.longest == data.longest
+    whole = drawn("full", "micro_batch_size=4")
+    assert come(whole, sketch(whole, data.longest), data) is None
+    packed = DataAtHand([made.length] * 64, packed=True)
+    assert come(question, made, packed) is None
+
+
+def come(question: Question, made: Sketch, data: DataAtHand) -> Any:
+    memory = 2 * 2**30
+    largest = made.forecast.largest(memory)
+    outlook: Outlook = look_out(question, made.length, largest)
+    return as_they_come(question, made, data, outlook, largest, memory)
