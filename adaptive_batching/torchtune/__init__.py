@@ -1,6 +1,7 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
-from adaptive_batching.torchtune.checkpoints import ThroughClient
+from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint, ThroughClient
+from adaptive_batching.torchtune.host import preferences
 from adaptive_batching.torchtune.launch import entry_point, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
@@ -8,10 +9,12 @@ from adaptive_batching.torchtune.stock import load_stock
 
 __all__ = [
     "AdaptiveBatching",
+    "BatchStateInCheckpoint",
     "ManyDevices",
     "ThroughClient",
     "entry_point",
     "load_stock",
+    "preferences",
     "run_recipe",
     "start_process_group",
 ]

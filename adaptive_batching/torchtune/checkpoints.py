@@ -20,6 +20,7 @@ from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 
+from adaptive_batching.torchtune.data import STATE_KEY
 from adaptive_batching.torchtune.host import optimizers_of
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,29 @@ def unchanged_weights(model: nn.Module | None) -> Iterator[None]:
     with torch.no_grad():
         for parameter, before in zip(base, saved, strict=True):
             parameter.copy_(before)
+
+
+class BatchStateInCheckpoint:
+    """Mixed into a stock recipe whose checkpoints have no state of the loader, before the recipe: ours have it then."""
+
+    # Set by the stock recipe
+    _checkpointer: Any
+
+    def save_checkpoint(self, epoch: int) -> None:
+        state = self._state_to_store()  # type: ignore[attr-defined]
+        checkpointer = self._checkpointer
+        stock_save = checkpointer.save_checkpoint
+
+        def save(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            if state is not None and training.OPT_KEY in checkpoint:  # else it is the last one, of weights alone
+                checkpoint[training.DATALOADER_KEY] = {STATE_KEY: state}
+            stock_save(checkpoint, *args, **kwargs)
+
+        checkpointer.save_checkpoint = save
+        try:
+            super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
+        finally:
+            del checkpointer.save_checkpoint
 
 
 class ThroughClient:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
@@ -34,14 +34,12 @@ class SampleLoader:
         extra_state: Returns what a checkpoint holds in addition to the loader's own state, or None.
     """
 
-    def __init__(
-        self, stock: StatefulDataLoader, extra_state: Callable[[], dict[str, Any] | None] = lambda: None
-    ) -> None:
-        self.dataset = stock.dataset
-        self.sampler = stock.sampler
-        self.collate: Callable[[list[Sample]], dict[str, Any]] = stock.collate_fn
+    def __init__(self, stock: DataLoader[Any], extra_state: Callable[[], dict[str, Any] | None] = lambda: None) -> None:
+        self.dataset: Any = stock.dataset
+        self.sampler: Any = stock.sampler
+        self.collate: Callable[[list[Sample]], Any] = stock.collate_fn
         self._extra_state = extra_state
-        self._batches = _Batches(self.sampler, stock.batch_size)
+        self._batches = _Batches(self.sampler, stock.batch_size or 1)
         self._loader = StatefulDataLoader(_Indexed(self.dataset), batch_sampler=self._batches, collate_fn=_as_list)
 
     @property
@@ -183,14 +181,16 @@ def stretch(sample: Sample, length: int) -> Sample | None:
     if not set(sample) <= TEXT_KEYS:
         return None
 
-    def fit(values: Any) -> list[Any]:
-        repeated: list[Any] = list(values) * (length // len(values) + 1)
-        return repeated[:length]
-
-    stretched = {key: fit(values) for key, values in sample.items()}
+    stretched = {key: repeat_to(values, length) for key, values in sample.items()}
     if all(label == CROSS_ENTROPY_IGNORE_IDX for label in stretched["labels"][1:]):
         stretched["labels"] = list(stretched["tokens"])
     return stretched
+
+
+def repeat_to(values: Sequence[Any], length: int) -> list[Any]:
+    """Return ``values`` repeated or cut to ``length``."""
+    repeated: list[Any] = list(values) * (length // len(values) + 1)
+    return repeated[:length]
 
 
 def repeat(sample: Sample, count: int) -> list[Sample]:

@@ -18,7 +18,8 @@ from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching.torchtune.data import Sample, SampleLoader
 from adaptive_batching.torchtune.in_backward import Gate
-from adaptive_batching.torchtune.objective import Batch, NextToken, Objective
+from adaptive_batching.torchtune.objective import NextToken, Objective
+from adaptive_batching.torchtune.preferences import Preferences
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Outlet(Protocol):
 class StockParts:
     """The parts of a recipe that an objective is made from."""
 
-    collate: Callable[[list[Sample]], Batch]
+    collate: Callable[[list[Sample]], Any]
     loss: Any
     activations: Any
     """Context of a forward."""
@@ -147,10 +148,18 @@ class StockParts:
     num_chunks: int
     """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
 
+    reference: nn.Module | None = None
+    """Second model, which is not trained."""
+
 
 def next_token(parts: StockParts) -> NextToken:
     """Return the objective of supervised fine-tuning."""
     return NextToken(parts.collate, parts.loss, parts.activations, parts.num_chunks)
+
+
+def preferences(parts: StockParts) -> Preferences:
+    """Return the objective of direct preference optimization."""
+    return Preferences(parts.collate, parts.loss, parts.activations, parts.reference)
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
@@ -172,6 +181,7 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
                 loss=recipe._loss_fn,
                 activations=recipe.activations_handling_ctx,
                 num_chunks=_gathered_chunks(recipe._model),
+                reference=getattr(recipe, "_ref_model", None),
             )
         ),
         model=recipe._model,
@@ -183,7 +193,7 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
         tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
         clip_norm=None if clip_norm is None else float(clip_norm),
         gate=gate if _steps_in_backward(recipe) else None,
-        is_compiled=bool(getattr(recipe, "_compile", False)),
+        is_compiled=bool(getattr(recipe, "_compile", getattr(recipe, "_model_compile", False))),
         checkpoints_activations=recipe._enable_activation_checkpointing,
         offloads_activations=recipe._enable_activation_offloading,
         max_length=getattr(recipe._tokenizer, "max_seq_len", None),

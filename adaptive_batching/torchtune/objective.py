@@ -24,6 +24,8 @@ from adaptive_batching.torchtune.data import Sample, is_packed, is_text, stretch
 from adaptive_batching.torchtune.offloading import TracedOffloading
 
 Batch = dict[str, Any]
+Activations = contextlib.AbstractContextManager[Any]
+"""Context of a forward, which may offload activations."""
 
 _SHORT = 8
 
@@ -118,8 +120,8 @@ class Objective(ABC):
         sample = dataset[0]
         return self.collate([self.stretch(sample, _SHORT) or sample])
 
-    def equalize_collectives(self) -> None:  # noqa: B027 (an objective may have nothing to do here)
-        """From now on, pad batches so that every forward of a sharded model issues the same collectives."""
+    def leave_stock(self) -> None:  # noqa: B027 (an objective may have nothing to do here)
+        """Expect, from now on, batches in parts, and pad so that all forwards of a model issue the same collectives."""
 
     def forget(self) -> None:  # noqa: B027
         """Drop what a forward that broke off has left behind."""
@@ -167,7 +169,7 @@ class NextToken(Objective):
         self,
         collate: Callable[[list[Sample]], Batch],
         loss: Any,
-        activations: contextlib.AbstractContextManager[Any],
+        activations: Activations,
         num_chunks: int = 0,
     ) -> None:
         self._collate = collate
@@ -236,17 +238,11 @@ class NextToken(Objective):
         tokens = torch.arange(1, length + 1)[None]  # [1, s]; any text will do
         return {"tokens": tokens, "labels": tokens.clone()}
 
-    def equalize_collectives(self) -> None:
+    def leave_stock(self) -> None:
         self._pads = True
 
     def forget(self) -> None:
-        context = self._activations
-        if not isinstance(context, OffloadActivations):
-            return
-        # Its hooks refer to it, so that it lives on until the garbage is collected; what it holds need not.
-        for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
-            getattr(context, name, {}).clear()
-        self._activations = OffloadActivations()
+        self._activations = renewed(self._activations)
 
     def divisor(self, sums: Sums) -> torch.Tensor:
         return sums.tokens
@@ -260,9 +256,25 @@ class NextToken(Objective):
     def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
         traced = super().for_trace(frozen_models)
         assert isinstance(traced, NextToken)
-        offloads = isinstance(self._activations, (OffloadActivations, TracedOffloading))
-        traced._activations = TracedOffloading() if offloads else contextlib.nullcontext()
+        traced._activations = traced_like(self._activations)
         return traced
+
+
+def renewed(activations: Activations) -> Activations:
+    """Return the context of a forward without what one that broke off has left in it."""
+    if not isinstance(activations, OffloadActivations):
+        return activations
+    # Its hooks refer to it, so that it lives on until the garbage is collected; what it holds need not.
+    for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
+        getattr(activations, name, {}).clear()
+    fresh: Activations = OffloadActivations()
+    return fresh
+
+
+def traced_like(activations: Activations) -> Activations:
+    """Return the context for a forward on fake tensors."""
+    offloads = isinstance(activations, (OffloadActivations, TracedOffloading))
+    return TracedOffloading() if offloads else contextlib.nullcontext()
 
 
 def _pad_to(batch: Batch, length: int, ignore_index: int) -> Batch:

@@ -6,6 +6,7 @@ is a randomly initialised Llama of about 5 million parameters::
     python -m adaptive_batching.torchtune.quickstart --output_dir data/quickstart
 
     data/quickstart/train.json       [{"instruction": "def shlex.quote(s)", "output": "Return a shell-escaped ..."}, ..]
+    data/quickstart/preferences.json the same as conversations, "chosen" and "rejected": with another's docstring
     data/quickstart/tokenizer.model  SentencePiece, for torchtune.models.llama2.llama2_tokenizer
     data/quickstart/model/           Hugging Face layout, for torchtune.training.FullModelHFCheckpointer
     data/quickstart/quickstart.json  the settings that all of this was built with
@@ -57,7 +58,14 @@ PUBLIC_NAMES = {
 }
 
 SETTINGS_FILE = "quickstart.json"
-RESULT_FILES = ("train.json", "tokenizer.model", "model/config.json", "model/model.safetensors", SETTINGS_FILE)
+RESULT_FILES = (
+    "train.json",
+    "preferences.json",
+    "tokenizer.model",
+    "model/config.json",
+    "model/model.safetensors",
+    SETTINGS_FILE,
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,19 @@ def extract_pairs(stdlib: Path, seed: int = SEED) -> list[dict[str, str]]:
             unique.append({"instruction": instruction, "output": output})
     random.Random(seed).shuffle(unique)
     return unique
+
+
+def prefer(pairs: Sequence[dict[str, str]]) -> list[dict[str, list[dict[str, str]]]]:
+    """Return preferences in the format of ``torchtune.datasets.preference_dataset``: each docstring over the next."""
+
+    def conversation(pair: dict[str, str], answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": pair["instruction"]}, {"role": "assistant", "content": answer}]
+
+    others = [*pairs[1:], *pairs[:1]]
+    return [
+        {"chosen": conversation(pair, pair["output"]), "rejected": conversation(pair, other["output"])}
+        for pair, other in zip(pairs, others, strict=True)
+    ]
 
 
 def train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: int = ARCHITECTURE.vocab_size) -> None:
@@ -267,7 +288,8 @@ def build(
         staged = Path(scratch, output_dir.name)
         save_checkpoint(model, staged / "model", architecture)
         train_tokenizer(pairs, staged / "tokenizer.model", architecture.vocab_size)
-        (staged / "train.json").write_text(json.dumps(pairs, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for name, data in (("train.json", pairs), ("preferences.json", prefer(pairs))):
+            (staged / name).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (staged / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         staged.replace(output_dir)
     seconds = time.perf_counter() - start

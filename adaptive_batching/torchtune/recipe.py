@@ -158,17 +158,18 @@ class AdaptiveBatching:
 
     # Where stock's set-up is extended
 
-    def _setup_data(self, *args: Any, **kwargs: Any) -> SampleLoader:
+    def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            stock_loader = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
+            made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [""])[0].rstrip(".!")
             raise ConfigError(
                 f"dataset cannot be loaded: {type(error).__name__}: {reason}. Check dataset.source, its split and files"
             ) from error
+        sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
         loader = SampleLoader(stock_loader, self._state_to_store)
         check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._gradient_accumulation_steps)
-        return loader
+        return loader if sampler is None else (sampler, loader)
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)

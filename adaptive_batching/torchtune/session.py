@@ -71,7 +71,7 @@ class Session:
         stored: Mapping[str, Any] | None = None,
     ) -> None:
         if report is not None:
-            host.objective.equalize_collectives()
+            host.objective.leave_stock()
         if host.ranks.size > 1:
             collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
             host = replace(host, collectives=collectives, why_no_recovery=why_not)

@@ -27,7 +27,7 @@ def arm(layer: nn.Module) -> None:
     """Make ``layer`` run out of memory as ``plan`` says: from the ``call``-th forward on, ``times`` times."""
 
     def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled() == plan.get("without_gradients", False):
             return
         plan["calls"] += 1
         plan["now"] = plan["calls"] >= plan["call"] and plan["times"] > 0 and args[0].shape[0] > plan.get("fits", 0)

@@ -153,13 +153,13 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     assert_close(grown, whole, epoch=1)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
     kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches, learning rates, losses and weights, dropout included; with the probe's stored result."""
     common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
-    if kind == "lora":
+    if kind != "full":
         common += ["model.lora_dropout=0.1"]
     whole = tune_run(kind, *common, name="whole")
 

@@ -26,6 +26,12 @@ CASES = {
     "lora-compile": ("lora", "compile=True"),
     "dora": ("lora", "model.use_dora=True"),
     "qlora": ("lora", "model.quantize_base=True"),
+    "lora-dpo": ("lora_dpo", "model.lora_dropout=0.1"),
+    "lora-dpo-accumulation": ("lora_dpo", "gradient_accumulation_steps=5"),
+    "lora-dpo-checkpointing": (
+        "lora_dpo", "enable_activation_checkpointing=True", "loss._component_=torchtune.rlhf.loss.RSOLoss",
+        "~loss.beta",
+    ),
 }  # fmt: skip
 
 

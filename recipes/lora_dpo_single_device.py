@@ -1,0 +1,26 @@
+"""LoRA fine-tuning by direct preference optimization on one device: torchtune's recipe, with adaptive batching.
+
+To launch from a checkout:
+    PYTHONPATH=. tune run recipes/lora_dpo_single_device.py --config <config> use_maximum_batch_size=True
+
+To launch from an installed package, in any directory:
+    tune run adaptive_batching/recipes/lora_dpo_single_device.py --config <config> use_maximum_batch_size=True
+"""
+
+import sys
+
+from adaptive_batching.torchtune import AdaptiveBatching, BatchStateInCheckpoint, entry_point, load_stock, preferences
+
+stock = load_stock("lora_dpo_single_device")
+
+
+class LoRADPORecipeSingleDevice(AdaptiveBatching, BatchStateInCheckpoint, stock.LoRADPORecipeSingleDevice):  # type: ignore[name-defined]
+    """Stock's LoRA fine-tuning by direct preference optimization."""
+
+    make_objective = staticmethod(preferences)
+
+
+recipe_main = entry_point(LoRADPORecipeSingleDevice)
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())
