@@ -118,21 +118,24 @@ class MicroBatchCollectives:
     """Records the collectives of a sharded model's forward and backward, and issues the rest of them after a failure.
 
     Args:
-        model: The root FSDP module, whose collectives are recorded from now on.
+        models: The root FSDP modules of a step, whose collectives are recorded from now on.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        assert isinstance(model, FSDPModule)
-        self._model = model
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._roots = [model for model in models if isinstance(model, FSDPModule)]
+        assert len(self._roots) == len(models), "a model is not sharded"
         self._sequence: list[_Collective] | None = None
         self._room: _Room | None = None
         self._varies = False
         self._issued: list[_Collective] = []
         self._norms = _Norms()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_AllGather(self._issued))
-                module.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
+        for module in self._units():
+            module.set_custom_all_gather(_AllGather(self._issued))
+            module.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
+
+    def _units(self) -> Iterator[FSDPModule]:
+        for root in self._roots:
+            yield from (module for module in root.modules() if isinstance(module, FSDPModule))
 
     def start(self) -> None:
         """Begin to record the collectives of a forward and backward."""
@@ -189,15 +192,15 @@ class MicroBatchCollectives:
 
     def reset(self) -> None:
         """Forget the iteration, on every rank, after one of them has drained it."""
-        self._model.reset_iter_state()
+        for root in self._roots:
+            root.reset_iter_state()
         # This keeps gradients that were complete but not reduced yet, and the next backward would add to them.
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for parameter in group.fsdp_params:
-                        parameter.unsharded_accumulated_grad = None
-                        if hasattr(parameter, "_unsharded_param"):
-                            parameter._unsharded_param.grad = None
+        for module in self._units():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
         if self._room is not None:
             self._room.restore()
 

@@ -43,6 +43,9 @@ class Host:
     clip_norm: float | None = None
     """Maximum norm of the gradient; None for no clipping."""
 
+    logs_norm: bool = True
+    """True if stock logs the norm of a gradient that it clips."""
+
     gate: Gate | None = None
     """Holds back the optimizers that step in the backward pass; None where none does."""
 
@@ -151,6 +154,8 @@ class StockParts:
     reference: nn.Module | None = None
     """Second model, which is not trained."""
 
+    num_ranks: int = 1
+
 
 def next_token(parts: StockParts) -> NextToken:
     """Return the objective of supervised fine-tuning."""
@@ -159,7 +164,7 @@ def next_token(parts: StockParts) -> NextToken:
 
 def preferences(parts: StockParts) -> Preferences:
     """Return the objective of direct preference optimization."""
-    return Preferences(parts.collate, parts.loss, parts.activations, parts.reference)
+    return Preferences(parts.collate, parts.loss, parts.activations, parts.reference, parts.num_ranks)
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
@@ -182,6 +187,7 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
                 activations=recipe.activations_handling_ctx,
                 num_chunks=_gathered_chunks(recipe._model),
                 reference=getattr(recipe, "_ref_model", None),
+                num_ranks=ranks.size,
             )
         ),
         model=recipe._model,
@@ -192,6 +198,7 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
         num_replicas=int(getattr(recipe, "dp_size", ranks.size)),
         tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
         clip_norm=None if clip_norm is None else float(clip_norm),
+        logs_norm=getattr(recipe, "logs_gradient_norm", True),
         gate=gate if _steps_in_backward(recipe) else None,
         is_compiled=bool(getattr(recipe, "_compile", getattr(recipe, "_model_compile", False))),
         checkpoints_activations=recipe._enable_activation_checkpointing,

@@ -277,7 +277,7 @@ class TrainingLoop:
         }
         if self._run.logs_peak_memory:
             metrics.update(training.get_memory_stats(device=host.device))
-        if grad_norm is not None:
+        if grad_norm is not None and (host.logs_norm or self._growth is not None):
             metrics["grad_norm"] = grad_norm
         if self._growth is not None:
             metrics.update(self._growth.metrics())

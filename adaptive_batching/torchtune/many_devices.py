@@ -53,6 +53,10 @@ class ManyDevices:
         with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
             return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
+    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
+            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
 
 def start_process_group(cfg: DictConfig) -> None:
     """Start the process group of a recipe that expects one, if there are several processes and no group yet."""
@@ -107,8 +111,7 @@ def record_collectives(
         if host.ranks.is_first:
             log.warning("recovery from running out of memory is off: %s", why)
         return None, why
-    assert is_sharded(host.model)
-    collectives = MicroBatchCollectives(host.model)
+    collectives = MicroBatchCollectives(_models(host))
     batch = host.objective.smallest_batch(host.loader.dataset)
     try:
         with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
@@ -127,12 +130,16 @@ def record_collectives(
     return collectives, ""
 
 
+def _models(host: Host) -> list[torch.nn.Module]:
+    return [host.model, *host.objective.frozen_models]
+
+
 def _why_not_possible(host: Host) -> str:
     if host.steps_in_backward:
         return "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
     if host.tensor_parallel:
         return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
-    if not is_sharded(host.model):
+    if not all(map(is_sharded, _models(host))):
         return "the model is not sharded by FSDP2"
     if not can_drain():
         return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"

@@ -121,7 +121,10 @@ class Objective(ABC):
         return self.collate([self.stretch(sample, _SHORT) or sample])
 
     def leave_stock(self) -> None:  # noqa: B027 (an objective may have nothing to do here)
-        """Expect, from now on, batches in parts, and pad so that all forwards of a model issue the same collectives."""
+        """From now on, report what is right where stock reports something else."""
+
+    def equalize_collectives(self) -> None:  # noqa: B027
+        """From now on, pad batches so that every forward of a sharded model issues the same collectives."""
 
     def forget(self) -> None:  # noqa: B027
         """Drop what a forward that broke off has left behind."""
@@ -238,7 +241,7 @@ class NextToken(Objective):
         tokens = torch.arange(1, length + 1)[None]  # [1, s]; any text will do
         return {"tokens": tokens, "labels": tokens.clone()}
 
-    def leave_stock(self) -> None:
+    def equalize_collectives(self) -> None:
         self._pads = True
 
     def forget(self) -> None:

@@ -38,6 +38,7 @@ class Preferences(Objective):
         loss: Loss of each pair, and the rewards of its answers, from log probabilities of policy and reference.
         activations: Context of the forward, which may offload activations.
         reference: The model to stay close to; None for the policy without its adapters.
+        num_ranks: Ranks, each with pairs of its own.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Preferences(Objective):
         loss: Any,
         activations: Activations,
         reference: nn.Module | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self._collate = collate
         self._loss = loss
         self._activations = activations
         self.frozen_models = () if reference is None else (reference,)
+        self._num_ranks = num_ranks
         self._is_stock = True
         self._pairs = 0  # of the optimizer step on this rank
 
@@ -87,7 +90,8 @@ class Preferences(Objective):
         losses, chosen_rewards, rejected_rewards = self._loss(chosen, rejected, *_halves(of_reference))
         loss = losses.mean()
         # A part of a batch has the share of its pairs; a whole one is divided by the number of batches, as in stock.
-        loss = loss / max(self._pairs // pairs, 1) if weight is None else loss * (weight / self._pairs)
+        share = (pairs if weight is None else weight) / max(self._pairs, pairs)
+        loss = loss / max(self._pairs // pairs, 1) if weight is None else loss * share
         metrics = {
             "rewards/chosen": chosen_rewards.mean(),
             "rewards/rejected": rejected_rewards.mean(),
@@ -98,10 +102,9 @@ class Preferences(Objective):
             **means,
         }
         num_tokens = torch.tensor(tokens.numel(), device=tokens.device)
-        if self._is_stock:
+        if self._is_stock and self._num_ranks == 1:
             return loss, _OfLast(loss.detach(), num_tokens, metrics)
-        count = pairs if weight is None else weight
-        return loss, Sums(loss.detach(), num_tokens, {name: value * count for name, value in metrics.items()})
+        return loss, Sums(loss.detach(), num_tokens, {name: share * value for name, value in metrics.items()})
 
     def _forward(
         self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
@@ -122,11 +125,20 @@ class Preferences(Objective):
     def forget(self) -> None:
         self._activations = renewed(self._activations)
 
+    def mean_loss(self, sums: Sums) -> Any:
+        """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks, which is what is summed here."""
+        as_summed = self._is_stock and not self.frozen_models
+        return sums.loss.item() if as_summed else sums.loss.item() / self._num_ranks
+
     def metrics(self, sums: Sums) -> dict[str, Any]:
-        """Return rewards, log probabilities and logits: those of the last forward as in stock, else of all pairs."""
-        if self._is_stock:
-            return {name: value.cpu() for name, value in sums.metrics.items()}
-        return {name: (value / self._pairs).cpu() for name, value in sums.metrics.items()}
+        """Return rewards, log probabilities and logits over all pairs; on one device stock takes the last forward's."""
+        found = {name: (value / self._num_ranks).cpu() for name, value in sums.metrics.items()}
+        if self._num_ranks > 1:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+    def recompile(self, again: Callable[[Any], Any]) -> None:
+        self._loss = again(self._loss)
 
     def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
         traced = super().for_trace(frozen_models)

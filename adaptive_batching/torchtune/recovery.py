@@ -106,7 +106,7 @@ class Recovery:
                 raise DoesNotFitError(self._why_not(failed)) from outcome.error
             raise DoesNotFitError("out of memory on another rank, which says what would help")
         self._check_that_running_again_is_exact()
-        self._host.objective.leave_stock()
+        self._host.objective.equalize_collectives()
         self._recovered_since_start += 1
         # The same limit everywhere: from the largest that has failed.
         tokens = int(ranks.largest(0 if failed is None else failed.tokens))

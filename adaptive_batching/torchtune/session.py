@@ -72,6 +72,7 @@ class Session:
     ) -> None:
         if report is not None:
             host.objective.leave_stock()
+            host.objective.equalize_collectives()
         if host.ranks.size > 1:
             collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
             host = replace(host, collectives=collectives, why_no_recovery=why_not)

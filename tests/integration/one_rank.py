@@ -36,7 +36,7 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    collectives = MicroBatchCollectives(model)
+    collectives = MicroBatchCollectives([model])
     tokens = torch.randint(1, 512, (4, 2, 4, 128), device=device)  # [steps, micro-batches, b, s]
 
     def forward_backward(batch: torch.Tensor) -> None:

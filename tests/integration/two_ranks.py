@@ -140,7 +140,11 @@ class Runner:
             train(loop)
 
         train = TrainingLoop.run
-        cfg = ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml"
+        of_pairs = kind.endswith("dpo")
+        if kind == "full_dpo":
+            overrides = (*FULL_DPO, *overrides)
+        config = "lora_dpo" if of_pairs else kind
+        cfg = ROOT / "recipes" / "configs" / "quickstart" / f"{config}_single_device.yaml"
         defaults = [
             f"data_dir={self.inputs}", f"output_dir={self.directory / name}", "dataset.split=train[:48]",
             "tokenizer.max_seq_len=64", "batch_size=4", "epochs=1", "use_maximum_batch_size=False",
@@ -149,7 +153,7 @@ class Runner:
         ]  # fmt: skip
         keys = {override.split("=")[0] for override in overrides}
         defaults = [default for default in defaults if default.split("=")[0] not in keys]
-        module = f"{kind}_finetune_distributed"
+        module = f"{kind}_distributed" if of_pairs else f"{kind}_finetune_distributed"
         recipe = load_stock(module) if stock else importlib.import_module(f"recipes.{module}")
         modules = [recipe] if stock else [recipe, recipe.stock]
         sys.argv = [module, "--config", str(cfg), *defaults, *overrides]
@@ -275,6 +279,32 @@ def runs_that_grow(run: Runner) -> None:
     run("full", "async_resumed", *save_async, "resume_from_checkpoint=True")
 
 
+def runs_on_preferences(run: Runner) -> None:
+    """Against the model without adapters, and against a second one, which is sharded on its own."""
+    for kind in ("lora_dpo", "full_dpo"):
+        pairs = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", "loss.beta=2.0"]
+        run(kind, f"{kind}_stock", *pairs, stock=True)
+        run(kind, f"{kind}_off", *pairs)
+        common = [*pairs, model(kind.removesuffix("_dpo"))]
+        run(kind, f"{kind}_whole", *common)
+        with mock.patch.object(cutting, "FIRST_FORWARD_COST", 16):  # so that these few steps are cut
+            run(kind, f"{kind}_auto", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
+        for where, on in (("forward", 0), ("backward", 1)):
+            run(kind, f"{kind}_{where}", *common, where=where, on=[on], layer=1, call=4)
+        run(
+            kind, f"{kind}_reference", *common, where="forward", on=[1], layer=1, call=4, fits=5, without_gradients=True
+        )
+
+
+FULL_DPO = (
+    "model._component_=torchtune.models.llama2.llama2", "~model.lora_attn_modules", "~model.apply_lora_to_mlp",
+    "~model.apply_lora_to_output", "~model.lora_rank", "~model.lora_alpha", "~model.lora_dropout",
+    "clip_grad_norm=1.0", "ref_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
+    "ref_checkpointer.checkpoint_dir=${data_dir}/model", "ref_checkpointer.checkpoint_files=[model.safetensors]",
+    "ref_checkpointer.output_dir=${output_dir}", "ref_checkpointer.model_type=LLAMA2",
+)  # fmt: skip
+
+
 def runs_within_memory(run: Runner) -> None:
     """Settings of runs that probe or explore under a real limit."""
     explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
@@ -364,6 +394,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "noise": runs_with_noise,
     "noise_by_length": runs_with_noise_by_length,
     "growth": runs_that_grow,
+    "preferences": runs_on_preferences,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     "failing_collectives": runs_of_failing_collectives,

@@ -68,7 +68,7 @@ def forward(model: Sharded, sizes: list[int], *, fails: bool = False) -> None:
 
 def recorded(sizes: list[int]) -> tuple[Sharded, MicroBatchCollectives]:
     model = Sharded()
-    collectives = MicroBatchCollectives(model)
+    collectives = MicroBatchCollectives([model])
     collectives.start()
     forward(model, sizes)
     collectives.finish()

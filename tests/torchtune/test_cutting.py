@@ -94,7 +94,7 @@ def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     """As where short forwards would gather a sharded output layer less often than others."""
     samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (2, 3, 4, 5, 9)]
     in_chunks = next_token(num_chunks=8)
-    in_chunks.leave_stock()
+    in_chunks.equalize_collectives()
     parts = cut(samples, TokenLimit(), Capacity.of_tokens(16), in_chunks)
     assert len(parts) == 3
     for part in parts:
