@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from adaptive_batching.report.record import Report
+from tests.support.overrides import TEACHER
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = dict(
@@ -72,11 +73,13 @@ def made_once(directory: Path) -> Iterator[bool]:
 @pytest.fixture(scope="session")
 def inputs(shared: Path) -> Path:
     """A directory with real text, a tokenizer trained on it, and a tiny model."""
-    from adaptive_batching.torchtune.quickstart import Architecture, build
+    from adaptive_batching.torchtune.quickstart import Architecture, build, build_model, save_checkpoint
 
     with made_once(shared / "small") as missing:
         if missing:
-            build(shared / "small", architecture=Architecture(**ARCHITECTURE))
+            small = Architecture(**ARCHITECTURE)
+            build(shared / "small", architecture=small)
+            save_checkpoint(build_model(small, seed=1), shared / "small" / "teacher", small)
     return shared / "small"
 
 
@@ -106,13 +109,20 @@ class Run:
 
 
 TuneRun = Callable[..., Run]
+RECIPES: dict[str, tuple[str, str, list[str]]] = {
+    "full": ("full_finetune_single_device", "full", []),
+    "lora": ("lora_finetune_single_device", "lora", []),
+    "lora_dpo": ("lora_dpo_single_device", "lora_dpo", []),
+    "kd": ("knowledge_distillation_single_device", "lora", TEACHER),
+}
+"""Recipe, config, and what is added to the config for each kind of run."""
 
 
 @pytest.fixture
 def tune_run(inputs: Path, tmp_path: Path) -> TuneRun:
     """``tune_run(recipe, *overrides, name=...)``: a real run of torchtune's command, in this process.
 
-    ``recipe`` is ``full``, ``lora`` or ``lora_dpo``; with ``stock=True`` torchtune's own recipe runs instead of ours.
+    ``recipe`` is a key of ``RECIPES``; with ``stock=True`` torchtune's own recipe runs instead of ours.
     ``replaced`` are parts of the YAML that the command line cannot replace.
     """
 
@@ -148,8 +158,8 @@ def baseline(inputs: Path, shared: Path) -> TuneRun:
 def _tune_run(
     inputs: Path, directory: Path, kind: str, overrides: Sequence[str], stock: bool, replaced: Mapping[str, object]
 ) -> Run:
-    recipe = f"{kind}_single_device" if kind.endswith("dpo") else f"{kind}_finetune_single_device"
-    source = ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml"
+    recipe, source_name, added = RECIPES[kind]
+    source = ROOT / "recipes" / "configs" / "quickstart" / f"{source_name}_single_device.yaml"
     cfg: Any = OmegaConf.to_container(OmegaConf.load(source))
     config = directory.parent / f"{directory.name}.yaml"
     OmegaConf.save({**cfg, **replaced}, config)
@@ -165,6 +175,7 @@ def _tune_run(
         "lr_scheduler.num_warmup_steps=5",
         *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
     ]
+    overrides = [*added, *overrides]
     keys = {override.split("=")[0] for override in overrides}
     defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
     target = recipe if stock else f"recipes/{recipe}.py"

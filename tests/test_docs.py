@@ -161,7 +161,7 @@ def check_that_parts_add_up(recipe: type[AdaptiveBatching]) -> None:
         model.zero_grad()
         whole = objective.counts(samples)
         for part in cut:
-            weight = None if len(cut) == 1 else objective.counts(part).terms * whole.weight / whole.terms
+            weight = None if len(cut) == 1 else objective.counts(part).terms * objective.weight_of(whole) / whole.terms
             objective.loss(model, objective.collate(part), weight)[0].backward()
         assert model.output.weight.grad is not None
         return model.output.weight.grad.clone()

@@ -1,7 +1,7 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
 from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint, ThroughClient
-from adaptive_batching.torchtune.host import preferences
+from adaptive_batching.torchtune.host import distillation, preferences
 from adaptive_batching.torchtune.launch import entry_point, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
@@ -12,6 +12,7 @@ __all__ = [
     "BatchStateInCheckpoint",
     "ManyDevices",
     "ThroughClient",
+    "distillation",
     "entry_point",
     "load_stock",
     "preferences",

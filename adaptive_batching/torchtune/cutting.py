@@ -188,11 +188,12 @@ class Cutter:
         # mean loss would be 0/0.
         counts = [[self._objective.counts(part) for part in group] for group in groups]
         all_terms = sum(count.terms for group in counts for count in group)
-        all_weight = sum(count.weight for group in counts for count in group)
+        all_tokens = sum(count.tokens for group in counts for count in group)
+        all_weight = self._objective.weight_of(Counts(all_terms, all_tokens))
         if all_terms == 0:
             return [[self._whole(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
-        # Parts without terms can have a weight, as the first label of each sample; it counts in the divisor.
-        left = sum(count.weight for group in counts for count in group if count.terms == 0)
+        # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
+        left = sum(count.tokens for group in counts for count in group if count.terms == 0)
         weighted: list[list[MicroBatch]] = []
         for group, counts_of_group in zip(groups, counts, strict=True):
             weighted.append([])
@@ -200,7 +201,7 @@ class Cutter:
                 if count.terms > 0:
                     tokens = padded_tokens(self._sizes(part))
                     weight = count.terms * all_weight / all_terms
-                    weighted[-1].append(MicroBatch(part, tokens, weight, count.weight + left))
+                    weighted[-1].append(MicroBatch(part, tokens, weight, count.tokens + left if left else None))
                     left = 0
         return weighted
 
@@ -254,7 +255,7 @@ def _of_equal_share(batches: list[tuple[list[Sample], Counts]]) -> list[list[Sam
     without_terms: list[Sample] = []
     for samples, counts in batches:
         if counts.terms:
-            groups.setdefault(Fraction(counts.weight, counts.terms), []).extend(samples)
+            groups.setdefault(Fraction(counts.tokens, counts.terms), []).extend(samples)
         else:
             without_terms += samples  # 0/0 in stock
     if not groups:

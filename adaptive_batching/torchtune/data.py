@@ -32,14 +32,21 @@ class SampleLoader:
     Args:
         stock: The loader that the stock recipe built: its data set, sampler and collate function are used.
         extra_state: Returns what a checkpoint holds in addition to the loader's own state, or None.
+        drops_last: Leave out a last batch that is not full, as nearly all of stock's loaders do.
     """
 
-    def __init__(self, stock: DataLoader[Any], extra_state: Callable[[], dict[str, Any] | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        stock: DataLoader[Any],
+        extra_state: Callable[[], dict[str, Any] | None] = lambda: None,
+        *,
+        drops_last: bool = True,
+    ) -> None:
         self.dataset: Any = stock.dataset
         self.sampler: Any = stock.sampler
         self.collate: Callable[[list[Sample]], Any] = stock.collate_fn
         self._extra_state = extra_state
-        self._batches = _Batches(self.sampler, stock.batch_size or 1)
+        self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
         self._loader = StatefulDataLoader(_Indexed(self.dataset), batch_sampler=self._batches, collate_fn=_as_list)
 
     @property
@@ -66,8 +73,8 @@ class SampleLoader:
 class _Batches(BatchSampler):
     """Stock's batches of indices, each of the size that is set when it is drawn."""
 
-    def __init__(self, sampler: Any, batch_size: int) -> None:
-        super().__init__(sampler, batch_size, drop_last=True)
+    def __init__(self, sampler: Any, batch_size: int, drops_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last=drops_last)
         self._iterator: Any = None
 
     def __iter__(self) -> Any:

@@ -6,17 +6,20 @@ for those that some recipe lacks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.optim import Optimizer
 
 from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching.torchtune.data import Sample, SampleLoader
+from adaptive_batching.torchtune.distillation import Distillation
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.objective import NextToken, Objective
 from adaptive_batching.torchtune.preferences import Preferences
@@ -151,10 +154,15 @@ class StockParts:
     num_chunks: int
     """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
 
-    reference: nn.Module | None = None
-    """Second model, which is not trained."""
+    frozen: nn.Module | None = None
+    """Second model, which is not trained: a reference or a teacher."""
 
     num_ranks: int = 1
+    teacher_loss: Any = None
+    """Divergence from the teacher."""
+
+    teacher_share: float = 0.0
+    """Share of the divergence in the loss."""
 
 
 def next_token(parts: StockParts) -> NextToken:
@@ -164,7 +172,16 @@ def next_token(parts: StockParts) -> NextToken:
 
 def preferences(parts: StockParts) -> Preferences:
     """Return the objective of direct preference optimization."""
-    return Preferences(parts.collate, parts.loss, parts.activations, parts.reference, parts.num_ranks)
+    return Preferences(parts.collate, parts.loss, parts.activations, parts.frozen, parts.num_ranks)
+
+
+def distillation(parts: StockParts) -> Distillation:
+    """Return the objective of knowledge distillation."""
+    assert parts.frozen is not None
+    return Distillation(
+        parts.collate, parts.loss, parts.activations, parts.num_chunks, teacher=parts.frozen,
+        teacher_loss=parts.teacher_loss, teacher_share=parts.teacher_share, num_ranks=parts.num_ranks,
+    )  # fmt: skip
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
@@ -184,9 +201,11 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
             StockParts(
                 collate=loader.collate,
                 loss=recipe._loss_fn,
-                activations=recipe.activations_handling_ctx,
+                activations=getattr(recipe, "activations_handling_ctx", contextlib.nullcontext()),
                 num_chunks=_gathered_chunks(recipe._model),
-                reference=getattr(recipe, "_ref_model", None),
+                frozen=getattr(recipe, "_ref_model", getattr(recipe, "_teacher_model", None)),
+                teacher_loss=getattr(recipe, "_kd_loss_fn", None),
+                teacher_share=float(getattr(recipe, "_kd_ratio", 0.0)),
                 num_ranks=ranks.size,
             )
         ),
@@ -201,8 +220,8 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
         logs_norm=getattr(recipe, "logs_gradient_norm", True),
         gate=gate if _steps_in_backward(recipe) else None,
         is_compiled=bool(getattr(recipe, "_compile", getattr(recipe, "_model_compile", False))),
-        checkpoints_activations=recipe._enable_activation_checkpointing,
-        offloads_activations=recipe._enable_activation_offloading,
+        checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in recipe._model.modules()),
+        offloads_activations=getattr(recipe, "_enable_activation_offloading", False),
         max_length=getattr(recipe._tokenizer, "max_seq_len", None),
     )
 

@@ -53,6 +53,10 @@ class ManyDevices:
         with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
             return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
 
+    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
+            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
     def _setup_reference_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
             return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc, no-any-return]

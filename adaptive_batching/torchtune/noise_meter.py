@@ -98,7 +98,7 @@ class NoiseMeter:
                 yield
         weight = micro_batch.weight
         if weight is None:
-            weight = float(self._host.objective.counts(micro_batch.samples).weight)
+            weight = float(self._host.objective.counts(micro_batch.samples).tokens)
         if squares and weight > 0:
             self._groups.append((torch.stack(squares).sum(), weight))
 

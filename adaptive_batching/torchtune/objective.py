@@ -37,8 +37,8 @@ class Counts:
     terms: int
     """Terms that the mean loss is taken over; 0 for nothing to learn from."""
 
-    weight: int
-    """Number that stock multiplies the mean loss by. Parts of a batch share its weight in proportion to their terms."""
+    tokens: int
+    """Number that a step's gradient is divided by, where it is divided by tokens; else that of the terms."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,13 @@ class Objective(ABC):
     @abstractmethod
     def counts(self, samples: Sequence[Sample]) -> Counts:
         """Return what decides on the share of ``samples`` in the gradient."""
+
+    def weight_of(self, batch: Counts) -> int:
+        """Return the number that the mean loss of a batch is multiplied by.
+
+        Parts of the batch share it in proportion to their terms.
+        """
+        return batch.tokens
 
     def size(self, sample: Sample) -> int:
         """Return what ``sample`` takes of a forward: its tokens, or 1 where tokens say little about its memory."""
@@ -218,12 +225,10 @@ class NextToken(Objective):
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
         labels = batch.pop("labels")  # [b, s]
-        ignored = self._loss.ignore_index
-        num_tokens = (labels != ignored).sum()
+        num_tokens = (labels != self._loss.ignore_index).sum()
         with self._activations:
             logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
-        # Logits stay whole and labels move: each position predicts the next one.
-        labels = torch.hstack((labels[..., 1:], torch.full_like(labels[..., :1], ignored, dtype=torch.long)))
+        labels = self._shifted(labels)
         if not isinstance(logits, list):
             labels = labels.reshape(-1)
             logits = logits.reshape(-1, logits.size(-1))
@@ -231,6 +236,11 @@ class NextToken(Objective):
         # labels of the step.
         loss = self._loss(logits, labels) * (num_tokens if weight is None else weight)
         return loss, Sums(loss.detach(), num_tokens)
+
+    def _shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """Move labels, so that logits stay whole: each position predicts the next one."""
+        last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
+        return torch.hstack((labels[..., 1:], last))
 
     def smallest_batch(self, dataset: Any) -> Batch:
         length = length_in_chunks(_SHORT, self._num_chunks)

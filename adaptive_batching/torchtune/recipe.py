@@ -167,7 +167,8 @@ class AdaptiveBatching:
                 f"dataset cannot be loaded: {type(error).__name__}: {reason}. Check dataset.source, its split and files"
             ) from error
         sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
-        loader = SampleLoader(stock_loader, self._state_to_store)
+        drops_last = self._settings.enabled or stock_loader.drop_last
+        loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
         check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._gradient_accumulation_steps)
         return loader if sampler is None else (sampler, loader)
 

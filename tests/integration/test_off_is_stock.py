@@ -26,6 +26,13 @@ CASES = {
     "lora-compile": ("lora", "compile=True"),
     "dora": ("lora", "model.use_dora=True"),
     "qlora": ("lora", "model.quantize_base=True"),
+    "kd": ("kd", "model.lora_dropout=0.1"),
+    "kd-accumulation": ("kd", "gradient_accumulation_steps=5"),
+    "kd-packed": ("kd", "dataset.packed=True", "batch_size=2"),
+    "kd-whole-logits": (
+        "kd", "loss._component_=torch.nn.CrossEntropyLoss", "kd_loss._component_=torchtune.modules.loss.ForwardKLLoss",
+    ),
+    "kd-compile": ("kd", "compile=True"),
     "lora-dpo": ("lora_dpo", "model.lora_dropout=0.1"),
     "lora-dpo-accumulation": ("lora_dpo", "gradient_accumulation_steps=5"),
     "lora-dpo-checkpointing": (

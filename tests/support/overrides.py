@@ -1,6 +1,16 @@
 """Settings that tests of several kinds of run share, as the command line takes them."""
 
 SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]  # Adam makes rounding as large as its step
+TEACHER = [
+    "teacher_model._component_=torchtune.models.llama2.llama2", "kd_ratio=0.5",
+    *(f"teacher_model.{key}=${{model.{key}}}" for key in (
+        "vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len",
+    )),
+    "teacher_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
+    "teacher_checkpointer.checkpoint_dir=${data_dir}/teacher", "teacher_checkpointer.output_dir=${output_dir}",
+    "teacher_checkpointer.checkpoint_files=[model.safetensors]", "teacher_checkpointer.model_type=LLAMA2",
+    "kd_loss._component_=torchtune.modules.loss.ForwardKLWithChunkedOutputLoss",
+]  # fmt: skip
 DOUBLE = [
     "batch_increase_function._component_=adaptive_batching.growth.step",
     "batch_increase_function.every=1",
