@@ -153,7 +153,7 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     assert_close(grown, whole, epoch=1)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo"])
+@pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo", "kd"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
     kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,93 @@
+"""Preferences and distillation: cut, grown, probed and recovered as supervised fine-tuning is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import TuneRun, assert_close
+from tests.integration.faults import disarm, plan
+from tests.support.overrides import DOUBLE, SGD
+from tests.support.records import events
+
+FEW = [*SGD, "tokenizer.max_seq_len=96", "dataset.split=train[:48]", "epochs=1"]
+COMMON = {"lora_dpo": [*FEW, "loss.beta=2.0"], "kd": [*FEW, "clip_grad_norm=1.0"]}
+KINDS = pytest.mark.parametrize("kind", COMMON)
+
+
+@pytest.fixture(autouse=True)
+def no_plan() -> None:
+    disarm()
+
+
+@KINDS
+@pytest.mark.parametrize("size", ["1", "2", "auto"])
+def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: TuneRun, baseline: TuneRun) -> None:
+    common = [*COMMON[kind], "batch_size=6", "gradient_accumulation_steps=2"]
+    whole = baseline(kind, *common, "micro_batch_size=6")  # stock's gradient of a distillation shrinks with its tokens
+    limit = ["adaptive_batching.memory_limit=8GiB"] if size == "auto" else []
+    cut = tune_run(kind, *common, *limit, f"micro_batch_size={size}", name="cut")
+    assert len(cut.metrics) == 4
+    assert [step["loss"] for step in cut.metrics] != [step["loss"] for step in whole.metrics], "it was cut"
+    assert_close(cut, whole, epoch=0)
+    for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
+        for name in {"class_loss", "kd_loss", "margins", "accuracies"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_distillation_in_parts_has_the_gradient_of_its_mean_loss(tune_run: TuneRun, baseline: TuneRun) -> None:
+    """Without a teacher's share it is supervised fine-tuning."""
+    common = [*FEW, "micro_batch_size=2", "model.lora_dropout=0.0"]
+    assert_close(tune_run("kd", *common, "kd_ratio=0.0", name="alone"), baseline("lora", *common), epoch=0)
+
+
+def test_metrics_of_a_step_are_those_of_all_its_pairs(tune_run: TuneRun, baseline: TuneRun) -> None:
+    """Stock logs those of the last batch of a step, which are all where there is one."""
+    names = ["chosen", "rejected", "accuracies", "margins"]
+    whole = baseline("lora_dpo", *COMMON["lora_dpo"], "batch_size=12")
+    cut = tune_run("lora_dpo", *COMMON["lora_dpo"], "batch_size=12", "micro_batch_size=4", name="cut")
+    in_batches = tune_run(
+        "lora_dpo",
+        *COMMON["lora_dpo"],
+        "batch_size=6",
+        "gradient_accumulation_steps=2",
+        "micro_batch_size=6",
+        name="in_batches",
+    )
+    for ours, of_batches, theirs in zip(cut.metrics, in_batches.metrics, whole.metrics, strict=True):
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+            assert of_batches[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+@KINDS
+@pytest.mark.parametrize("call", [1, 6])
+@pytest.mark.parametrize("where", ["forward", "backward", "frozen"])
+def test_a_step_that_runs_out_of_memory_is_run_again(
+    kind: str, where: str, call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    common = [*COMMON[kind], "model._component_=tests.integration.faults.lora_model", "gradient_accumulation_steps=2"]
+    if kind == "kd":
+        common.append("teacher_model._component_=tests.integration.faults.full_model")
+    undisturbed = baseline(kind, *common)
+    frozen = where == "frozen"
+    plan.update(where="forward" if frozen else where, without_gradients=frozen)
+    # Of the frozen model once: then parts are left that fit, as does what recovery tries out.
+    times = 1 if frozen else 2
+    plan.update(layer=1, call=call, calls=0, times=times, fits=5 if frozen and kind == "lora_dpo" else 3 * frozen)
+    recovered = tune_run(kind, *common, name="recovered")
+    assert plan["times"] == 0
+    assert caplog.text.count("running the step's samples again") == times
+    assert_close(recovered, undisturbed, epoch=0)
+
+
+@KINDS
+def test_the_batch_grows_to_what_a_probe_finds(kind: str, tune_run: TuneRun) -> None:
+    run = tune_run(
+        kind, *COMMON[kind], *DOUBLE, "epochs=3", "batch_size=4", "use_maximum_batch_size=True",
+        "adaptive_batching.max_batch_size=16", "adaptive_batching.memory_limit=8GiB",
+    )  # fmt: skip
+    probe = events(run, "probe")[0]
+    assert (probe["batch_size"], probe["sequence_length"]) == (16, 96)
+    assert probe["search"] == "predict", "the step could be traced"
+    assert [epoch["batch_size"] for epoch in events(run, "epoch")] == [4, 8, 16]
+    assert [step["batch_size"] for step in run.metrics] == [4] * 12 + [8] * 6 + [16] * 3
