@@ -1,9 +1,10 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
 from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint, ThroughClient
-from adaptive_batching.torchtune.host import distillation, preferences
+from adaptive_batching.torchtune.host import distillation, fake_quantized, preferences
 from adaptive_batching.torchtune.launch import entry_point, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
+from adaptive_batching.torchtune.quantization_aware import accept_configs_of_torchao
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.stock import load_stock
 
@@ -12,8 +13,10 @@ __all__ = [
     "BatchStateInCheckpoint",
     "ManyDevices",
     "ThroughClient",
+    "accept_configs_of_torchao",
     "distillation",
     "entry_point",
+    "fake_quantized",
     "load_stock",
     "preferences",
     "run_recipe",

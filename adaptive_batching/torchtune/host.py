@@ -23,6 +23,7 @@ from adaptive_batching.torchtune.distillation import Distillation
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.objective import NextToken, Objective
 from adaptive_batching.torchtune.preferences import Preferences
+from adaptive_batching.torchtune.quantization_aware import FakeQuantized
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,12 @@ class StockParts:
     teacher_share: float = 0.0
     """Share of the divergence in the loss."""
 
+    model: nn.Module | None = None
+    fake_quantized_from: int | None = None
+    """Optimizer step that fake quantization begins with; None for the first."""
+
+    quantizer_mode: str | None = None
+
 
 def next_token(parts: StockParts) -> NextToken:
     """Return the objective of supervised fine-tuning."""
@@ -181,6 +188,15 @@ def distillation(parts: StockParts) -> Distillation:
     return Distillation(
         parts.collate, parts.loss, parts.activations, parts.num_chunks, teacher=parts.frozen,
         teacher_loss=parts.teacher_loss, teacher_share=parts.teacher_share, num_ranks=parts.num_ranks,
+    )  # fmt: skip
+
+
+def fake_quantized(parts: StockParts) -> FakeQuantized:
+    """Return the objective of quantization-aware training."""
+    assert parts.model is not None
+    return FakeQuantized(
+        parts.collate, parts.loss, parts.activations, parts.num_chunks, model=parts.model,
+        first_step=parts.fake_quantized_from, mode=parts.quantizer_mode,
     )  # fmt: skip
 
 
@@ -207,6 +223,9 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
                 teacher_loss=getattr(recipe, "_kd_loss_fn", None),
                 teacher_share=float(getattr(recipe, "_kd_ratio", 0.0)),
                 num_ranks=ranks.size,
+                model=recipe._model,
+                fake_quantized_from=getattr(recipe, "_fake_quant_after_n_steps", None),
+                quantizer_mode=getattr(recipe, "_quantizer_mode", None),
             )
         ),
         model=recipe._model,

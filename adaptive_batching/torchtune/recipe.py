@@ -87,7 +87,7 @@ class AdaptiveBatching:
         self._checkpoints = Path(cfg.checkpointer.output_dir)
         self._gate = Gate()
         self._stored: dict[str, Any] = {}
-        self._rates: list[float] = [1.0]
+        self._rates: list[float] | None = None
         self._session: Session | None = None
         self._warned_of_logger = False
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
@@ -104,6 +104,9 @@ class AdaptiveBatching:
             if self.ranks.size > 1:
                 dist.barrier()
         super().setup(cfg=cfg)  # type: ignore[misc]
+        if self._rates is None:  # stock has no schedule
+            steps = self.total_epochs * self._steps_per_epoch
+            self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
         host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
         circumstances = circumstances_of(cfg, measures_noise=self._increase.noise_scale_every is not None)
@@ -190,7 +193,7 @@ class AdaptiveBatching:
             # The stock LoRA recipe starts the schedule from its beginning on resume.
             last_epoch = self.epochs_run * self._steps_per_epoch - 1
             initial_lr = hosts.initial_learning_rate(self)
-            self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
+            rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
         scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
             num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
         )
@@ -198,5 +201,5 @@ class AdaptiveBatching:
             # Some of torch's schedulers take the step that they resume at a second time.
             for optimizer in hosts.optimizers_of(self):
                 for group in optimizer.param_groups:
-                    set_rate(group, self._rates[last_epoch + 1])
+                    set_rate(group, rates[last_epoch + 1])
         return scheduler

@@ -19,7 +19,7 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights, made_once
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS, same_everywhere
+from tests.integration.two_ranks import FAILING_COLLECTIVES, OTHERS, REAL_LIMITS, same_everywhere
 from tests.support.environment import TAME_MALLOC
 from tests.support.overrides import SGD
 from tests.support.records import events, without_sizes
@@ -140,31 +140,43 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
     assert "running the step's samples again" in output_of(launched, f"{kind}_{failure}")
 
 
-@of_launch("preferences")
-@pytest.mark.parametrize("kind", ["lora_dpo", "full_dpo"])
-def test_preferences_are_learned_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
-    off, stock, whole = (finished(f"{kind}_{name}") for name in ("off", "stock", "whole"))
+@of_launch("others")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
+    off, stock, undisturbed = (finished(f"{kind}_{name}") for name in ("off", "stock", "undisturbed"))
     assert len(stock.metrics) == 3
     assert off.metrics == stock.metrics
     assert_same_weights(off.weights(0), stock.weights(0))
-    assert_same_weights(whole.weights(0), stock.weights(0))
-    cut = finished(f"{kind}_auto")
-    scale = 2 if kind == "lora_dpo" else 1  # stock's LoRA recipe logs the sum over ranks, ours their mean if it cuts
-    for ours, theirs in zip(cut.metrics, stock.metrics, strict=True):
-        assert scale * ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-        assert ours["margins"] == pytest.approx(theirs["margins"], rel=1e-3, abs=1e-6)
-    for name, weights in stock.weights(0).items():
-        torch.testing.assert_close(cut.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
-    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in stock.weights(0).items())
+    assert_same_weights(undisturbed.weights(0), stock.weights(0))
+    whole, cut = finished(f"{kind}_whole"), finished(f"{kind}_auto")
+    if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
+        for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+        for name, weights in whole.weights(0).items():
+            far = (cut.weights(0)[name] - weights).abs() > 2e-4 + 1e-2 * weights.abs()
+            assert far.float().mean() < 1e-3, name
+    else:
+        assert_close(cut, whole, epoch=0, rel=5e-4)
+    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in whole.weights(0).items())
+    if kind != "kd":  # whose gradient stock divides by the tokens twice
+        assert_same_weights(whole.weights(0), stock.weights(0))
+    if "dpo" in kind:
+        # Stock's LoRA recipe logs the sum over ranks, ours their mean when a field is set.
+        scale = 2 if kind == "lora_dpo" else 1
+        for ours, theirs in zip(cut.metrics, stock.metrics, strict=True):
+            assert scale * ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
+            assert ours["margins"] == pytest.approx(theirs["margins"], rel=1e-3, abs=1e-6)
 
 
-@of_launch("preferences")
-@pytest.mark.parametrize("kind", ["lora_dpo", "full_dpo"])
-@pytest.mark.parametrize("where", ["forward", "backward", "reference"])
-def test_preferences_survive_running_out_of_memory(kind: str, where: str, finished: Finished) -> None:
-    recovered, whole = finished(f"{kind}_{where}"), finished(f"{kind}_whole")
+@of_launch("others")
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("where", ["forward", "backward", "frozen"])
+def test_other_recipes_survive_running_out_of_memory(kind: str, where: str, finished: Finished) -> None:
+    if where == "frozen" and not kind.endswith("dpo"):
+        pytest.skip("no frozen model that runs out")
+    recovered, undisturbed = finished(f"{kind}_{where}"), finished(f"{kind}_undisturbed")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
-    for name, weights in whole.weights(0).items():
+    for name, weights in undisturbed.weights(0).items():
         torch.testing.assert_close(recovered.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
 
 

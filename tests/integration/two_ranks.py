@@ -15,7 +15,7 @@ import os
 import resource
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,12 @@ from torchtune.training import _distributed
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
 from adaptive_batching.host_memory import CpuMeter, _status
 from adaptive_batching.ranks import agree
-from adaptive_batching.torchtune import cutting, load_stock, many_devices, session
+from adaptive_batching.torchtune import accept_configs_of_torchao, cutting, load_stock, many_devices, session
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, all_that_fits
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
-from tests.support.overrides import SGD
+from tests.support.overrides import SGD, TEACHER
 
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
 RANK = int(os.environ.get("RANK", 0))
@@ -140,10 +140,8 @@ class Runner:
             train(loop)
 
         train = TrainingLoop.run
-        of_pairs = kind.endswith("dpo")
-        if kind == "full_dpo":
-            overrides = (*FULL_DPO, *overrides)
-        config = "lora_dpo" if of_pairs else kind
+        module, config, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, ()))
+        overrides = (*added, *overrides)
         cfg = ROOT / "recipes" / "configs" / "quickstart" / f"{config}_single_device.yaml"
         defaults = [
             f"data_dir={self.inputs}", f"output_dir={self.directory / name}", "dataset.split=train[:48]",
@@ -153,7 +151,6 @@ class Runner:
         ]  # fmt: skip
         keys = {override.split("=")[0] for override in overrides}
         defaults = [default for default in defaults if default.split("=")[0] not in keys]
-        module = f"{kind}_distributed" if of_pairs else f"{kind}_finetune_distributed"
         recipe = load_stock(module) if stock else importlib.import_module(f"recipes.{module}")
         modules = [recipe] if stock else [recipe, recipe.stock]
         sys.argv = [module, "--config", str(cfg), *defaults, *overrides]
@@ -279,30 +276,45 @@ def runs_that_grow(run: Runner) -> None:
     run("full", "async_resumed", *save_async, "resume_from_checkpoint=True")
 
 
-def runs_on_preferences(run: Runner) -> None:
-    """Against the model without adapters, and against a second one, which is sharded on its own."""
-    for kind in ("lora_dpo", "full_dpo"):
-        pairs = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", "loss.beta=2.0"]
-        run(kind, f"{kind}_stock", *pairs, stock=True)
-        run(kind, f"{kind}_off", *pairs)
-        common = [*pairs, model(kind.removesuffix("_dpo"))]
-        run(kind, f"{kind}_whole", *common)
+def runs_of_other_recipes(run: Runner) -> None:
+    """Against the model without adapters, or a second one, which is sharded on its own; and with rounded weights."""
+    for kind in OTHERS:
+        common = [*SGD, ACCUMULATE, "tokenizer.max_seq_len=96", *(["loss.beta=2.0"] if "dpo" in kind else [])]
+        run(kind, f"{kind}_stock", *common, stock=True)
+        run(kind, f"{kind}_off", *common)
+        common.append(model("full" if kind in ("full_dpo", "qat") else "lora"))
+        run(kind, f"{kind}_undisturbed", *common)
+        run(kind, f"{kind}_whole", *common, "micro_batch_size=4")
         with mock.patch.object(cutting, "FIRST_FORWARD_COST", 16):  # so that these few steps are cut
             run(kind, f"{kind}_auto", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=8GiB")
         for where, on in (("forward", 0), ("backward", 1)):
             run(kind, f"{kind}_{where}", *common, where=where, on=[on], layer=1, call=4)
-        run(
-            kind, f"{kind}_reference", *common, where="forward", on=[1], layer=1, call=4, fits=5, without_gradients=True
-        )
+        if kind.endswith("dpo"):
+            frozen: dict[str, Any] = {"without_gradients": True, "fits": 5, "layer": 1, "call": 4}
+            run(kind, f"{kind}_frozen", *common, where="forward", on=[1], **frozen)
 
 
-FULL_DPO = (
+NO_ADAPTERS = (
     "model._component_=torchtune.models.llama2.llama2", "~model.lora_attn_modules", "~model.apply_lora_to_mlp",
     "~model.apply_lora_to_output", "~model.lora_rank", "~model.lora_alpha", "~model.lora_dropout",
-    "clip_grad_norm=1.0", "ref_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
+    "clip_grad_norm=1.0",
+)  # fmt: skip
+REFERENCE = (
+    "ref_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
     "ref_checkpointer.checkpoint_dir=${data_dir}/model", "ref_checkpointer.checkpoint_files=[model.safetensors]",
     "ref_checkpointer.output_dir=${output_dir}", "ref_checkpointer.model_type=LLAMA2",
 )  # fmt: skip
+QUANTIZER = (
+    "quantizer._component_=torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer", "quantizer.groupsize=32",
+)  # fmt: skip
+OTHERS: dict[str, tuple[str, str, Sequence[str]]] = {
+    "lora_dpo": ("lora_dpo_distributed", "lora_dpo", ()),
+    "full_dpo": ("full_dpo_distributed", "lora_dpo", (*NO_ADAPTERS, *REFERENCE)),
+    "kd": ("knowledge_distillation_distributed", "lora", TEACHER),
+    "qat": ("qat_distributed", "full", (*QUANTIZER, "fake_quant_after_n_steps=1")),
+    "qat_lora": ("qat_lora_finetune_distributed", "lora", QUANTIZER),
+}
+"""Recipe, config, and what is added to the config for each kind of run besides supervised fine-tuning."""
 
 
 def runs_within_memory(run: Runner) -> None:
@@ -394,7 +406,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "noise": runs_with_noise,
     "noise_by_length": runs_with_noise_by_length,
     "growth": runs_that_grow,
-    "preferences": runs_on_preferences,
+    "others": runs_of_other_recipes,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     "failing_collectives": runs_of_failing_collectives,
@@ -406,6 +418,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]
     LoRALinear.initialize_parameters = same_everywhere
+    accept_configs_of_torchao()  # stock's recipe asks for a class by the name that it had
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
     inputs, directory, which = sys.argv[1:4]
     gc.freeze()  # else each recovery goes through all that torch has made
