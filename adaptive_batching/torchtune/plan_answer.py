@@ -86,6 +86,8 @@ def _show(
             f"largest micro-batch: {largest} samples of {made.length:,} tokens",
             f"token budget: {largest * made.length:,} padded tokens in a forward",
         ]
+    if made.assumes is not None:
+        lines.append(f"assumed: {made.assumes}")
     lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes), "", *text.what_sets_the_peak(need)]
     lines += ["", *_epochs(asked, outlook), "", *_work(asked, made, need)]
     print("\n".join(lines), flush=True)
@@ -156,6 +158,7 @@ def _as_object(
         "hours_per_epoch": _hours(asked, need, made),
         "parameters": made.parameters,
         "trained_parameters": made.trained_parameters,
+        "assumes": made.assumes,
     }
 
 

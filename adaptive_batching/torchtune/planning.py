@@ -20,6 +20,7 @@ from adaptive_batching.torchtune.bits_and_bytes import paged_bytes
 from adaptive_batching.torchtune.cutting import Execution
 from adaptive_batching.torchtune.growing import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.images import COLLATE
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
 from adaptive_batching.torchtune.settings import read_settings
@@ -75,6 +76,8 @@ class Sketch:
 
     trained_parameters: int
     parameters: int
+    assumes: str | None
+    """Of the data, in words; None if their length says all."""
 
 
 def sketch(question: Question, length: int) -> Sketch:
@@ -89,10 +92,11 @@ def sketch(question: Question, length: int) -> Sketch:
         step = training_step(host, host.loader.dataset[0], accumulates=in_parts)
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        image = host.loader.dataset.image
         return Sketch(
             Forecast(traced, outside_of_allocator(question.devices)), length, _asked(run, settings), run.accumulation,
             question.devices, sum(map(paged_bytes, host.optimizers)), sum(n for n, trained in sizes if trained),
-            sum(n for n, _ in sizes),
+            sum(n for n, _ in sizes), None if image is None else str(image),
         )  # fmt: skip
 
 
@@ -147,10 +151,11 @@ def _check_covered(cfg: DictConfig) -> None:
     """Refuse what would be planned wrongly.
 
     Raises:
-        NotPlannedError: If the config has images or tensor parallelism.
+        NotPlannedError: If the config has images in batches that are not known, or tensor parallelism.
     """
-    if "image" in str(cfg.get("collate_fn", "")) or "vision" in str(cfg.model["_component_"]):
-        raise NotPlannedError("the config is of a model with images, whose memory is not planned")
+    collate = str(cfg.get("collate_fn", ""))
+    if "image" in collate and collate != COLLATE:
+        raise NotPlannedError(f"collate_fn={collate} makes batches of images that are not known; {COLLATE} is")
     if cfg.get("tensor_parallel_dim", 1) > 1:
         raise NotPlannedError(f"tensor_parallel_dim={cfg.tensor_parallel_dim} is not planned; with 1, devices shard")
 
