@@ -147,22 +147,33 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
         return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
 
 
-def _check_covered(cfg: DictConfig) -> None:
-    """Refuse what would be planned wrongly.
+def _check_covered(question: Question) -> None:
+    """Refuse what would be planned wrongly, or ends in the first step.
 
     Raises:
-        NotPlannedError: If the config has images in batches that are not known, or tensor parallelism.
+        NotPlannedError: If images come in batches that are not known, or tensor parallelism would not train.
     """
+    cfg = question.cfg
     collate = str(cfg.get("collate_fn", ""))
     if "image" in collate and collate != COLLATE:
         raise NotPlannedError(f"collate_fn={collate} makes batches of images that are not known; {COLLATE} is")
-    if cfg.get("tensor_parallel_dim", 1) > 1:
-        raise NotPlannedError(f"tensor_parallel_dim={cfg.tensor_parallel_dim} is not planned; with 1, devices shard")
+    tensor_parallel = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel == 1 or not question.recipe.startswith("full"):
+        return
+    ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
+    if cfg.get("clip_grad_norm") is not None:
+        raise NotPlannedError(f"{ends}: torch takes no norm of gradients on several meshes; set clip_grad_norm=null")
+    of_torch = str(cfg.optimizer["_component_"]).startswith("torch.optim.")
+    if tensor_parallel == question.devices and of_torch and cfg.optimizer.get("foreach") is not False:
+        raise NotPlannedError(
+            f"{ends}: on as many devices, norms are no distributed tensors, and torch's foreach optimizers take no "
+            f"mixture; set optimizer.foreach=False, or train on more devices"
+        )
 
 
 @contextlib.contextmanager
 def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
-    _check_covered(question.cfg)
+    _check_covered(question)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     dataset = question.cfg.get("dataset")
