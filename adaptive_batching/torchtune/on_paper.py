@@ -252,12 +252,17 @@ def _without_device(stock: ModuleType) -> Iterator[None]:
 
 
 def _build_rope(model: nn.Module, dtype: torch.dtype) -> None:
-    """Build the caches of rotary embeddings on the host: some take their shape from values, which meta tensors lack."""
+    """Build the caches of rotary embeddings on the host: some take their shape from values, which meta tensors lack.
+
+    Only their shapes stay: a model can have a cache in each layer, of gigabytes together.
+    """
     with training.set_default_dtype(dtype), torch.device("cpu"):
         ropes: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
         for rope in ropes:
             rope.is_cache_built = False
             rope.rope_init()
+            for name, buffer in rope.named_buffers():
+                setattr(rope, name, buffer.to(_META))
 
 
 def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:
