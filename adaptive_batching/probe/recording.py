@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,6 +229,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1 if args[0].dtype != torch.bool else True
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for more often than anything is computed
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back as what this device computes, and its collectives
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         in_backward = torch._C._current_graph_task_id() != -1

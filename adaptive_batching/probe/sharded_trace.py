@@ -50,9 +50,12 @@ class ShardedCopy:
 
         whole: dict[int, Any] = {}
         shards: dict[int, Any] = {}
+        in_parts = {id(p.sharded_param): p for group in groups for p in group.fsdp_params if p.is_dtensor}
         for parameter in model.parameters():
             shard = _local(parameter)
-            whole[id(parameter)] = self._parameter(parameter, _fake_like(shard, parameter.shape, fake))
+            part = in_parts.get(id(parameter))
+            gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_part(part, fake)
+            whole[id(parameter)] = self._parameter(parameter, gathered)
             shards[id(parameter)] = self._parameter(parameter, _fake_like(shard, shard.shape, fake))
         for buffer in model.buffers():
             whole[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
@@ -188,7 +191,7 @@ class _Unit:
             return
         self._release()
         self._streams.reducing = None
-        size = sum(whole.numel() for whole, _ in self._trained)
+        size = sum(_local(whole).numel() for whole, _ in self._trained)
         self._streams.reducing = torch.empty(size, dtype=parameter.dtype)
         for whole, _ in self._trained:
             whole.grad = None
@@ -209,6 +212,7 @@ class _Unit:
 
 def _bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, or of what is gathered of the tensors inside it."""
+    tensor = _local(tensor)
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.numel() * tensor.element_size()
     names, _ = tensor.__tensor_flatten__()
@@ -241,6 +245,16 @@ def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) 
             inner, {**context, "tensor_meta": meta}, shape, original.stride()
         )
         return found
+
+
+def _fake_part(parameter: Any, fake: FakeTensorMode) -> torch.Tensor:
+    """Return what is gathered of FSDP's ``parameter`` under tensor parallelism: the part of one device, distributed."""
+    spec = parameter._unsharded_dtensor_spec
+    with fake:
+        local = torch.empty(parameter._orig_size, dtype=parameter.sharded_param.dtype, device="cpu")
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
@@ -170,8 +171,8 @@ def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] 
     with fake:
         run = step.bind(model, optimizers)
         batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
-        if step.compiles:
-            run(batch)  # compiles, and leaves behind what later steps do not make again
+        if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            run(batch)  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
             gc.collect()
     recorder = Recorder(step.vocabulary)
     for parameter in kept:
@@ -246,6 +247,12 @@ def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> 
 
 def _fake_on_cpu(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
     """Return a fake CPU tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
+    if isinstance(tensor, DTensor):
+        part = _fake_on_cpu(tensor.to_local(), fake)
+        placed = tensor.placements
+        return DTensor.from_local(
+            part, tensor.device_mesh, placed, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: _fake_on_cpu(getattr(tensor, name), fake) for name in names}

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import host as hosts
 from adaptive_batching.torchtune.bits_and_bytes import BlockWise, stand_in_for
 from adaptive_batching.torchtune.data import Sample, SampleLoader
+from adaptive_batching.torchtune.images import Image, image_of, without_torchvision
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.learning_rate import scheduled_rates
 from adaptive_batching.torchtune.offloading import TracedOffloading
@@ -56,6 +57,8 @@ class Data:
 
     samples: int
     packed: bool = False
+    image: Image | None = None
+    """That each sample has; None for text alone."""
 
     def __len__(self) -> int:
         return self.samples
@@ -66,12 +69,16 @@ class Data:
         if self.packed:
             sample = {key: torch.tensor(value) for key, value in sample.items()}
             sample |= {"input_pos": torch.arange(self.length), "seq_lens": torch.tensor([self.length])}
+        if self.image is not None:
+            sample |= self.image.fields(self.length)
         return sample
 
 
-def make_data(tokenizer: Any, length: int, samples: int, packed: bool = False) -> Data:
+def make_data(
+    tokenizer: Any, length: int, samples: int, packed: bool = False, image: dict[str, int] | None = None
+) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(length, samples, packed)
+    return Data(length, samples, packed, None if image is None else Image(**image))
 
 
 @dataclass
@@ -109,7 +116,7 @@ def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[
     [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]
     planned = type(base.__name__, (_OnPaper, base), {})
     cfg = _without_files(cfg, data)
-    with torch.random.fork_rng(devices=[]), _quiet(), _without_device(stock):
+    with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock):
         made: Any = planned(cfg)
         made._device = _META
         made.setup(cfg)
@@ -141,6 +148,7 @@ class _OnPaper:
 
     # Set by the stock recipe
     _device: torch.device
+    _model: nn.Module
 
     def __init__(self, cfg: DictConfig) -> None:
         self.gate = Gate()
@@ -152,8 +160,11 @@ class _OnPaper:
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {training.MODEL_KEY: {}}
 
-    def _setup_data(self, *args: Any, **kwargs: Any) -> SampleLoader:
-        loader = SampleLoader(super()._setup_data(*args, **kwargs))  # type: ignore[misc]
+    def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> SampleLoader:
+        image = image_of(self._model)
+        if image is not None:
+            cfg_dataset = OmegaConf.merge(cfg_dataset, {"image": asdict(image)})  # type: ignore[assignment]
+        loader = SampleLoader(super()._setup_data(cfg_dataset=cfg_dataset, **kwargs))  # type: ignore[misc]
         if loader.dataset.packed:
             loader.collate = _collate_packs
         return loader
@@ -241,12 +252,17 @@ def _without_device(stock: ModuleType) -> Iterator[None]:
 
 
 def _build_rope(model: nn.Module, dtype: torch.dtype) -> None:
-    """Build the caches of rotary embeddings on the host: some take their shape from values, which meta tensors lack."""
+    """Build the caches of rotary embeddings on the host: some take their shape from values, which meta tensors lack.
+
+    Only their shapes stay: a model can have a cache in each layer, of gigabytes together.
+    """
     with training.set_default_dtype(dtype), torch.device("cpu"):
         ropes: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
         for rope in ropes:
             rope.is_cache_built = False
             rope.rope_init()
+            for name, buffer in rope.named_buffers():
+                setattr(rope, name, buffer.to(_META))
 
 
 def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:

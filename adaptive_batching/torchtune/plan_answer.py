@@ -135,6 +135,8 @@ def _show(asked: Asked, plan: _Found) -> None:
             f"largest micro-batch: {plan.largest} samples of {made.length:,} tokens",
             f"token budget: {plan.largest * made.length:,} padded tokens in a forward",
         ]
+    if made.assumes is not None:
+        lines.append(f"assumed: {made.assumes}")
     lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes)]
     lines += [*_varying(plan), "", *text.what_sets_the_peak(need)]
     lines += ["", *_epochs(asked, plan.outlook), "", *_work(asked, made, need)]
@@ -239,4 +241,5 @@ def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
         "hours_per_epoch": _hours(asked, need, made),
         "parameters": made.parameters,
         "trained_parameters": made.trained_parameters,
+        "assumes": made.assumes,
     }

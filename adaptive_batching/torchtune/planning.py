@@ -24,6 +24,7 @@ from adaptive_batching.torchtune.cutting import FIRST_FORWARD_COST, Execution
 from adaptive_batching.torchtune.data_at_hand import DataAtHand
 from adaptive_batching.torchtune.growing import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.images import COLLATE
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
 from adaptive_batching.torchtune.settings import read_settings
@@ -85,6 +86,8 @@ class Sketch:
 
     trained_parameters: int
     parameters: int
+    assumes: str | None
+    """Of the data, in words; None if their length says all."""
 
 
 def sketch(question: Question, length: int) -> Sketch:
@@ -103,10 +106,11 @@ def sketch(question: Question, length: int) -> Sketch:
         step = training_step(host, host.loader.dataset[0], accumulates=in_parts)
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        image = host.loader.dataset.image
         return Sketch(
             Forecast(traced, outside_of_allocator(question.devices)), length, _asked(run, settings), run.accumulation,
             question.devices, sum(map(paged_bytes, host.optimizers)), sum(n for n, trained in sizes if trained),
-            sum(n for n, _ in sizes),
+            sum(n for n, _ in sizes), None if image is None else str(image),
         )  # fmt: skip
 
 
@@ -177,7 +181,8 @@ def as_they_come(
         TraceError: If the order of allocations depends on the length.
         Exception: Whatever stock raises about the config.
     """
-    if not cuts_by_length(question.cfg) or data.packed or made.length < 2 * _SHORTEST:
+    has_images = made.assumes is not None
+    if not cuts_by_length(question.cfg) or data.packed or has_images or made.length < 2 * _SHORTEST:
         return None
     per_batch = outlook.epochs[0].batch_sizes[0]
     shuffles = bool(question.cfg.get("shuffle", True))
@@ -204,21 +209,33 @@ def cuts_by_length(cfg: DictConfig) -> bool:
     return isinstance(read_settings(cfg, warns=False).micro_batch_size, ByLength)
 
 
-def _check_covered(cfg: DictConfig) -> None:
-    """Refuse what would be planned wrongly.
+def _check_covered(question: Question) -> None:
+    """Refuse what would be planned wrongly, or ends in the first step.
 
     Raises:
-        NotPlannedError: If the config has images or tensor parallelism.
+        NotPlannedError: If images come in batches that are not known, or tensor parallelism would not train.
     """
-    if "image" in str(cfg.get("collate_fn", "")) or "vision" in str(cfg.model["_component_"]):
-        raise NotPlannedError("the config is of a model with images, whose memory is not planned")
-    if cfg.get("tensor_parallel_dim", 1) > 1:
-        raise NotPlannedError(f"tensor_parallel_dim={cfg.tensor_parallel_dim} is not planned; with 1, devices shard")
+    cfg = question.cfg
+    collate = str(cfg.get("collate_fn", ""))
+    if "image" in collate and collate != COLLATE:
+        raise NotPlannedError(f"collate_fn={collate} makes batches of images that are not known; {COLLATE} is")
+    tensor_parallel = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel == 1 or not question.recipe.startswith("full"):
+        return
+    ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
+    if cfg.get("clip_grad_norm") is not None:
+        raise NotPlannedError(f"{ends}: torch takes no norm of gradients on several meshes; set clip_grad_norm=null")
+    of_torch = str(cfg.optimizer["_component_"]).startswith("torch.optim.")
+    if tensor_parallel == question.devices and of_torch and cfg.optimizer.get("foreach") is not False:
+        raise NotPlannedError(
+            f"{ends}: on as many devices, norms are no distributed tensors, and torch's foreach optimizers take no "
+            f"mixture; set optimizer.foreach=False, or train on more devices"
+        )
 
 
 @contextlib.contextmanager
 def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
-    _check_covered(question.cfg)
+    _check_covered(question)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     dataset = question.cfg.get("dataset")

@@ -29,6 +29,7 @@ from adaptive_batching.torchtune.gradients import (
 )
 from adaptive_batching.torchtune.gradients import discard as drop_step
 from adaptive_batching.torchtune.host import Host
+from adaptive_batching.torchtune.images import run_without_values
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.objective import Batch, Sums
 
@@ -175,6 +176,7 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
     objective = host.objective.for_trace(frozen)
     if compiling.is_cut_by_inductor(host):
         compiling.run_as_compiled(trained, host.model, objective)
+    run_without_values(trained)
     return replace(
         host,
         objective=objective,

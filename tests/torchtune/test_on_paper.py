@@ -69,7 +69,7 @@ def test_the_step_on_paper_is_that_of_the_recipe_to_the_byte(case: str, inputs: 
     host = real_host(kind, config(kind, *overrides, inputs=inputs, out=tmp_path))
     cfg = config(kind, *overrides)
     on_paper, run = set_up(f"{kind}_finetune_single_device", cfg, Data(LENGTH, 50))
-    assert all(parameter.is_meta for parameter in on_paper.model.parameters())
+    assert all(tensor.is_meta for tensor in [*on_paper.model.parameters(), *on_paper.model.buffers()])
     ours, real = (traced(each, run.accumulation) for each in (on_paper, host))
     assert ours.is_uniform
     assert ours.curve.resting_bytes == real.curve.resting_bytes

@@ -14,7 +14,7 @@ from torchtune import _recipe_registry as registry
 from adaptive_batching.cli.main import main
 from adaptive_batching.torchtune.levers import CONFIGS, levers
 from adaptive_batching.torchtune.on_paper import RECIPES
-from adaptive_batching.torchtune.planning import Question, look_out, sketch
+from adaptive_batching.torchtune.planning import Question, look_out
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.torchtune.test_on_paper import config, real_host
 
@@ -217,27 +217,3 @@ def test_levers_name_what_is_not_set_yet() -> None:
     assert pasted["LoRA"] == (
         "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device batch_size=4"
     )
-
-
-STOCK = [
-    (recipe.name, config)
-    for recipe in registry.get_all_recipes()
-    if recipe.name in RECIPES
-    for config in recipe.configs
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "stock"), STOCK, ids=lambda value: getattr(value, "name", value))
-def test_every_stock_config_gets_a_plan(recipe: str, stock: Any) -> None:
-    cfg = OmegaConf.load(CONFIGS / stock.file_path)
-    if "vision" in stock.name:
-        pytest.importorskip("torchvision")
-        pytest.skip("images are not planned yet")
-    devices = 8 if recipe.endswith("distributed") else 1
-    made = sketch(Question(recipe, cfg, devices), 512)  # type: ignore[arg-type]
-    need = made.forecast.need(cfg.batch_size)
-    parameters = 0.5 if "qlora" in stock.name or "qdora" in stock.name else 2
-    assert need.resting_bytes > 0.9 * made.parameters * parameters / devices or cfg.get("fsdp_cpu_offload", False)
-    assert need.resting_bytes < need.peak_bytes <= need.reserved.by_default
-    assert made.forecast.largest(2**40) >= cfg.batch_size

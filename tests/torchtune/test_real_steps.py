@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batching.probe.trace import trace_step
@@ -19,17 +20,17 @@ from adaptive_batching.torchtune.step import training_step
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 
 BATCH = 16
+LONG, FEW = (LENGTH, BATCH), (8, 2)
 
 
-def transient_bytes(host: Host) -> int:
+def transient_bytes(host: Host, sample: Any = None, batch_size: int = BATCH) -> int:
     """Most bytes that a real step has in use beyond those between steps, as torch's profiler counts them."""
-    sample = {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}
+    sample = sample or {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}
     step = training_step(host, sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
-    run(step.make_batch(BATCH))  # creates the optimizer states
-    batch = step.make_batch(BATCH)
+    run(step.make_batch(batch_size))  # creates the optimizer states
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(batch)
+        run(step.make_batch(batch_size))  # the batch is in use, too
     assert profiler.profiler is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = peak = 0
@@ -39,38 +40,76 @@ def transient_bytes(host: Host) -> int:
     return peak
 
 
-def predicted_bytes(host: Host) -> int:
-    sample = {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}
+def predicted_bytes(host: Host, sample: Any = None, batch_size: int = BATCH) -> int:
+    sample = sample or {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}
     curve = trace_step(training_step(host, sample, accumulates=False)).curve
-    return curve.peak_bytes(BATCH) - curve.resting_bytes
+    return curve.peak_bytes(batch_size) - curve.resting_bytes
+
+
+CASES = {
+    "plain": ("full", [], LONG),
+    "checkpointing": ("full", ["enable_activation_checkpointing=True"], LONG),
+    "whole logits": ("full", ["loss._component_=torch.nn.CrossEntropyLoss"], LONG),
+    "shorter samples": ("full", [], (LENGTH // 2, BATCH)),
+    "lora": ("lora", [], LONG),
+    "qlora": ("lora", ["model.quantize_base=True"], LONG),
+    "few tokens": ("full", [], FEW),
+    "fused optimizer": ("full", ["optimizer.fused=True"], FEW),
+    "foreach optimizer": ("full", ["optimizer.foreach=True"], FEW),
+    "optimizer in the backward pass": ("full", ["optimizer_in_bwd=True", "clip_grad_norm=null"], FEW),
+}  # kind, overrides, and tokens of a sample and samples: of few, the optimizer's step sets the peak
+LEVERS = {
+    **dict.fromkeys(["checkpointing", "whole logits", "shorter samples", "lora"], "plain"),
+    **dict.fromkeys(["fused optimizer", "foreach optimizer", "optimizer in the backward pass"], "few tokens"),
+}
+"""Each lever, and the case that it is pulled in."""
 
 
 @pytest.fixture(scope="module")
 def levers(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
     """Predicted and real transient bytes of each case."""
-    cases = {
-        "plain": ("full", []),
-        "checkpointing": ("full", ["enable_activation_checkpointing=True"]),
-        "whole logits": ("full", ["loss._component_=torch.nn.CrossEntropyLoss"]),
-        "lora": ("lora", []),
-    }
     found = {}
-    for name, (kind, overrides) in cases.items():
+    for name, (kind, overrides, (length, batch_size)) in CASES.items():
         host = real_host(kind, config(kind, *overrides, inputs=inputs, out=tmp_path_factory.mktemp("out")))
-        found[name] = predicted_bytes(host), transient_bytes(host)
+        sample: dict[str, Any] = {"tokens": [1] * length, "labels": [1] * length}
+        found[name] = predicted_bytes(host, sample, batch_size), transient_bytes(host, sample, batch_size)
     return found
 
 
-@pytest.mark.parametrize("case", ["plain", "checkpointing", "whole logits", "lora"])
+@pytest.mark.parametrize("case", CASES)
 def test_a_real_step_takes_what_is_predicted(case: str, levers: dict[str, tuple[int, int]]) -> None:
     predicted, real = levers[case]
     assert predicted == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("lever", ["checkpointing", "whole logits", "lora"])
+@pytest.mark.parametrize("lever", LEVERS)
 def test_a_lever_moves_the_prediction_as_it_moves_a_real_step(lever: str, levers: dict[str, tuple[int, int]]) -> None:
-    moved = [changed - before for changed, before in zip(levers[lever], levers["plain"], strict=True)]
+    before = levers[LEVERS[lever]]
+    moved = [changed - plain for changed, plain in zip(levers[lever], before, strict=True)]
+    assert abs(moved[1]) > 0.05 * before[1]
     assert moved[0] == pytest.approx(moved[1], rel=0.05)
+
+
+@pytest.mark.parametrize("lever", ["lora", "qlora", "optimizer of one state"])
+def test_a_lever_moves_what_rests_between_steps_as_it_does_in_a_real_run(
+    lever: str, inputs: Path, tmp_path: Path
+) -> None:
+    momentum = ["optimizer={_component_: torch.optim.SGD, lr: 0.1, momentum: 0.9}"]
+    kind, overrides, _ = CASES.get(lever, ("full", momentum, LONG))
+    resting = []
+    for of_kind, changes in (("full", []), (kind, overrides)):
+        host = real_host(of_kind, config(of_kind, *changes, inputs=inputs, out=tmp_path))
+        on_paper, _ = set_up(f"{of_kind}_finetune_single_device", config(of_kind, *changes), Data(LENGTH, 50))
+        predicted = traced(on_paper, 1).curve.resting_bytes
+        transient_bytes(host)  # makes the optimizer states
+        states = [value for o in host.optimizers for state in o.state.values() for value in state.values()]
+        tensors = [*host.model.parameters(), *host.model.buffers(), *states]
+        storages = {s.data_ptr(): s.nbytes() for tensor in tensors for s in get_untyped_storages(tensor)}
+        resting.append((predicted, sum(storages.values())))
+    (full, changed), (real_full, real_changed) = zip(*resting, strict=True)
+    assert full == real_full
+    assert changed == pytest.approx(real_changed, rel=0.01)  # some tensors of NF4 are views of larger ones
+    assert changed < 0.8 * full
 
 
 @pytest.fixture

@@ -1,0 +1,31 @@
+"""One real step of a rank of two under tensor parallelism; prints the most bytes that it has in use beyond the rest.
+
+torchrun --nproc_per_node 2 -m tests.integration.tensor_parallel_step <inputs> <directory> <override> ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from recipes import full_finetune_distributed as recipes
+from tests.torchtune.test_on_paper import config
+from tests.torchtune.test_real_steps import transient_bytes
+
+
+def main(inputs: str, directory: str, *overrides: str) -> None:
+    cfg = config("full", *overrides, inputs=Path(inputs), out=Path(directory))
+    made = recipes.FullFinetuneRecipeDistributed(cfg)
+    made.setup(cfg)
+    assert made._session is not None
+    taken = transient_bytes(made._session.host)
+    if dist.get_rank() == 0:
+        print(f"transient bytes: {taken}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,107 @@
+"""Every stock config of the covered recipes gets a plan: in little memory, without files, with sound figures."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from torchtune import _recipe_registry as registry
+
+from adaptive_batching.plan.allocator import GIB
+from adaptive_batching.plan.forecast import Need
+from adaptive_batching.torchtune.levers import CONFIGS
+from adaptive_batching.torchtune.on_paper import RECIPES
+from adaptive_batching.torchtune.planning import Question, sketch
+
+LENGTH = 512
+MOST_MEMORY = 4 * GIB
+
+SOME = {
+    "llama3_2/1B_qlora_single_device", "llama3_2/3B_full", "llama3_1/8B_full_single_device", "llama3_3/70B_full",
+    "llama3_2_vision/11B_full_single_device", "qwen2_5/0.5B_lora_single_device", "gemma/2B_full",
+    "mistral/7B_full_low_memory", "phi3/mini_full_low_memory",
+}  # fmt: skip
+"""One of each family, size and kind; the others are marked slow."""
+
+STOCK = [
+    pytest.param(recipe.name, config.file_path, id=config.name, marks=[] if config.name in SOME else pytest.mark.slow)
+    for recipe in registry.get_all_recipes()
+    if recipe.name in RECIPES
+    for config in recipe.configs
+]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a process of its own says of a config, and takes itself."""
+
+    need: Need
+    parameters: int
+    trained: int
+    largest: int
+    """Batch in just the memory that the config's batch needs."""
+
+    memory_bytes: int
+    connections: int
+
+
+def plan(recipe: str, path: str, devices: int) -> Plan:
+    connections = []
+    sys.addaudithook(lambda event, args: connections.append(args) if event == "socket.connect" else None)
+    cfg: Any = OmegaConf.load(CONFIGS / path)
+    made = sketch(Question(recipe, cfg, devices), LENGTH)
+    need = made.forecast.need(cfg.batch_size)
+    largest = made.forecast.largest(made.forecast.judge(need, None).most_bytes)
+    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Plan(need, made.parameters, made.trained_parameters, largest, taken, len(connections))
+
+
+def in_a_process(*arguments: Any) -> Plan:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(plan, *arguments).result()
+
+
+@pytest.mark.parametrize(("recipe", "path"), STOCK)
+def test_every_stock_config_gets_a_plan(recipe: str, path: str) -> None:
+    cfg: Any = OmegaConf.load(CONFIGS / path)
+    files = [cfg.tokenizer.get("path"), cfg.checkpointer.checkpoint_dir]
+    assert not any(file is not None and Path(file).exists() for file in files)
+    devices = 8 if recipe.endswith("distributed") else 1
+    made = in_a_process(recipe, path, devices)
+    need = made.need
+    assert made.memory_bytes < MOST_MEMORY
+    assert not made.connections
+
+    said = re.search(r"/(\d+(?:\.\d+)?)B_", path)
+    billions = float(said[1]) if said else 3.8  # Phi 3 mini
+    assert 0.9 < made.parameters / 1e9 / billions < 1.35
+    has_images, trains_all = "vision" in path, recipe.startswith("full")
+    if trains_all and not has_images:
+        assert made.trained == made.parameters
+    else:
+        assert 0 < made.trained < (0.3 if trains_all else 0.05) * made.parameters
+
+    quantized = "qlora" in path or "qdora" in path
+    share = made.parameters / devices
+    if not cfg.get("fsdp_cpu_offload", False):
+        assert (0.5 if quantized else 2) * share * 0.95 < need.resting_bytes
+    assert need.resting_bytes < 2 * share + 16 * made.trained / devices + GIB
+    assert need.resting_bytes < need.peak_bytes <= need.reserved.by_default < 1.6 * need.peak_bytes + GIB
+    assert need.peak_bytes <= need.reserved.least <= need.reserved.by_default
+    assert 0 <= need.recomputed_flops < need.flops
+    if not has_images:
+        of_a_token = (need.flops - need.recomputed_flops) / (cfg.batch_size * LENGTH * made.parameters)
+        assert (4.5 if trains_all else 3) < of_a_token < 7
+    assert made.largest >= cfg.batch_size
+
+
+def test_the_configs_that_are_always_planned_are_stock_ones() -> None:
+    assert {config.name for recipe in registry.get_all_recipes() for config in recipe.configs} >= SOME

@@ -1,0 +1,69 @@
+"""Plans of tensor parallelism: a device holds and computes its part, as a rank of a real group does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptive_batching.plan.forecast import Need
+from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching.torchtune.planning import NotPlannedError, Question, sketch
+from tests.conftest import ROOT
+from tests.torchtune.test_on_paper import LENGTH, config
+from tests.torchtune.test_real_steps import BATCH, predicted_bytes
+
+PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+TWO = ["tensor_parallel_dim=2", PLAN, "clip_grad_norm=null"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_real_step_takes_what_is_predicted(ranks: int, inputs: Path, tmp_path: Path) -> None:
+    """On two ranks they share each layer; on four, two such pairs also shard the model."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [sys.executable, *launch, "-m", "tests.integration.tensor_parallel_step", str(inputs), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *TWO], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    said = re.search(r"transient bytes: (\d+)", done.stdout)
+    assert said, done.stdout[-2000:] + done.stderr[-2000:]
+    with on_devices(ranks):
+        host, _ = set_up("full_finetune_distributed", config("full", *TWO), Data(LENGTH, 50), ranks)
+        predicted = predicted_bytes(host)
+    assert predicted == pytest.approx(int(said[1]), rel=0.06)  # gloo's threads hold an activation or two for longer
+
+
+def need(*overrides: str, devices: int = 4) -> Need:
+    cfg: Any = config("full", "clip_grad_norm=null", *overrides)
+    return sketch(Question("full_finetune_distributed", cfg, devices), LENGTH).forecast.need(BATCH)
+
+
+def test_activations_are_shared_where_layers_are_and_weights_in_either_case() -> None:
+    shared, sharded = need(*TWO), need()
+    assert shared.resting_bytes == pytest.approx(sharded.resting_bytes, rel=0.01)
+    assert shared.kinds["activations"] < 0.8 * sharded.kinds["activations"]
+
+
+def test_a_device_of_more_takes_less() -> None:
+    four, eight = need(*TWO, devices=4), need(*TWO, devices=8)
+    assert eight.resting_bytes == pytest.approx(four.resting_bytes / 2, rel=0.1)
+    assert eight.peak_bytes < four.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("override", "devices", "remedy"),
+    [("clip_grad_norm=1.0", 4, "set clip_grad_norm=null"), ("seed=1", 2, "set optimizer.foreach=False")],
+)
+def test_what_torch_does_not_train_is_refused_with_the_remedy(override: str, devices: int, remedy: str) -> None:
+    with pytest.raises(NotPlannedError, match=remedy):
+        need(*TWO, override, devices=devices)
+
+
+def test_without_foreach_layers_can_be_shared_by_all_devices() -> None:
+    assert need(*TWO, "optimizer.foreach=False", devices=2).peak_bytes > need(*TWO, devices=4).peak_bytes
