@@ -6,7 +6,8 @@ runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 
 every operation are recorded. Their difference, operation by operation, is c_t, and the whole curve follows.
 
 The traces run on fake *CPU* tensors, whatever the device: on the CPU, native attention takes the memory of CUDA's fused
-kernels. The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it.
+kernels. The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it. What CUDA's
+allocator reserves is found by replaying the record of a step: :mod:`adaptive_batching.probe.reserved`.
 """
 
 from __future__ import annotations
