@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -115,6 +116,45 @@ def release_cached_memory(device: torch.device) -> None:
         empty_host_cache()
 
 
+class Segments(Enum):
+    """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching.probe.allocator`."""
+
+    FIXED = "fixed"
+    EXPANDABLE = "expandable"
+
+
+# Settings that change when memory is reserved, or how fast, or on the host, but not how much of the device.
+_HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend:native|max_split_size_mb:-1")
+
+
+def segments_by_settings(settings: str) -> Segments | None:
+    """Return how an allocator with ``settings`` reserves memory; None if one of them has unknown effects on that.
+
+    Args:
+        settings: As in ``PYTORCH_ALLOC_CONF``: ``key:value``, separated by commas.
+    """
+    found = Segments.FIXED
+    for setting in filter(None, settings.replace(" ", "").split(",")):
+        key, _, value = setting.partition(":")
+        if key == "expandable_segments" and value in ("True", "False"):
+            found = Segments.EXPANDABLE if value == "True" else Segments.FIXED
+        elif not _HARMLESS_SETTINGS.fullmatch(setting):
+            return None
+    return found
+
+
+def cuda_segments() -> Segments | None:
+    """Return how this process's allocator on CUDA reserves memory; None if that does not follow from known rules."""
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ or torch.cuda.get_allocator_backend() != "native":
+        return None
+    # A setting can be changed while the process runs, so that torch knows better than the environment.
+    current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    chosen = [current()] if current else [os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES]
+    found = segments_by_settings(",".join(filter(None, chosen)))
+    is_expanding = torch.version.hip is None and sys.platform == "linux"  # elsewhere the setting may do nothing
+    return found if found is not Segments.EXPANDABLE or is_expanding else None
+
+
 class MemoryMeter(Protocol):
     """Read and limit the memory of one device from this process. All amounts are in bytes."""
 
@@ -155,6 +195,9 @@ class MemoryMeter(Protocol):
 
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""
+
+    def segments(self) -> Segments | None:
+        """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""
 
     def release(self) -> None:
         """Release memory that is cached but not in use."""
@@ -232,6 +275,9 @@ class AcceleratorMeter:
 
     def allocator_settings(self) -> dict[str, str]:
         return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
+
+    def segments(self) -> Segments | None:
+        return cuda_segments() if self.device.type == "cuda" else None
 
     def release(self) -> None:
         release_cached_memory(self.device)

@@ -14,7 +14,9 @@ import torch
 from adaptive_batching.host_memory import CpuMeter, _status, keep_little_on_the_host
 from adaptive_batching.memory import (
     AcceleratorMeter,
+    Segments,
     allocator_advice,
+    cuda_segments,
     forget_frames,
     is_out_of_memory,
     memory_meter,
@@ -289,3 +291,43 @@ def test_libraries_are_told_to_keep_little_where_the_process_has_a_limit(
     keep_little_on_the_host()
     assert told and os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1"
     assert CpuMeter().is_predictable
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("", Segments.FIXED),
+        ("expandable_segments:True", Segments.EXPANDABLE),
+        ("expandable_segments:False", Segments.FIXED),
+        ("pinned_use_background_threads:True, expandable_segments:True", Segments.EXPANDABLE),
+        ("backend:native,pinned_num_register_threads:8", Segments.FIXED),
+        ("max_split_size_mb:128", None),
+        ("expandable_segments:True,garbage_collection_threshold:0.8", None),
+        ("roundup_power2_divisions:[256:1,512:2,>:8]", None),
+        ("large_segment_size_mb:64", None),
+        ("not yet known:1", None),
+    ],
+)
+@pytest.mark.parametrize("says_now", [True, False])
+def test_how_much_is_reserved_is_known_for_the_settings_whose_rules_are(
+    settings: str, expected: Segments | None, says_now: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+        monkeypatch.delenv(name, raising=False)
+    if says_now:  # what torch says counts, not what the environment said when it started
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False)
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1")
+    else:
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    assert cuda_segments() is expected
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert cuda_segments() is None
+    monkeypatch.delenv("PYTORCH_NO_CUDA_MEMORY_CACHING")
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert cuda_segments() is None
+
+
+def test_the_allocator_of_the_host_keeps_no_segments() -> None:
+    assert memory_meter("cpu").segments() is None

@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from adaptive_batching.plan.allocator import GIB, MIB
+from adaptive_batching.probe.allocator import GIB, MIB
 from adaptive_batching.values import ConfigError
 
 

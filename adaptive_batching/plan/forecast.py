@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaptive_batching.plan.devices import Outside
-from adaptive_batching.plan.reserved import Reserved, reserved_by_default, reserved_for
 from adaptive_batching.plan.verdict import Verdict, judge
 from adaptive_batching.probe.recording import OPTIMIZER, STATES, StepRecord
+from adaptive_batching.probe.reserved import Reserved, reserved_by_default, reserved_for
 from adaptive_batching.probe.trace import TracedStep
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure  # the object-oriented interface: no display, no global state
 
-from adaptive_batching.plan.allocator import GIB
 from adaptive_batching.plan.forecast import Forecast
+from adaptive_batching.probe.allocator import GIB
 from adaptive_batching.probe.recording import KINDS
 
 _POINTS = 12

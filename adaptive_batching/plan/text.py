@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adaptive_batching.plan.allocator import GIB, MIB
 from adaptive_batching.plan.devices import Outside
 from adaptive_batching.plan.forecast import Need
 from adaptive_batching.plan.verdict import Answer, Verdict
+from adaptive_batching.probe.allocator import GIB, MIB
 
 _ANSWERS = {
     Answer.FITS: "fits",

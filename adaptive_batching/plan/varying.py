@@ -8,7 +8,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from adaptive_batching.plan.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching.probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching.probe.recording import BETWEEN, OPTIMIZER, STATES, StepRecord
 from adaptive_batching.probe.trace import TracedStep, TraceError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from adaptive_batching.plan.devices import Outside
-from adaptive_batching.plan.reserved import Reserved
+from adaptive_batching.probe.reserved import Reserved
 
 
 class Answer(Enum):

@@ -13,18 +13,22 @@ import torch
 from torch import nn
 
 from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.memory import MemoryMeter, allocator_advice, is_out_of_memory
+from adaptive_batching.memory import MemoryMeter, Segments, allocator_advice, is_out_of_memory
+from adaptive_batching.probe.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching.probe.budget import memory_available, memory_budget, require_room
 from adaptive_batching.probe.does_not_fit import DoesNotFitError, Remedy, explain, unknown_to_trace
+from adaptive_batching.probe.reserved import ReservedPeaks
 from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.probe.search import SEARCHES, corrected, settle_for_enough
+from adaptive_batching.probe.search import SEARCHES, Count, corrected, settle_for_enough
 from adaptive_batching.probe.sizes import Measurement, SizesRun, candidate_sizes
-from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
+from adaptive_batching.probe.trace import PeakMemoryCurve, TracedStep, TraceError, trace_step
 from adaptive_batching.probe.trial import TrainingStep, Trial
 from adaptive_batching.ranks.agree import ALONE, Ranks
 from adaptive_batching.values import memory_size
 
 log = logging.getLogger(__name__)
+
+_ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}
 
 
 class _Measuring:
@@ -159,7 +163,9 @@ def find_maximum_batch_size(
     advice = allocator_advice(meter.device)
     if advice is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
+    traced: TracedStep | None = None
     curve: PeakMemoryCurve | None = None
+    count: Count | None = None  # of the curve, what the limit counts
     level = 0.0  # bytes in use on the device that the trace does not see
     sizes: SizesRun | None = None
     settled: int | None = None
@@ -175,30 +181,33 @@ def find_maximum_batch_size(
                 trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
                 starved: Exception | None = None
                 try:
-                    curve = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
+                    traced = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
                     starved = error
                 if ranks.any(starved is not None):  # a real step takes more memory than its trace
-                    curve = None
                     raise starved or MemoryError("on another rank")
                 # All ranks use one curve: shards are uneven, so separate curves would lead to different sizes.
-                curve = ranks.on_first(lambda: curve) if ranks.all(curve is not None) else None
-                if curve is not None:
+                traced = ranks.on_first(lambda: traced) if ranks.all(traced is not None) else None
+                segments = ranks.on_first(meter.segments)
+                if traced is not None:
+                    curve = traced.curve
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
+                    if segments is not None and traced.is_uniform:
+                        count = partial(_reserved, ReservedPeaks(traced.at, _ALLOCATORS[segments]), level)
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
                     avoids_failures=avoids,
                     trusts_prediction=trusts,
                 )  # fmt: skip
-                predict = (lambda b: curve.peak_bytes(b) + level) if curve else None
+                predict = partial(_peak, curve, level) if curve is not None else None
                 if enough is not None and config.search == "predict":
-                    settled = settle_for_enough(sizes, predict, partial(_agreed, enough, ranks))
+                    settled = settle_for_enough(sizes, predict, partial(_agreed, enough, ranks), count)
                 if settled is None:
-                    SEARCHES[config.search](sizes, predict)
+                    SEARCHES[config.search](sizes, predict, count)
                     while sizes.found is not None and not sizes.confirm():
-                        SEARCHES[config.search](sizes, predict)
+                        SEARCHES[config.search](sizes, predict, count)
     except Exception as error:
         if sizes is not None or not is_out_of_memory(error):
             raise
@@ -206,8 +215,10 @@ def find_maximum_batch_size(
     if sizes is None or sizes.found is None:  # the optimizer states, or a single sample, do not fit
         limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
         try:
-            known = (curve, level) if curve is not None else (_trace(step), unknown_to_trace(step, meter))
-            message = explain(step, meter, limit, measured, remedies, *known)
+            if curve is None:
+                traced, level = _trace(step), unknown_to_trace(step, meter)
+                curve = None if traced is None else traced.curve
+            message = explain(step, meter, limit, measured, remedies, curve, level)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -217,7 +228,7 @@ def find_maximum_batch_size(
         raise DoesNotFitError(message)
 
     batch_size = sizes.found
-    predicted = _calibrated(curve, sizes, settled) if curve is not None else []
+    predicted = _calibrated(curve, count, sizes, settled) if curve is not None else []
     result = ProbeResult(
         batch_size=batch_size,
         reason="what is of use" if settled else upper_reason if batch_size == candidates[-1] else "memory",
@@ -246,6 +257,14 @@ def find_maximum_batch_size(
     return result
 
 
+def _peak(curve: PeakMemoryCurve, level: float, batch_size: int) -> float:
+    return curve.peak_bytes(batch_size) + level
+
+
+def _reserved(peaks: ReservedPeaks, level: float, batch_size: int, steps: int) -> float:
+    return peaks(batch_size, steps) + level
+
+
 def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     """Return the largest answer of all ranks, or None if one of them does not know."""
     here = enough()
@@ -254,13 +273,13 @@ def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     return wanted if known else None
 
 
-def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> PeakMemoryCurve | None:
+def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep | None:
     start = time.perf_counter()
     log.info("tracing the training step to predict its memory, twice, without taking any")
     try:
-        curve = trace_peak_memory(step)
+        traced = trace_step(step)
         log.info("traced in %.1f s", time.perf_counter() - start)
-        return curve
+        return traced
     except TraceError as error:
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # a real step takes more memory
@@ -272,10 +291,12 @@ def _is_single_precision(model: nn.Module) -> bool:
     return all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-def _calibrated(curve: PeakMemoryCurve, sizes: SizesRun, settled: int | None) -> list[tuple[int, int]]:
+def _calibrated(
+    curve: PeakMemoryCurve, count: Count | None, sizes: SizesRun, settled: int | None
+) -> list[tuple[int, int]]:
     """Return points around the sizes that ran, of the curve by which the search decided."""
     next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
     last = max(next_size, sizes.candidates[-1] if settled else 0, *(m.batch_size for m in sizes.measurements))
     points = {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
-    peak = corrected(sizes, curve.peak_bytes)
+    peak = corrected(sizes, curve.peak_bytes, count)
     return [(b, int(peak(b))) for b in sorted(points)]

@@ -20,7 +20,7 @@ from torch.distributed._tools.common_utils import get_untyped_storages  # looks 
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from adaptive_batching.probe.flops import flops_of, is_attention
@@ -87,6 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         vocabulary: Sizes of the last dimension by which logits are known.
+        device_type: Device whose memory counts. What is on another takes none.
     """
 
     fused = False
@@ -95,9 +96,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""
 
-    def __init__(self, vocabulary: Iterable[int] = ()) -> None:
+    def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary = frozenset(vocabulary)
+        self._device_type = device_type
         self._current = 0
         self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._moment = BETWEEN
@@ -137,6 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind: One of :data:`KINDS`.
             counts: False for a tensor that takes no memory.
         """
+        counts = counts and _device_type(tensor) == self._device_type
         for storage in _storages(tensor):
             known = self._seen.get(storage._cdata)
             if known is not None:
@@ -245,7 +248,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for storage in _storages(value):
                     if storage._cdata not in self._seen:
                         kind = self._kind_of(value, moment, recomputes=recomputes)
-                        self._allocate(storage, kind, 0 if Recorder.fused else storage.nbytes())
+                        counts = not Recorder.fused and _device_type(value) == self._device_type
+                        self._allocate(storage, kind, storage.nbytes() if counts else 0)
         flops = flops_of(func, args, kwargs, out)
         self._flops += flops
         self._recomputed_flops += flops if recomputes else 0
@@ -264,6 +268,13 @@ def labelled(kind: str) -> Iterator[None]:
         yield
     finally:
         Recorder.label = before
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    """Return the device of a tensor's storage; of a tensor with others inside, theirs, as it may name another."""
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor.device.type
 
 
 def _storages(tensor: torch.Tensor) -> list[Any]:

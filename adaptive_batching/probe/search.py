@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from adaptive_batching.probe.sizes import SizesRun
 
@@ -41,9 +42,12 @@ MAX_MISSES = 3
 
 
 PredictPeak = Callable[[int], float]
+Count = Callable[[int, int], float]
+"""(batch size, steps) -> bytes that count against the limit when so many steps, one or two, run in a row on an empty
+cache. Never decreases with either."""
 
 
-def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
+def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
     """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
     every = isinstance(sizes.candidates, list)
     for index in range(len(sizes.candidates)) if every else _powers(sizes.candidates):
@@ -51,13 +55,13 @@ def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> No
             return
 
 
-def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
+def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
     """Double until it fails, then bisect between the last size that fitted and the first that did not."""
     power_of_two(sizes)
     _bisect(sizes)
 
 
-def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
+def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
     """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
 
     The curve comes from two traces of the training step (:mod:`adaptive_batching.probe.trace`). Its shape is exact and
@@ -70,8 +74,10 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
         sizes: Candidates, measurements and budget; narrowed in place.
         predict_peak: Returns the peak memory in bytes at a batch size, and never decreases with it; None if no trace
             was possible.
+        count: Predicts what of that counts against the limit; None if the allocator's rules are not known. Then what
+            was last measured to be reserved beyond what is in use is taken to be reserved at any size.
     """
-    curve = _Curve(sizes, predict_peak)
+    curve = _Curve(sizes, predict_peak, count)
     if not sizes.measurements:
         first = curve.first()
         if sizes.avoids_failures and curve.exceeds(first):
@@ -102,13 +108,16 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None) -> None:
             _bisect(sizes)
 
 
-def corrected(sizes: SizesRun, predict_peak: PredictPeak) -> PredictPeak:
+def corrected(sizes: SizesRun, predict_peak: PredictPeak, count: Count | None = None) -> PredictPeak:
     """Return the curve by which :func:`predict` decides: the predicted one, corrected by what ran."""
-    return _Curve(sizes, predict_peak).peak_bytes
+    return _Curve(sizes, predict_peak, count).peak_bytes
 
 
 def settle_for_enough(
-    sizes: SizesRun, predict_peak: PredictPeak | None, enough: Callable[[], int | None]
+    sizes: SizesRun,
+    predict_peak: PredictPeak | None,
+    enough: Callable[[], int | None],
+    count: Count | None = None,
 ) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use.
 
@@ -116,13 +125,14 @@ def settle_for_enough(
         sizes: Candidates, measurements and budget; narrowed in place.
         predict_peak: Peak memory in bytes at a batch size; None if no trace was possible.
         enough: Returns the size from which on a larger one is of no use, as far as measurements tell; else None.
+        count: As for :func:`predict`.
 
     Returns:
         The largest size up to that one which is predicted to fit by far, so that it need not run, if it is at least
         a third of it: the time that larger sizes save is then at most three times what is of no use. Else None: the
         search goes on, up to what is enough.
     """
-    curve = _Curve(sizes, predict_peak)
+    curve = _Curve(sizes, predict_peak, count)
     for index in range(min(2, len(sizes.candidates))):
         if sizes.avoids_failures and curve.exceeds(index):
             return None
@@ -149,7 +159,15 @@ def _bisect(sizes: SizesRun) -> None:
         sizes.run((sizes.low + sizes.high) // 2)
 
 
-SEARCHES: dict[str, Callable[[SizesRun, PredictPeak | None], None]] = {
+class Search(Protocol):
+    """A search; see :func:`predict` for its arguments, of which those by measurement alone use but the first."""
+
+    def __call__(
+        self, sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None
+    ) -> None: ...
+
+
+SEARCHES: dict[str, Search] = {
     "predict": predict,
     "binary_search": binary_search,
     "power_of_two": power_of_two,
@@ -159,9 +177,10 @@ SEARCHES: dict[str, Callable[[SizesRun, PredictPeak | None], None]] = {
 class _Curve:
     """The memory curve as far as it is known: predicted, corrected by measurements, or only measured."""
 
-    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None) -> None:
+    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None, count: Count | None = None) -> None:
         self._sizes = sizes
         self._predict = predict_peak
+        self._count = count if predict_peak is not None else None
 
     @property
     def _budget(self) -> int:
@@ -175,7 +194,9 @@ class _Curve:
 
     @property
     def _overhead(self) -> float:
-        """Bytes that count against the limit per byte in use, as last measured."""
+        """Bytes that count against the limit per byte that is predicted, as last measured."""
+        if self._count is not None:
+            return 1.0
         return next((m.overhead for m in reversed(self._sizes.measurements) if m.fits), 1.0)
 
     @property
@@ -235,7 +256,7 @@ class _Curve:
         if self._predict is None or len(self._measured) < 2:
             return False
         (b0, peak0), (b1, peak1) = self._measured
-        error = abs(peak1 - (peak0 + self._overhead * (self._predict(b1) - self._predict(b0))))
+        error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
         if error > BELIEVED_ERROR * self._budget:
             return False
         reach = (self._sizes.candidates[index] - b1) / (b1 - b0)
@@ -252,7 +273,8 @@ class _Curve:
         candidates, predict = self._sizes.candidates, self._predict
         if predict is None:
             return 0
-        if predict(candidates[-1]) <= CERTAIN_FIT * self._budget:
+        by_far = CERTAIN_FIT * self._budget
+        if predict(candidates[-1]) <= by_far and self._expected(candidates[-1]) <= by_far:
             return self.within_reach(len(candidates) - 1)
         expected = max(self.largest_that_fits(), 0)
         maximum = candidates[expected]
@@ -267,20 +289,31 @@ class _Curve:
 
     def _peak(self, size: int, measured: list[tuple[int, int]]) -> float:
         """Return the expected peak in bytes at ``size``: the predicted curve through the measured points."""
-        assert self._predict is not None
-        expected = self._predict(size)
+        return self._correction(measured)(self._expected(size))
+
+    def _correction(self, measured: list[tuple[int, int]]) -> Callable[[float], float]:
+        """Return what makes of a predicted peak the expected one, so that the curve passes through measured points."""
         if not measured:
-            return expected
+            return lambda predicted: predicted
         b1, peak1 = measured[-1]
-        if len(measured) == 1:
-            return peak1 + self._overhead * (expected - self._predict(b1))
-        b0, peak0 = measured[0]
-        predicted_rise = self._predict(b1) - self._predict(b0)
-        rise = self._overhead
-        # Else the two peaks are of different moments of the step.
-        if self._rise(b0) >= ON_SLOPE * self._rise(b1) and predicted_rise > 0 and peak1 > peak0:
-            rise = (peak1 - peak0) / predicted_rise
-        return peak1 + rise * (expected - self._predict(b1))
+        predicted1, rise = self._as_run(b1), self._overhead
+        if len(measured) > 1:
+            b0, peak0 = measured[0]
+            predicted_rise = predicted1 - self._as_run(b0)
+            # Else the two peaks are of different moments of the step.
+            if self._rise(b0) >= ON_SLOPE * self._rise(b1) and predicted_rise > 0 and peak1 > peak0:
+                rise = (peak1 - peak0) / predicted_rise
+        return lambda predicted: peak1 + rise * (predicted - predicted1)
+
+    def _expected(self, size: int, steps: int = 2) -> float:
+        """Return the peak in bytes that is predicted for ``size``, as the limit counts it where that is known."""
+        assert self._predict is not None
+        return self._predict(size) if self._count is None else self._count(size, steps)
+
+    def _as_run(self, size: int) -> float:
+        """Return the peak in bytes that was predicted for the steps that have run at ``size``."""
+        steps = max(m.steps for m in self._sizes.measurements if m.batch_size == size)
+        return self._expected(size, min(steps, 2))  # of three, one ran alone
 
     def _rise(self, size: int) -> float:
         """Return the predicted rise of the peak from ``size`` to one sample more."""
@@ -295,12 +328,18 @@ class _Curve:
         candidates = self._sizes.candidates
         if self._predict is None:
             return self._secant()
-        points = self._closest
+        expected = self._correction(self._closest)
 
-        def peak(index: int) -> float:  # rises with the index, so bisection is exact
-            return self._peak(candidates[index], points)
+        def in_use(index: int) -> float:
+            assert self._predict is not None
+            return expected(self._predict(candidates[index]))
 
-        return bisect_right(range(len(candidates)), share * self._budget, key=peak) - 1
+        def peak(index: int) -> float:
+            return expected(self._expected(candidates[index]))
+
+        # Both rise with the index, so bisection is exact. Counting takes a replay, and counts no less than is in use.
+        end = bisect_right(range(len(candidates)), share * self._budget, key=in_use)
+        return (end if self._count is None else bisect_right(range(end), share * self._budget, key=peak)) - 1
 
     def _secant(self) -> int:
         sizes, measured = self._sizes, self._measured

@@ -5,14 +5,20 @@ step, because the optimizer's temporaries, or gradients late in the backward pas
 runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 2 and b = 3, and the bytes alive after
 every operation are recorded. Their difference, operation by operation, is c_t, and the whole curve follows.
 
-The traces run on fake *CPU* tensors, whatever the device: on the CPU, native attention takes the memory of CUDA's fused
-kernels. The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it.
+Where the step runs on CUDA, the traces run on fake tensors of that device, so that torch chooses the kernels of
+attention and the implementation of optimizers as in a real step. Elsewhere, and for a sharded model, they run on fake
+*CPU* tensors: on the CPU, native attention takes the memory of CUDA's fused kernels. Without CUDA in the process, a
+backward pass over fake CUDA tensors would abort it.
+
+The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it. What CUDA's allocator
+reserves is found by replaying the record of a step: :mod:`adaptive_batching.probe.reserved`.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +35,8 @@ from adaptive_batching.probe.recording import STATES, WEIGHTS, Recorder, StepRec
 from adaptive_batching.probe.sharded_trace import ShardedCopy
 from adaptive_batching.probe.trial import TrainingStep, has_states
 from adaptive_batching.ranks.fsdp import is_sharded
+
+log = logging.getLogger(__name__)
 
 TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
 
@@ -137,14 +145,14 @@ def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = 
     Raises:
         TraceError: If no trace is possible.
     """
-    records = []
-    for size in TRACED_SIZES:
-        try:
-            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                records.append(_record(step, step.make_batch(size), change))
-        except Exception as error:  # third-party operations may raise anything under fake tensors
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
+    device = _device_of_trace(step.model)
+    try:
+        records = [_record_at(size, step, change, device) for size in TRACED_SIZES]
+    except TraceError as error:
+        if device.type == "cpu":
+            raise
+        log.debug("tracing again on the CPU, because on %s: %s", device, error)
+        records = [_record_at(size, step, change, torch.device("cpu")) for size in TRACED_SIZES]
     try:
         return TracedStep(records[0], records[1])
     except TraceError:
@@ -153,7 +161,30 @@ def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = 
         raise TraceError(f"no memory to trace in: {error}") from error
 
 
-def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None) -> StepRecord:
+def _device_of_trace(model: nn.Module) -> torch.device:
+    """Return the device whose tensors a trace fakes: that of the model if it is CUDA and there, else the CPU."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or is_sharded(model):
+        return torch.device("cpu")
+    [device] = devices
+    is_there = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return device if is_there else torch.device("cpu")
+
+
+def _record_at(
+    size: int, step: TrainingStep, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
+    try:
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            return _record(step, step.make_batch(size), change, device)
+    except Exception as error:  # third-party operations may raise anything under fake tensors
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
+
+
+def _record(
+    step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kept: Sequence[nn.Parameter]
     on_host = False
@@ -164,17 +195,17 @@ def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] 
         for optimizer, original in zip(optimizers, step.optimizers, strict=True):
             _complete(optimizer, original)
     else:
-        model, optimizers = _fake_copy(step.model, step.optimizers, fake)
+        model, optimizers = _fake_copy(step.model, step.optimizers, fake, device)
         kept = list(model.parameters())
     if change is not None:
         change(model)
     with fake:
         run = step.bind(model, optimizers)
-        batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on_cpu(tensor, fake), batch)
+        batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch)
         if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             run(batch)  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
             gc.collect()
-    recorder = Recorder(step.vocabulary)
+    recorder = Recorder(step.vocabulary, device.type)
     for parameter in kept:
         recorder.hold(parameter, WEIGHTS, counts=not on_host)
     for tensor in model.buffers():
@@ -213,12 +244,16 @@ def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 
 def _fake_copy(
-    model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode
+    model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode, device: torch.device
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Copy model and optimizers together, every tensor fake and on the CPU, the optimizers tied to the copied model."""
+    """Copy model and optimizers together, the optimizers tied to the copied model.
+
+    Every tensor is fake. On the CPU all are together; on another device, what was on the host stays there, such as an
+    optimizer's count of steps.
+    """
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
-        copied = _fake_on_cpu(tensor, fake)
+        copied = _fake_on(device if device.type == "cpu" else tensor.device, tensor, fake)
         if isinstance(tensor, nn.Parameter):
             with fake:
                 copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -245,18 +280,18 @@ def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> 
             group["foreach"] = not on_cpu
 
 
-def _fake_on_cpu(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
-    """Return a fake CPU tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
+def _fake_on(device: torch.device, tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    """Return a fake tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
     if isinstance(tensor, DTensor):
-        part = _fake_on_cpu(tensor.to_local(), fake)
+        part = _fake_on(device, tensor.to_local(), fake)
         placed = tensor.placements
         return DTensor.from_local(
             part, tensor.device_mesh, placed, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        inner = {name: _fake_on_cpu(getattr(tensor, name), fake) for name in names}
+        inner = {name: _fake_on(device, getattr(tensor, name), fake) for name in names}
         with fake:
             return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
     with fake:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

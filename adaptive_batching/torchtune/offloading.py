@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 class TracedOffloading(saved_tensors_hooks):
     """Does to fake tensors what ``OffloadActivations`` does on CUDA, with its defaults and streams.
 
-    An activation stays on the device until five more have been saved, because the copy to the host may not have ended.
-    In the backward pass it comes back, and goes when the node that took it has run. A copy on the host takes no memory
-    of the device.
+    An activation stays on the device until five more have been saved, because the copy to the host may not have ended;
+    the last ones go when the first node of the backward pass that takes an activation has run. There an activation
+    comes back, and goes when the next such node has run: the copies of one are waited for while the next computes. A
+    copy on the host takes no memory of the device.
     """
 
     def __init__(self) -> None:
@@ -22,14 +23,16 @@ class TracedOffloading(saved_tensors_hooks):
         self._saved: dict[int, Any] = {}
         self._staying: dict[int, torch.Tensor] = {}
         self._brought: dict[int, torch.Tensor] = {}
+        self._graph: int | None = None
         self._node: Any = None
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> int:
+        self._graph = None
         self._count += 1
         number = self._count
         stays = (
-            tensor.numel() * tensor.element_size() < _SMALLEST
+            tensor.numel() * tensor.element_size() < SMALLEST
             or isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
             or is_traceable_wrapper_subclass(tensor)
         )
@@ -45,19 +48,41 @@ class TracedOffloading(saved_tensors_hooks):
         return number
 
     def _unpack(self, number: int) -> torch.Tensor:
+        if self._graph is None:
+            self._graph = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._brought.clear)
         saved = self._saved.pop(number)
         if isinstance(saved, torch.Tensor):
             return saved
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
+        node: Any = torch._C._current_autograd_node()
+        of_earlier_node: list[int] = []
+        if self._graph == torch._C._current_graph_task_id() and node != self._node:
             self._node = node
-            self._brought.clear()
-        if number in self._staying:
-            return self._staying[number]
-        shape, strides, dtype, device = saved
-        self._brought[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        return self._brought[number]
+            of_earlier_node = list(self._brought)
+        tensor = self._staying.get(number)
+        comes_back = tensor is None
+        if tensor is None:
+            shape, strides, dtype, device = saved
+            tensor = self._brought[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        uses = _uses(tensor)
+
+        def after_node(outputs: Any, inputs: Any) -> None:
+            if comes_back and _uses(self._brought[number]) > uses:  # views of it live on
+                del self._brought[number]
+            self._staying.clear()
+            for earlier in of_earlier_node:
+                del self._brought[earlier]
+
+        node.register_hook(after_node)
+        return tensor
 
 
-_SMALLEST = 1024
+def _uses(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+SMALLEST = 64
+"""Bytes from which on an activation moves. torchtune's 1024 are reached at any batch size worth the name, but may lie
+between the two that are traced, whose operations must be the same."""
+
 _MOST_STAYING = 5

@@ -337,13 +337,15 @@ def _token_gain(result: ProbeResult, half_step: TrainingStep) -> float:
     beyond = min((size for size in curve if size > result.batch_size), default=None)
     if beyond is None:
         return 1.0  # no trace was possible
+    # What is reserved rises in leaps, so that one sample says little.
+    from_size = min((size for size in curve if 2 * size >= result.batch_size), default=result.batch_size)
     try:
         half_curve = trace_peak_memory(half_step)
     except TraceError as error:
         log.debug("whether more short samples fit cannot be predicted: %s", error)
         return 1.0
-    rise = curve[beyond] - curve[result.batch_size]
-    half_rise = half_curve.peak_bytes(2 * beyond) - half_curve.peak_bytes(2 * result.batch_size)
+    rise = curve[beyond] - curve[from_size]
+    half_rise = half_curve.peak_bytes(2 * beyond) - half_curve.peak_bytes(2 * from_size)
     return rise / half_rise if half_rise > 0 else 1.0
 
 

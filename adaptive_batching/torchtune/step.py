@@ -166,7 +166,7 @@ def _vocabulary(model: nn.Module) -> frozenset[int]:
 
 
 def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
-    """Return ``host`` as it trains a copy of its models, on the cpu and alone, for the trace."""
+    """Return ``host`` as it trains a copy of its models, on their device and alone, for the trace."""
     trained, *frozen = model if host.objective.frozen_models else [model]  # type: ignore[misc]
     gate = None
     if host.steps_in_backward:
@@ -182,7 +182,7 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
         objective=objective,
         model=trained,
         optimizers=optimizers,
-        device=torch.device("cpu"),
+        device=next(trained.parameters()).device,
         ranks=Ranks(alone=True),
         collectives=None,
         gate=gate,

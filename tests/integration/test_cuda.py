@@ -17,8 +17,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torchtune.models.llama2 import llama2
 
-from adaptive_batching.memory import memory_meter
+from adaptive_batching.memory import Segments, cuda_segments, memory_meter
+from adaptive_batching.probe import trace
+from adaptive_batching.probe.allocator import CachingAllocator, ExpandableAllocator
+from adaptive_batching.probe.reserved import ReservedPeaks
+from adaptive_batching.probe.trace import trace_step
 from adaptive_batching.probe.trial import TrainingStep, Trial
 from adaptive_batching.ranks.fsdp import can_drain
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
@@ -177,6 +182,69 @@ def test_states_of_a_paged_optimizer_are_made_once() -> None:
     (plain, expected), (probed, weights) = train(probes=False), train(probes=True)
     assert plain == probed > 0
     assert torch.equal(weights, expected)
+
+
+def decoder(dtype: torch.dtype) -> nn.Module:
+    return llama2(
+        vocab_size=4000, num_layers=6, num_heads=8, num_kv_heads=8, embed_dim=512, max_seq_len=512,
+        intermediate_dim=1536,
+    ).to(device="cuda", dtype=dtype)  # fmt: skip
+
+
+def step_of(model: nn.Module, mask: torch.Tensor | None) -> TrainingStep:
+    """Next-token prediction on 256 tokens, with AdamW."""
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
+        def run(tokens: torch.Tensor) -> None:
+            tokens = tokens.to(next(model.parameters()).device)  # [b, s]
+            sees = None if mask is None else torch.ones_like(tokens, dtype=torch.bool)[:, None] & mask.to(tokens.device)
+            logits = model(tokens, mask=sees)
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    return TrainingStep(model, [optimizer], lambda size: torch.ones(size, 256, dtype=torch.long), bind)
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_trace_on_the_device_is_that_of_a_real_step_as_allocated_and_as_reserved(
+    dtype: torch.dtype, masked: bool
+) -> None:
+    """A mask, and float32, have attention run in other kernels, which the trace chooses as a real step does."""
+    mask = torch.ones(256, 256, dtype=torch.bool).tril() if masked else None
+    step = step_of(decoder(dtype), mask)
+    run = step.bind(step.model, step.optimizers)
+    run(step.make_batch(2))  # makes handles, workspaces and optimizer states
+    traced = trace_step(step)
+    assert trace._device_of_trace(step.model).type == "cuda"
+    for size in (8, 48):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        run(step.make_batch(size))
+        allocated = torch.cuda.max_memory_allocated() - resting[0]
+        assert traced.curve.peak_bytes(size) - traced.curve.resting_bytes == pytest.approx(allocated, rel=0.03)
+        segments = cuda_segments()
+        if segments is not None:
+            model = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}[segments]
+            reserved = ReservedPeaks(traced.at, model)(size, 1)
+            assert reserved == pytest.approx(torch.cuda.max_memory_reserved(), rel=0.05)
+
+
+@on_cuda
+def test_a_trace_on_the_device_takes_no_memory_and_no_random_numbers_of_it() -> None:
+    step = step_of(decoder(torch.bfloat16), None)
+    torch.cuda.reset_peak_memory_stats()
+    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    trace_step(step)
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 def synchronizations(run: TuneRun, *arguments: str, **options: object) -> int:

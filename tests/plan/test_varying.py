@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.plan.reserved import reserved_for
 from adaptive_batching.plan.varying import TracedLengths, replay_shapes
+from adaptive_batching.probe.reserved import reserved_for
 from adaptive_batching.torchtune.data_at_hand import DataAtHand
 from adaptive_batching.torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
 from tests.torchtune.test_on_paper import config

@@ -3,15 +3,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from adaptive_batching.probe import compiled
+from adaptive_batching.probe import compiled, trace
 from adaptive_batching.probe.compiled import compile_modules
+from adaptive_batching.probe.recording import Recorder
 from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep
 
@@ -203,3 +206,48 @@ def test_layers_that_compute_alike_are_compiled_once_and_others_are_not() -> Non
     assert likeness(nn.Linear(4, 4)) != likeness(nn.Linear(4, 4, bias=False))
     assert likeness(nn.Dropout(0.1)) != likeness(nn.Dropout(0.2))
     assert likeness(nn.Linear(4, 4).requires_grad_(False)) != likeness(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("available", "initialized", "expected"),
+    [(True, True, "cuda"), (False, False, "cpu"), (True, False, "cpu")],
+)
+def test_a_trace_fakes_cuda_only_where_it_cannot_end_the_process(
+    available: bool, initialized: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeTensorMode():
+        model: nn.Module = nn.ParameterList([torch.empty(4, device="cuda")])  # says so, and needs none
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    assert trace._device_of_trace(model).type == expected
+    assert trace._device_of_trace(nn.Linear(4, 4)).type == "cpu"
+    assert trace._device_of_trace(nn.ModuleList([model, nn.Linear(4, 4)])).type == "cpu", "on two devices"
+
+
+def test_what_cannot_be_traced_on_the_device_is_traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep_model()
+    step = training_step(model, torch.optim.AdamW(model.parameters()), torch.sum)
+    expected = trace_peak_memory(step)
+    record, devices = trace._record, []
+
+    def fails_on_device(*args: Any) -> Any:
+        devices.append(args[-1].type)
+        if args[-1].type != "cpu":
+            raise NotImplementedError("no fake kernel")
+        return record(*args)
+
+    monkeypatch.setattr(trace, "_record", fails_on_device)
+    monkeypatch.setattr(trace, "_device_of_trace", lambda model: torch.device("cuda", 0))
+    found = trace_peak_memory(step)
+    assert devices == ["cuda", "cpu", "cpu"]
+    assert [found.peak_bytes(size) for size in (2, 50)] == [expected.peak_bytes(size) for size in (2, 50)]
+
+
+def test_what_is_on_the_host_takes_no_memory_of_the_device() -> None:
+    recorder = Recorder(device_type="cuda")
+    with FakeTensorMode(), recorder:
+        on_device = torch.empty(8, 8, device="cuda")  # 256 bytes
+        on_host = on_device.to("cpu")
+        assert on_host.device.type == "cpu"
+        torch.zeros(100)
+    assert max(recorder.record().log) == 256

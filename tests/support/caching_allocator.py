@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching.plan import allocator
-from adaptive_batching.plan.allocator import GIB, KIB, MIB
+from adaptive_batching.memory import Segments
+from adaptive_batching.probe import allocator
+from adaptive_batching.probe.allocator import GIB, KIB, MIB
 from adaptive_batching.probe.trial import TrainingStep
 
-__all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory"]
+__all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory", "Recorded"]
 
 
 class CachingAllocator(allocator.CachingAllocator):
@@ -27,10 +28,35 @@ class CachingAllocator(allocator.CachingAllocator):
         super().__init__(limit)
 
 
+class Tape:
+    """Takes down what is allocated and freed, in place of an allocator."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.sizes: list[int] = []
+
+    def take(self, num_bytes: int) -> int:
+        self.sizes.append(num_bytes)
+        self.events.append(len(self.sizes) - 1)
+        return self.events[-1]
+
+    def give_back(self, number: int) -> None:
+        self.events.append(~number)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as a trace records it."""
+
+    events: Sequence[int]
+    sizes: Sequence[int]
+    num_resting: int
+
+
 class Memory:
     """Bytes that are taken for as long as this object lives, as a tensor's are."""
 
-    def __init__(self, allocator: CachingAllocator, num_bytes: int) -> None:
+    def __init__(self, allocator: Any, num_bytes: int) -> None:
         self._allocator = allocator
         self._block = allocator.take(num_bytes)
 
@@ -65,6 +91,10 @@ class Device:
     """Taken by the first step, unknown to the allocator, and never given back."""
     overhead: float = 1.0
     """Instead of the allocator's rules: bytes reserved for each byte allocated."""
+    workspace_bytes: int = 0
+    """Taken from the allocator by the first step, and kept; no trace sees it."""
+    rules: Segments | None = None
+    """Rules by which the allocator says that it reserves memory."""
 
     fails_safely: bool = True
     is_predictable: bool = False
@@ -74,6 +104,7 @@ class Device:
     def __post_init__(self) -> None:
         self.allocator = CachingAllocator(self.total_bytes) if self.overhead == 1 else Inflated(self)
         self._loaded = 0
+        self._workspace: list[Memory] = []
         self._resting = [Memory(self.allocator, 3 * layer.weights) for layer in self.layers]  # with the optimizer's
         self.steps: list[int] = []
         self.errors = 0
@@ -94,6 +125,8 @@ class Device:
         if not self._loaded:
             self._loaded = self.libraries_bytes
             self.allocator.limit = min(self.allocator.limit, self.total_bytes - self._loaded)
+        if self.workspace_bytes and not self._workspace:
+            self._workspace.append(Memory(self.allocator, self.workspace_bytes))
         kept = []
         for layer in self.layers:
             passing = Memory(self.allocator, layer.passing_per_token * tokens)
@@ -117,6 +150,16 @@ class Device:
             peak = max(peak, current + layer.passing_per_token * tokens + layer.weights)
             current += layer.weights - layer.kept_per_token * tokens
         return max(peak, resting + sum(layer.weights for layer in self.layers))
+
+    def recorded(self, tokens: int) -> Recorded:
+        """Return what a trace would record of a step."""
+        tape = Tape()
+        traced = Device(self.total_bytes, (), self.length)
+        traced.layers, traced.allocator, traced._loaded = self.layers, tape, 1  # type: ignore[assignment]
+        resting = [Memory(tape, 3 * layer.weights) for layer in self.layers]
+        tape.events.clear()
+        traced.step(tokens)
+        return Recorded(tuple(tape.events), tuple(tape.sizes), len(resting))
 
     def training_step(self) -> TrainingStep:
         """Steps on batches of worst-case samples."""
@@ -148,6 +191,9 @@ class Device:
 
     def allocator_settings(self) -> dict[str, str]:
         return {}
+
+    def segments(self) -> Segments | None:
+        return self.rules
 
     def release(self) -> None:
         self.allocator.empty_cache()

@@ -15,8 +15,8 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching.plan.allocator import GIB
 from adaptive_batching.plan.forecast import Need
+from adaptive_batching.probe.allocator import GIB
 from adaptive_batching.torchtune.levers import CONFIGS
 from adaptive_batching.torchtune.on_paper import RECIPES
 from adaptive_batching.torchtune.planning import Question, sketch

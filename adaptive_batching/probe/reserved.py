@@ -1,12 +1,17 @@
-"""Memory that an allocator reserves for a recorded step, and the lowest limit at which the step still runs."""
+"""Memory that an allocator reserves for a recorded step, and the lowest limit at which the step still runs.
+
+Where nothing limits it, an allocator reserves just what a step needs that is to run without emptying the cache. So what
+is reserved by a replay without a limit says which batch sizes fit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from adaptive_batching.plan.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching.probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 
 STEPS = 3
 """Steps that are replayed. The second and third meet the cache that the one before has left."""
@@ -73,8 +78,17 @@ def replay(allocator: Any, step: Recorded, late: frozenset[int] = frozenset(), l
     Raises:
         AllocatorFullError: If a step does not fit in the allocator's limit.
     """
+    for _ in _steps(allocator, step, STEPS, late, late_at):
+        pass
+    return allocator
+
+
+def _steps(
+    allocator: Any, step: Recorded, count: int, late: frozenset[int] = frozenset(), late_at: int = 0
+) -> Iterator[None]:
+    """Run ``count`` equal steps on ``allocator``, and stop after each."""
     resting = {n: allocator.take(step.sizes[n]) for n in range(step.num_resting) if step.sizes[n] and n not in late}
-    for number in range(STEPS):
+    for number in range(count):
         held: dict[int, Any] = {}
         for index, event in enumerate(step.events):
             if number == 0 and index == late_at:
@@ -83,11 +97,47 @@ def replay(allocator: Any, step: Recorded, late: frozenset[int] = frozenset(), l
                 held[event] = allocator.take(step.sizes[event])
             elif ~event in held:
                 allocator.give_back(held.pop(~event))
-            elif ~event in resting and number == STEPS - 1:
+            elif ~event in resting and number == count - 1:
                 allocator.give_back(resting.pop(~event))
         for block in held.values():
             allocator.give_back(block)
-    return allocator
+        yield
+
+
+class ReservedPeaks:
+    """Bytes that the probe's steps make the allocator reserve, as a function of the batch size.
+
+    The probe runs a size on an empty cache, and the answer a second time on what the first step has left. Both are
+    replayed at the sizes that are asked for, of which a search needs few.
+
+    What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
+    search needs a curve that never falls. So each new value is moved to lie between those known of smaller and of
+    larger sizes; what has been told is never taken back.
+
+    Args:
+        at: Returns the step at a batch size.
+        allocator: Makes an allocator that has reserved nothing and has no limit.
+    """
+
+    def __init__(self, at: Callable[[int], Recorded], allocator: Callable[[], Any]) -> None:
+        self._at, self._allocator = at, allocator
+        self._known: list[tuple[int, int, int]] = []  # (batch size, peak of one step, peak of two), each ascending
+
+    def __call__(self, batch_size: int, steps: int) -> int:
+        """Return the peak of one step or of two in a row."""
+        at = bisect_left(self._known, (batch_size, 0, 0))
+        if at == len(self._known) or self._known[at][0] != batch_size:
+            peaks = self._replay(batch_size)
+            if at < len(self._known):
+                peaks = [min(peak, above) for peak, above in zip(peaks, self._known[at][1:], strict=True)]
+            if at:
+                peaks = [max(peak, below) for peak, below in zip(peaks, self._known[at - 1][1:], strict=True)]
+            self._known.insert(at, (batch_size, peaks[0], peaks[1]))
+        return self._known[at][steps]
+
+    def _replay(self, batch_size: int) -> list[int]:
+        allocator = self._allocator()
+        return [allocator.peak_reserved for _ in _steps(allocator, self._at(batch_size), 2)]
 
 
 def _least(run: Callable[[int], Any], allocated: int, reserved: int) -> int:
