@@ -171,7 +171,7 @@ def _record(step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] 
         if step.compiles:
             run(batch)  # compiles, and leaves behind what later steps do not make again
             gc.collect()
-    recorder = Recorder(step.vocabulary)
+    recorder = Recorder(step.vocabulary, on_cuda=step.on_cuda)
     for parameter in kept:
         recorder.hold(parameter, WEIGHTS, counts=not on_host)
     for tensor in model.buffers():

@@ -86,7 +86,7 @@ def sketch(question: Question, length: int) -> Sketch:
     """
     with _set_up(question, length) as (host, run, settings):
         in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
-        step = training_step(host, host.loader.dataset[0], accumulates=in_parts)
+        step = replace(training_step(host, host.loader.dataset[0], accumulates=in_parts), on_cuda=True)
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         return Sketch(

@@ -10,12 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batching.probe.trace import trace_step
 from adaptive_batching.torchtune.host import Host
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.step import training_step
+from tests.support.real_memory import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 
 BATCH = 16
@@ -28,15 +28,7 @@ def transient_bytes(host: Host) -> int:
     run = step.bind(step.model, step.optimizers)
     run(step.make_batch(BATCH))  # creates the optimizer states
     batch = step.make_batch(BATCH)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(batch)
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+    return most_in_use(lambda: run(batch))
 
 
 def predicted_bytes(host: Host) -> int:
