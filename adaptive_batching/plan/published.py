@@ -55,7 +55,7 @@ class Band:
 
     def __str__(self) -> str:
         half, whole = (math.ceil(100 * error) for error in (self.half_within, self.all_within))
-        return f"of {self.peaks} published peaks, half were within {half} % of the plan's, all within {whole} %"
+        return f"of {self.peaks} published peaks, half were within {half} %, all within {whole} %"
 
 
 def error_band(peaks: Sequence[Peak] = PEAKS) -> Band:

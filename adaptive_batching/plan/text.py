@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from adaptive_batching.plan.allocator import GIB, MIB
 from adaptive_batching.plan.devices import Outside
 from adaptive_batching.plan.forecast import Need
+from adaptive_batching.plan.published import Band
 from adaptive_batching.plan.verdict import Answer, Verdict
 
 _ANSWERS = {
@@ -90,6 +91,11 @@ def what_sets_the_peak(need: Need) -> list[str]:
     ]
     rows.sort(key=lambda row: -need.kinds[row[0]])
     return [f"What sets the peak: the {need.moment}", *table(rows)]
+
+
+def how_sure(band: Band) -> str:
+    """Return how far plans were from what others measured."""
+    return f"How sure: {band}, by versions of then"
 
 
 def lengths_table(rows: Mapping[int, Sequence[str]], heads: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from adaptive_batching.plan import text
 from adaptive_batching.plan.devices import Gpu
 from adaptive_batching.plan.forecast import Need
+from adaptive_batching.plan.published import error_band
 from adaptive_batching.plan.verdict import Answer, Verdict
 from adaptive_batching.torchtune.levers import Lever, levers
 from adaptive_batching.torchtune.planning import Outlook, Question, Sketch, look_out, sketch
@@ -87,7 +88,7 @@ def _show(
             f"token budget: {largest * made.length:,} padded tokens in a forward",
         ]
     lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes), "", *text.what_sets_the_peak(need)]
-    lines += ["", *_epochs(asked, outlook), "", *_work(asked, made, need)]
+    lines += ["", *_epochs(asked, outlook), "", *_work(asked, made, need), "", text.how_sure(error_band())]
     print("\n".join(lines), flush=True)
 
 
@@ -142,6 +143,8 @@ def _as_object(
         "sequence_length": made.length,
         "batch_size": need.batch_size,
         "peak_bytes": need.peak_bytes,
+        "error": asdict(error_band()),
+        "set_up_bytes": made.forecast.set_up_bytes,
         "resting_bytes": need.resting_bytes,
         "reserved_bytes": need.reserved.by_default,
         "reserved": asdict(need.reserved),

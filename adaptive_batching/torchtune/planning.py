@@ -22,6 +22,7 @@ from adaptive_batching.torchtune.growing import accumulation_of, make_controller
 from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
+from adaptive_batching.torchtune.set_up_memory import set_up_bytes
 from adaptive_batching.torchtune.settings import read_settings
 from adaptive_batching.torchtune.step import training_step
 from adaptive_batching.values import Fixed, Whole
@@ -89,10 +90,11 @@ def sketch(question: Question, length: int) -> Sketch:
         step = replace(training_step(host, host.loader.dataset[0], accumulates=in_parts), on_cuda=True)
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        loading = set_up_bytes(host.model, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
         return Sketch(
-            Forecast(traced, outside_of_allocator(question.devices)), length, _asked(run, settings), run.accumulation,
-            question.devices, sum(map(paged_bytes, host.optimizers)), sum(n for n, trained in sizes if trained),
-            sum(n for n, _ in sizes),
+            Forecast(traced, outside_of_allocator(question.devices), loading), length, _asked(run, settings),
+            run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
+            sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
         )  # fmt: skip
 
 
