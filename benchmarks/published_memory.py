@@ -48,7 +48,7 @@ _LLAMA2 = "torchtune's README of 0.2.0 (pull request 955)"
 
 
 _ROOT = "the root stays gathered after its forward"
-_8_BITS = "which is not said; torchao's takes memory during its step, bitsandbytes' none"
+_8_BITS = "which optimizer is not said; bitsandbytes' is planned"
 _TABLE = "not explained; 24.1 GB in the same table for the run above was 20.2 GB when run again"
 _COPIED = "logits are copied, and held during the backward pass"
 
