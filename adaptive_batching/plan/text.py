@@ -95,7 +95,7 @@ def what_sets_the_peak(need: Need) -> list[str]:
 
 def how_sure(band: Band) -> str:
     """Return how far plans were from what others measured."""
-    return f"How sure: {band}, by versions of then"
+    return f"How sure: {band}"
 
 
 def lengths_table(rows: Mapping[int, Sequence[str]], heads: Sequence[str]) -> list[str]:
