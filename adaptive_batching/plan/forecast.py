@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from adaptive_batching.plan.devices import Outside
 from adaptive_batching.plan.verdict import Verdict, judge
-from adaptive_batching.probe.recording import OPTIMIZER, STATES, StepRecord
+from adaptive_batching.probe.recording import KINDS, OPTIMIZER, OTHER, STATES, WEIGHTS, StepRecord
 from adaptive_batching.probe.reserved import Reserved, reserved_by_default, reserved_for
 from adaptive_batching.probe.trace import TracedStep
+
+SET_UP = "set-up"
+"""The moment before the first step, while weights are loaded."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Need:
     """Of tensors, between steps."""
 
     moment: str
-    """Part of the step that the peak falls into."""
+    """Part of the step that the peak falls into, or :data:`SET_UP`."""
 
     kinds: dict[str, int]
     """Bytes of each kind at the peak."""
@@ -50,14 +53,23 @@ class Forecast:
 
     step: TracedStep
     outside: Sequence[Outside]
+    set_up_bytes: int = 0
+    """What loading the weights takes, before there is a step."""
 
     def need(self, batch_size: int) -> Need:
-        """Return what the step takes at ``batch_size``."""
+        """Return what the run takes with a step at ``batch_size``."""
         record = self.step.at(batch_size)
-        moment, kinds = record.at_peak()
+        peak, (moment, kinds) = max(record.log), record.at_peak()
+        reserved = reserved_for(record, *_made_late(record))
+        if self.set_up_bytes > peak:
+            resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
+            weights = sum(size for kind, size in resting if kind == WEIGHTS)
+            peak, moment = self.set_up_bytes, SET_UP
+            kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
+        reserved = Reserved(**{name: max(size, self.set_up_bytes) for name, size in asdict(reserved).items()})
         return Need(
-            batch_size, max(record.log), record.log[0], moment, kinds, reserved_for(record, *_made_late(record)),
-            record.flops, record.recomputed_flops, record.attention_flops,
+            batch_size, peak, record.log[0], moment, kinds, reserved, record.flops, record.recomputed_flops,
+            record.attention_flops,
         )  # fmt: skip
 
     def most_bytes(self, batch_size: int) -> int:
@@ -71,6 +83,8 @@ class Forecast:
     def largest(self, memory_bytes: int) -> int:
         """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
         budget = memory_bytes - sum(each.most for each in self.outside)
+        if self.set_up_bytes > budget:
+            return 0
         high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
         if not high or self._reserved(high) <= budget:
             return high or 0

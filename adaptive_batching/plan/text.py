@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from adaptive_batching.plan.devices import Outside
 from adaptive_batching.plan.forecast import Need
+from adaptive_batching.plan.published import Band
 from adaptive_batching.plan.verdict import Answer, Verdict
 from adaptive_batching.probe.allocator import GIB, MIB
 
@@ -98,3 +99,8 @@ def what_sets_the_peak(need: Need) -> list[str]:
     ]
     rows.sort(key=lambda row: -need.kinds[row[0]])
     return [f"What sets the peak: the {need.moment}", *table(rows)]
+
+
+def how_sure(band: Band) -> str:
+    """Return how far plans were from what others measured."""
+    return f"How sure: {band}"

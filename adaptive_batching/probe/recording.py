@@ -8,6 +8,7 @@ sizes, rounding could double the slope of a small tensor.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
 
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
 BETWEEN = "between steps"
+
+_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         vocabulary: Sizes of the last dimension by which logits are known.
         device_type: Device whose memory counts. What is on another takes none.
+        on_cuda: Count what kernels of CUDA take for the time of a call.
     """
 
     fused = False
@@ -96,10 +100,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""
 
-    def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu") -> None:
+    def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu", *, on_cuda: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary = frozenset(vocabulary)
         self._device_type = device_type
+        self._on_cuda = on_cuda
+        self._sum: tuple[weakref.ref[Any], int] | None = None
         self._current = 0
         self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._moment = BETWEEN
@@ -214,9 +220,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _free(self, key: int, number: int) -> None:
         self._seen.pop(key, None)
+        if self._sum is not None and self._sum[1] == number:
+            self._take_over(number)
+            return
         if self._sizes[number]:
             self._current -= self._sizes[number]
             self._events.append(~number)
+
+    def _take_over(self, number: int) -> None:
+        """Have the last storage, a sum, live where its first term has just died: that was added to in place."""
+        assert self._sum is not None
+        result, self._sum = self._sum[0](), None
+        assert result is not None
+        self._seen[result._cdata] = (self._watched(result, result._cdata, number), number)
+        size = self._sizes.pop()
+        self._kinds.pop()
+        if size:
+            self._events.remove(len(self._sizes))
+            self._current -= size
+            self._log[-1] -= size
+            self._marks[-1] -= 1
+
+    def _note_sum(self, args: Any, out: torch.Tensor) -> None:
+        """Remember a sum of two gradients until it is known whether the first of them dies."""
+        if Recorder.fused or not isinstance(args[0], torch.Tensor) or type(out) is not type(args[0]):
+            return
+        if args[0]._is_view():
+            return  # its base holds the storage as well: the first gradient of a matrix is transposed, and added anew
+        [term], [result] = _storages(args[0]), _storages(out)
+        known, made = self._seen.get(term._cdata), self._seen.get(result._cdata)
+        is_last = made is not None and made[1] == len(self._sizes) - 1
+        if known is not None and is_last and term.nbytes() == result.nbytes():
+            self._sum = weakref.ref(result), known[1]
 
     def _kind_of(self, tensor: torch.Tensor, moment: str, *, recomputes: bool) -> str:
         if Recorder.label is not None:
@@ -235,6 +270,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back as what this device computes, and its collectives
         kwargs = kwargs or {}
+        self._sum = None  # what has not died by now lives on
         out = func(*args, **kwargs)
         in_backward = torch._C._current_graph_task_id() != -1
         recomputes = in_backward and self._depth > 0
@@ -254,10 +290,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._flops += flops
         self._recomputed_flops += flops if recomputes else 0
         self._attention_flops += flops if is_attention(func) and not recomputes else 0
-        self._log.append(self._current)
+        workspace = _workspace_bytes(func, args) if self._on_cuda and not Recorder.fused else 0
+        if workspace:
+            number = len(self._sizes)
+            self._sizes.append(workspace)
+            self._kinds.append(OTHER)
+            self._events.append(number)
+        self._log.append(self._current + workspace)
         self._moments.append(moment)
         self._marks.append(len(self._events))
+        if workspace:
+            self._events.append(~number)
+        if in_backward and func is torch.ops.aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
+            self._note_sum(args, out)
         return out
+
+
+def _called_by_autograd(frame: Any) -> bool:
+    """True if ``frame``, wrappers aside, is autograd's call of its engine, with no Python in between."""
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _workspace_bytes(func: Any, args: Any) -> int:
+    """Return what the kernel of an operation allocates and frees on CUDA.
+
+    The gradient of an embedding is summed in float32, by parts of at most ten tokens that are alike
+    (``max_partial_segment`` in ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``). Up to 3,072 tokens another
+    kernel does without; that is not told apart, as memory between the two traced sizes has to be a line.
+    """
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        gradient, indices = args[0], args[1]
+        tenths_of_parts = indices.numel() + 10 * min(indices.numel(), int(args[2]))
+        return int(tenths_of_parts * gradient.shape[-1] * 4 // 10)
+    return 0
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ def _record(
         if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             run(batch)  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
             gc.collect()
-    recorder = Recorder(step.vocabulary, device.type)
+    recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
     for parameter in kept:
         recorder.hold(parameter, WEIGHTS, counts=not on_host)
     for tensor in model.buffers():

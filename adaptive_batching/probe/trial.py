@@ -55,6 +55,9 @@ class TrainingStep:
     compiles: bool = False
     """True if a first run compiles, and leaves behind what others do not make again."""
 
+    on_cuda: bool = False
+    """True if a trace is to count what kernels of CUDA take for the time of a call."""
+
 
 class Trial:
     """Context that runs real training steps and restores all state on exit.

@@ -11,6 +11,7 @@ from typing import Any
 from adaptive_batching.plan import text
 from adaptive_batching.plan.devices import Gpu
 from adaptive_batching.plan.forecast import Need
+from adaptive_batching.plan.published import error_band
 from adaptive_batching.plan.varying import Varying
 from adaptive_batching.plan.verdict import Answer, Verdict
 from adaptive_batching.probe.trace import TraceError
@@ -139,7 +140,7 @@ def _show(asked: Asked, plan: _Found) -> None:
         lines.append(f"assumed: {made.assumes}")
     lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes)]
     lines += [*_varying(plan), "", *text.what_sets_the_peak(need)]
-    lines += ["", *_epochs(asked, plan.outlook), "", *_work(asked, made, need)]
+    lines += ["", *_epochs(asked, plan.outlook), "", *_work(asked, made, need), "", text.how_sure(error_band())]
     print("\n".join(lines), flush=True)
 
 
@@ -225,6 +226,8 @@ def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
         "sequence_length": made.length,
         "batch_size": need.batch_size,
         "peak_bytes": need.peak_bytes,
+        "error": asdict(error_band()),
+        "set_up_bytes": made.forecast.set_up_bytes,
         "resting_bytes": need.resting_bytes,
         "reserved_bytes": need.reserved.by_default,
         "reserved": asdict(need.reserved),

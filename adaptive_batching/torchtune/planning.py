@@ -27,6 +27,7 @@ from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.images import COLLATE
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
+from adaptive_batching.torchtune.set_up_memory import set_up_bytes
 from adaptive_batching.torchtune.settings import read_settings
 from adaptive_batching.torchtune.step import training_step
 from adaptive_batching.values import ByLength, ConfigError, Fixed, Whole
@@ -103,14 +104,16 @@ def sketch(question: Question, length: int) -> Sketch:
         if most is not None and length > most:
             raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
         in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
-        step = training_step(host, host.loader.dataset[0], accumulates=in_parts)
+        step = replace(training_step(host, host.loader.dataset[0], accumulates=in_parts), on_cuda=True)
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         image = host.loader.dataset.image
+        loading = set_up_bytes(host.model, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
         return Sketch(
-            Forecast(traced, outside_of_allocator(question.devices)), length, _asked(run, settings), run.accumulation,
-            question.devices, sum(map(paged_bytes, host.optimizers)), sum(n for n, trained in sizes if trained),
-            sum(n for n, _ in sizes), None if image is None else str(image),
+            Forecast(traced, outside_of_allocator(question.devices), loading), length, _asked(run, settings),
+            run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
+            sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
+            None if image is None else str(image),
         )  # fmt: skip
 
 

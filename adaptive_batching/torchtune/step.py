@@ -93,7 +93,8 @@ def training_step(
 
     whole = _all_models(host)
     compiles = compiling.is_cut_by_inductor(host)
-    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles)
+    on_cuda = host.device.type == "cuda"
+    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles, on_cuda)
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:

@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batching.probe.trace import trace_step
 from adaptive_batching.torchtune.host import Host
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.step import training_step
+from tests.support.real_memory import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 
 BATCH = 16
@@ -29,15 +29,8 @@ def transient_bytes(host: Host, sample: Any = None, batch_size: int = BATCH) -> 
     step = training_step(host, sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
     run(step.make_batch(batch_size))  # creates the optimizer states
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run(step.make_batch(batch_size))  # the batch is in use, too
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
+    batch = step.make_batch(batch_size)
+    return most_in_use(lambda: run(batch))
 
 
 def predicted_bytes(host: Host, sample: Any = None, batch_size: int = BATCH) -> int:
