@@ -150,11 +150,13 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
     path = Path(name)
     if found and not path.is_file():
         path = CONFIGS / found[0][1].file_path
-        recipe = recipe or next(of for of, _ in found if of in RECIPES)
+        recipe = recipe or next((of for of, _ in found if of in RECIPES), None)
+        if recipe is None:
+            raise NotPlannedError(_not_covered(name, found[0][0]))
     elif not path.is_file():
         for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
             if name in [config.name for config in other.configs]:
-                raise NotPlannedError(f"{name} is a config of {other.name}; plans are made of {', '.join(RECIPES)}")
+                raise NotPlannedError(_not_covered(name, other.name))
         known = [config.name for stock in registry.get_all_recipes() for config in stock.configs]
         raise ConfigError(f"--config {name}: there is no such file, and no such config{closest(name, known)}")
     try:
@@ -166,6 +168,10 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
         raise ConfigError(f"--config {name} has no model; is it a config of a recipe?")
     recipe = recipe or ("lora" if "lora_attn_modules" in cfg.model else "full") + "_finetune_single_device"
     return recipe, path, cfg
+
+
+def _not_covered(config: str, recipe: str) -> str:
+    return f"{config} is a config of {recipe}; plans are made of {', '.join(RECIPES)}"
 
 
 def _devices_of(recipe: str, path: Path) -> int:

@@ -12,7 +12,8 @@ from adaptive_batching.torchtune.data_at_hand import DataAtHand
 from adaptive_batching.torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
 from tests.torchtune.test_on_paper import config
 
-AUTO = ["micro_batch_size=auto", "adaptive_batching.memory_limit=null"]
+# With more words than tokens in any forward here: the workspace of an embedding's gradient has a bend at that number.
+AUTO = ["micro_batch_size=auto", "adaptive_batching.memory_limit=null", "model.vocab_size=16384"]
 CASES = {
     "full": ("full", []),
     "checkpointing": ("full", ["enable_activation_checkpointing=True", "dtype=bf16"]),
@@ -60,7 +61,7 @@ def test_within_a_limit_the_cache_is_emptied_or_memory_runs_out() -> None:
     assert free.by_default >= max(reserved_for(traced.at(shape)).by_default for step in steps for shape in step)
     tight = replay_shapes(traced, steps, limit=free.by_default - 1)
     assert tight.retries or not tight.runs
-    assert replay_shapes(traced, steps, limit=24 * 2**20).runs is False
+    assert replay_shapes(traced, steps, limit=100 * 2**20).runs is False
 
 
 def test_the_forwards_are_those_into_which_the_samples_are_cut() -> None:

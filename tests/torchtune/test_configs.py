@@ -34,7 +34,7 @@ def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_stock_config_of_a_recipe_works_with_ours(recipe: str) -> None:
     [stock] = [r for r in _recipe_registry.get_all_recipes() if r.name == recipe]
-    assert len(stock.configs) > 10
+    assert stock.configs
     for config in stock.configs:
         cfg = OmegaConf.load(STOCK_CONFIGS / config.file_path)
         assert not read_settings(cfg).enabled, config.name

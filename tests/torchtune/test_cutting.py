@@ -79,7 +79,7 @@ def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
     cutter = Cutter(host(), Execution(ByLength(), Capacity.of_tokens(1000)))
     first, others = cutter.cut_apart([samples], 1)
     assert first == []
-    assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, 30)]
+    assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, None)]
 
 
 def test_text_samples_are_cut_by_tokens() -> None:

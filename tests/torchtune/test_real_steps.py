@@ -29,8 +29,7 @@ def transient_bytes(host: Host, sample: Any = None, batch_size: int = BATCH) -> 
     step = training_step(host, sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
     run(step.make_batch(batch_size))  # creates the optimizer states
-    batch = step.make_batch(batch_size)
-    return most_in_use(lambda: run(batch))
+    return most_in_use(lambda: run(step.make_batch(batch_size)))  # the batch is in use, too
 
 
 def predicted_bytes(host: Host, sample: Any = None, batch_size: int = BATCH) -> int:
