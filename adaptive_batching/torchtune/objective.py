@@ -69,6 +69,9 @@ class Objective(ABC):
     frozen_models: Sequence[nn.Module] = ()
     """Models that the loss also needs, such as a reference or a teacher. They hold memory and are not trained."""
 
+    sums_gradients = True
+    """True if the gradient of a step is a sum over tokens until it is divided, which measuring its noise takes."""
+
     # Samples
 
     @abstractmethod

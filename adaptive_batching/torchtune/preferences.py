@@ -41,6 +41,8 @@ class Preferences(Objective):
         num_ranks: Ranks, each with pairs of its own.
     """
 
+    sums_gradients = False
+
     def __init__(
         self,
         collate: Callable[[list[Sample]], tuple[torch.Tensor, torch.Tensor]],

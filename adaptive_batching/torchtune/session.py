@@ -94,6 +94,7 @@ class Session:
         # Before memory is measured: the thread that watches progress bars takes some, and Python waits for it for good
         # if it cannot start.
         tqdm(disable=True).close()
+        check_that_noise_has_a_meaning(host, increase)
         check_that_cutting_is_exact(settings, increase, self._batch_dependent)
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
@@ -192,6 +193,19 @@ class Session:
                     meter = memory_meter(self.host.device)
                     stack.enter_context(meter.limit(self.settings.memory_limit.of(meter.total_bytes)))
             yield
+
+
+def check_that_noise_has_a_meaning(host: Host, increase: Increase) -> None:
+    """Refuse to measure the gradient noise scale of an objective whose gradient is no sum over tokens.
+
+    Raises:
+        ConfigError: If it is asked for.
+    """
+    if increase.noise_scale_every is not None and not host.objective.sums_gradients:
+        raise ConfigError(
+            f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; take an "
+            f"increase function that does not read it, and leave noise_scale_every unset"
+        )
 
 
 def check_that_cutting_is_exact(

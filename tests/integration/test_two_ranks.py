@@ -180,6 +180,15 @@ def test_other_recipes_survive_running_out_of_memory(kind: str, where: str, fini
         torch.testing.assert_close(recovered.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
 
 
+@of_launch("others_resume")
+@pytest.mark.parametrize("kind", ["lora_dpo", "qat"])
+def test_other_recipes_resume_as_if_they_had_not_stopped(kind: str, launched: tuple[Path, str]) -> None:
+    whole, resumed = (Run(launched[0] / f"{kind}_{name}") for name in ("uninterrupted", "resumed"))
+    assert [epoch["batch_size"] for epoch in events(resumed, "epoch")] == [4, 8, 16]
+    assert resumed.metrics == whole.metrics
+    assert_same_weights(resumed.weights(2), whole.weights(2))
+
+
 @of_launch("recovery")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_recovery_with_activation_checkpointing(where: str, finished: Finished) -> None:

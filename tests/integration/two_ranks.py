@@ -294,6 +294,19 @@ def runs_of_other_recipes(run: Runner) -> None:
             run(kind, f"{kind}_frozen", *common, where="forward", on=[1], **frozen)
 
 
+def runs_of_other_recipes_that_resume(run: Runner) -> None:
+    """Those whose stock checkpoints hold no state of the batch, on from a checkpoint."""
+    global fail_at_epoch
+    for kind in ("lora_dpo", "qat"):
+        growing = [*SGD, *GROW, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
+        run(kind, f"{kind}_uninterrupted", *growing)
+        fail_at_epoch = 1
+        run(kind, f"{kind}_resumed", *growing)
+        fail_at_epoch = None
+        files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
+        run(kind, f"{kind}_resumed", *growing, "resume_from_checkpoint=True", *([files] if kind == "qat" else []))
+
+
 NO_ADAPTERS = (
     "model._component_=torchtune.models.llama2.llama2", "~model.lora_attn_modules", "~model.apply_lora_to_mlp",
     "~model.apply_lora_to_output", "~model.lora_rank", "~model.lora_alpha", "~model.lora_dropout",
@@ -407,6 +420,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "noise_by_length": runs_with_noise_by_length,
     "growth": runs_that_grow,
     "others": runs_of_other_recipes,
+    "others_resume": runs_of_other_recipes_that_resume,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     "failing_collectives": runs_of_failing_collectives,
