@@ -100,16 +100,20 @@ def _ours() -> list[Any]:
     for path in sorted(folder.glob("*.py")):
         if path.stem not in stock:
             continue
-        kind = path.stem.split("_")[0]
         configs = [
             registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
             for config in sorted((folder / "configs").rglob("*.yaml"))
-            if config.stem.split("_")[0] == kind
+            if _kind(config.stem) == _kind(path.stem)
         ]
         others = [config for config in stock[path.stem].configs if "/" in config.name]
         several = stock[path.stem].supports_distributed
         found.append(registry.Recipe(path.stem, str(path), [*configs, *others], supports_distributed=several))
     return found
+
+
+def _kind(name: str) -> str:
+    """Return what a recipe, or a config named after it, trains: ``full``, ``lora_dpo`` and the like."""
+    return name.removesuffix("_single_device").removesuffix("_distributed").removesuffix("_finetune")
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) -> None:

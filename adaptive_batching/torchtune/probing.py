@@ -320,7 +320,7 @@ def _at_shorter_lengths(
         half = host.objective.stretch(sample, shorter)
         if half is None or tokens >= upper * shorter:
             break  # all that there are fit
-        if not host.ranks.all(_token_gain(result, step(half)) > WORTH_PROBING):
+        if not host.ranks.all(_token_gain(step(sample), step(half), result.batch_size) > WORTH_PROBING):
             break
         sample, length = half, shorter
         log.info("more tokens fit where samples are shorter; probing at %d tokens per sample", length)
@@ -331,21 +331,18 @@ def _at_shorter_lengths(
     return found
 
 
-def _token_gain(result: ProbeResult, half_step: TrainingStep) -> float:
-    """Predicted token capacity at half length, relative to full length, from the rise of memory with the batch size."""
-    curve = dict(result.predicted)
-    beyond = min((size for size in curve if size > result.batch_size), default=None)
-    if beyond is None:
-        return 1.0  # no trace was possible
-    # What is reserved rises in leaps, so that one sample says little.
-    from_size = min((size for size in curve if 2 * size >= result.batch_size), default=result.batch_size)
+def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) -> float:
+    """Predicted token capacity at half length, relative to full length, from the rise of memory with the batch size.
+
+    Both rises are of what traces have in use: a measured one would add its noise to one of them alone.
+    """
     try:
-        half_curve = trace_peak_memory(half_step)
+        curve, half_curve = trace_peak_memory(step), trace_peak_memory(half_step)
     except TraceError as error:
         log.debug("whether more short samples fit cannot be predicted: %s", error)
         return 1.0
-    rise = curve[beyond] - curve[from_size]
-    half_rise = half_curve.peak_bytes(2 * beyond) - half_curve.peak_bytes(2 * from_size)
+    rise = curve.peak_bytes(batch_size + 1) - curve.peak_bytes(batch_size)
+    half_rise = half_curve.peak_bytes(2 * batch_size + 2) - half_curve.peak_bytes(2 * batch_size)
     return rise / half_rise if half_rise > 0 else 1.0
 
 

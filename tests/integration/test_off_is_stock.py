@@ -42,7 +42,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+# What other recipes show of these holds for their loop, which is the same.
+SLOW = ("kd-packed", "kd-compile", "lora-dpo-checkpointing")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
 def test_off_gives_the_bits_of_the_stock_recipe(case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # needs no compiler; torchtune reads it
     stock = tune_run(*CASES[case], name="stock", stock=True)

@@ -20,7 +20,7 @@ def no_plan() -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("size", ["1", "2", "auto"])
+@pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.slow), "2", "auto"])
 def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: TuneRun, baseline: TuneRun) -> None:
     common = [*COMMON[kind], "batch_size=6", "gradient_accumulation_steps=2"]
     whole = baseline(kind, *common, "micro_batch_size=6")  # stock's gradient of a distillation shrinks with its tokens
@@ -60,7 +60,7 @@ def test_metrics_of_a_step_are_those_of_all_its_pairs(tune_run: TuneRun, baselin
 
 
 @KINDS
-@pytest.mark.parametrize("call", [1, 6])
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("where", ["forward", "backward", "frozen"])
 def test_a_step_that_runs_out_of_memory_is_run_again(
     kind: str, where: str, call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture

@@ -143,23 +143,21 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
 @of_launch("others")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
-    off, stock, undisturbed = (finished(f"{kind}_{name}") for name in ("off", "stock", "undisturbed"))
+    off, stock, cut = (finished(f"{kind}_{name}") for name in ("off", "stock", "auto"))
     assert len(stock.metrics) == 3
     assert off.metrics == stock.metrics
     assert_same_weights(off.weights(0), stock.weights(0))
-    assert_same_weights(undisturbed.weights(0), stock.weights(0))
-    whole, cut = finished(f"{kind}_whole"), finished(f"{kind}_auto")
-    if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
+    whole = finished("kd_whole") if kind == "kd" else stock
+    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in whole.weights(0).items())
+    if kind != "lora_dpo":
         for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-        for name, weights in whole.weights(0).items():
+    for name, weights in whole.weights(0).items():
+        if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
             far = (cut.weights(0)[name] - weights).abs() > 2e-4 + 1e-2 * weights.abs()
             assert far.float().mean() < 1e-3, name
-    else:
-        assert_close(cut, whole, epoch=0, rel=5e-4)
-    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in whole.weights(0).items())
-    if kind != "kd":  # whose gradient stock divides by the tokens twice
-        assert_same_weights(whole.weights(0), stock.weights(0))
+        else:
+            torch.testing.assert_close(cut.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
     if "dpo" in kind:
         # Stock's LoRA recipe logs the sum over ranks, ours their mean when a field is set.
         scale = 2 if kind == "lora_dpo" else 1
@@ -174,7 +172,7 @@ def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finis
 def test_other_recipes_survive_running_out_of_memory(kind: str, where: str, finished: Finished) -> None:
     if where == "frozen" and not kind.endswith("dpo"):
         pytest.skip("no frozen model that runs out")
-    recovered, undisturbed = finished(f"{kind}_{where}"), finished(f"{kind}_undisturbed")
+    recovered, undisturbed = finished(f"{kind}_{where}"), finished(f"{kind}_stock")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
     for name, weights in undisturbed.weights(0).items():
         torch.testing.assert_close(recovered.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
