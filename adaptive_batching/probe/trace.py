@@ -147,14 +147,14 @@ def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = 
     """
     device = _device_of_trace(step.model)
     try:
-        lower, upper = _records(step, change, device)
+        records = [_record_at(size, step, change, device) for size in TRACED_SIZES]
     except TraceError as error:
         if device.type == "cpu":
             raise
         log.debug("tracing again on the CPU, because on %s: %s", device, error)
-        lower, upper = _records(step, change, torch.device("cpu"))
+        records = [_record_at(size, step, change, torch.device("cpu")) for size in TRACED_SIZES]
     try:
-        return TracedStep(lower, upper)
+        return TracedStep(records[0], records[1])
     except TraceError:
         raise
     except (RuntimeError, MemoryError) as error:  # the host ran out of memory
@@ -171,19 +171,20 @@ def _device_of_trace(model: nn.Module) -> torch.device:
     return device if is_there else torch.device("cpu")
 
 
-def _records(step: TrainingStep, change: Callable[[nn.Module], None] | None, device: torch.device) -> list[StepRecord]:
+def _record_at(
+    size: int, step: TrainingStep, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
     try:
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            return _record(step, [step.make_batch(size) for size in TRACED_SIZES], change, device)
+            return _record(step, step.make_batch(size), change, device)
     except Exception as error:  # third-party operations may raise anything under fake tensors
         first_line = (str(error).strip().splitlines() or [""])[0]
         raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
 
 
 def _record(
-    step: TrainingStep, batches: Sequence[Any], change: Callable[[nn.Module], None] | None, device: torch.device
-) -> list[StepRecord]:
-    """Run the step on each of ``batches``, all on one fake copy of the model."""
+    step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kept: Sequence[nn.Parameter]
     on_host = False
@@ -200,11 +201,9 @@ def _record(
         change(model)
     with fake:
         run = step.bind(model, optimizers)
-        batches = tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batches)
+        batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch)
         if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            for batch in batches:  # compiles or distributes it, and leaves behind what later steps do not make again
-                run(batch)
-            del batch
+            run(batch)  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
             gc.collect()
     recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
     for parameter in kept:
@@ -217,19 +216,14 @@ def _record(
         recorder.hold(parameter, WEIGHTS, counts=False)
     with fake, recorder, recorder.watching(model, kept, steps_elsewhere=on_host):
         if not optimizers:
-            run(batches[0])  # creates optimizers of its own, and their states
+            run(batch)  # creates optimizers of its own, and their states
         for optimizer in optimizers:
             _make_states(optimizer)
         for tensor in _state_tensors(optimizers):
             recorder.hold(tensor, STATES)
-        records, waiting = [], list(batches)
-        del batches
-        while waiting:
-            batch = waiting.pop(0)  # which ends the one before
-            recorder.begin()
-            run(batch)  # the steady state
-            records.append(recorder.record())
-    return records
+        recorder.begin()
+        run(batch)  # the steady state
+    return recorder.record()
 
 
 def _make_states(optimizer: Optimizer) -> None:
