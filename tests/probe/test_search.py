@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaptive_batching.probe.search import CERTAIN_FIT, SEARCHES, settle_for_enough
@@ -149,6 +149,9 @@ def test_an_exact_curve_takes_three_steps_and_one_out_of_memory(
     peak: Callable[[int], float], upper: int, level: float, offset: int
 ) -> None:
     device = Device(lambda b: peak(b) + offset, budget=int(level * peak(upper)))
+    # The largest size runs uncalibrated where it is predicted to fit by far. An offset that is larger still is no level
+    # that is off by a constant, but a prediction that is wrong.
+    assume(peak(upper) > CERTAIN_FIT * device.budget or peak(upper) + offset <= device.budget)
     sizes = device.search("predict", candidate_sizes(upper, powers_of_two=False), peak)
     failed = sum(not m.fits for m in sizes.measurements)
     # An offset that calibration has not seen yet can cost one wrong guess, where a batch of 2 does not fit.
