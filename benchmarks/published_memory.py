@@ -71,7 +71,7 @@ class Row:
     """Mechanism of an error of more than 5 %."""
 
     as_of: str = ""
-    """What the code of then did otherwise: a key of ``AS_OF``."""
+    """Difference of the code of then: a key of ``AS_OF``."""
 
 
 def _full_3b(name: str, *overrides: str, inferred: str = "fused AdamW", why: str = "not explained") -> Row:

@@ -54,7 +54,7 @@ class Forecast:
     step: TracedStep
     outside: Sequence[Outside]
     set_up_bytes: int = 0
-    """What loading the weights takes, before there is a step."""
+    """Bytes that loading the weights takes, before there is a step."""
 
     def need(self, batch_size: int) -> Need:
         """Return what the run takes with a step at ``batch_size``."""

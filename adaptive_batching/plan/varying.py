@@ -1,4 +1,4 @@
-"""What an allocator reserves where samples have many lengths, each forward of a step its own shape."""
+"""Memory that an allocator reserves where samples have many lengths, each forward of a step its own shape."""
 
 from __future__ import annotations
 

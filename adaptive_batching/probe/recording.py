@@ -246,7 +246,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if Recorder.fused or not isinstance(args[0], torch.Tensor) or type(out) is not type(args[0]):
             return
         if args[0]._is_view():
-            return  # its base holds the storage as well: the first gradient of a matrix is transposed, and added anew
+            return  # its base holds the storage as well: the first gradient of a matrix is a view, and is not added to
         [term], [result] = _storages(args[0]), _storages(out)
         known, made = self._seen.get(term._cdata), self._seen.get(result._cdata)
         is_last = made is not None and made[1] == len(self._sizes) - 1

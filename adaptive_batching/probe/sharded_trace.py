@@ -90,7 +90,7 @@ class ShardedCopy:
 
 
 class _Streams:
-    """What the units have in common: buffers that outlive the unit they belong to, and the order of forwards."""
+    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units."""
 
     def __init__(self) -> None:
         self.units: list[_Unit] = []

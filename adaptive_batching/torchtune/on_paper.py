@@ -58,7 +58,7 @@ class Data:
     samples: int
     packed: bool = False
     image: Image | None = None
-    """That each sample has; None for text alone."""
+    """Image of each sample; None for text alone."""
 
     def __len__(self) -> int:
         return self.samples

@@ -46,7 +46,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a plan says."""
+    """Contents of a plan."""
 
     made: Sketch
     need: Need
