@@ -73,7 +73,7 @@ class Forecast:
         )  # fmt: skip
 
     def most_bytes(self, batch_size: int) -> int:
-        """Return what a step takes at ``batch_size`` by default settings, with the most that is in use beside it."""
+        """Return what a step takes at ``batch_size`` by default settings, with the most outside the allocator."""
         return self._reserved(batch_size) + sum(each.most for each in self.outside)
 
     def judge(self, need: Need, memory_bytes: int | None) -> Verdict:

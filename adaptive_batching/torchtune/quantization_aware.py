@@ -58,7 +58,7 @@ class FakeQuantized(NextToken):
 
 
 def accept_configs_of_torchao() -> None:
-    """Have torchtune's QAT layers of LoRA take the configs that torchao's quantizers make since version 0.12.
+    """Have torchtune's QAT layers of LoRA take the configs that the quantizers of torchao 0.15 make.
 
     They ask for the class by the name that it had before.
     """

@@ -26,5 +26,5 @@ def test_a_set_up_that_takes_more_than_a_step_is_the_peak() -> None:
     assert need.peak_bytes == sum(need.kinds.values()) == 100 * MIB
     assert min(need.reserved.by_default, need.reserved.least, need.reserved.expandable) >= 100 * MIB
     assert need.resting_bytes == without.need(4).resting_bytes
-    beside = sum(each.most for each in outside)
-    assert large.largest(90 * MIB + beside) == 0 < without.largest(90 * MIB + beside)
+    others = sum(each.most for each in outside)
+    assert large.largest(90 * MIB + others) == 0 < without.largest(90 * MIB + others)

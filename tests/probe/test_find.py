@@ -28,7 +28,7 @@ EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "he
 
 
 class Traced:
-    """What a trace of a device's steps would give."""
+    """Stand-in for the trace of a device's steps."""
 
     is_uniform = True
 

@@ -1,4 +1,4 @@
-"""What is simulated of FSDP2, against FSDP2 itself on the CPU.
+"""The simulation of FSDP2, against FSDP2 itself on the CPU.
 
 The other ranks are a process group that is none: what is gathered from them is nonsense, but it takes its memory.
 """

@@ -1,4 +1,4 @@
-"""What loading weights takes, against what it really takes on the CPU."""
+"""Memory predicted for loading weights, against what it really takes on the CPU."""
 
 from __future__ import annotations
 

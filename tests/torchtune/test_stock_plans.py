@@ -40,7 +40,7 @@ STOCK = [
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process of its own says of a config, and takes itself."""
+    """Result of planning a config in a process of its own, and the memory that took."""
 
     need: Need
     parameters: int
