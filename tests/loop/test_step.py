@@ -44,6 +44,11 @@ class Model(nn.Module):
         return logits
 
 
+class Centred(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(0)
+
+
 def collate(samples: list[Text]) -> dict[str, torch.Tensor]:
     return {
         "tokens": pad_sequence([sample[:-1] for sample in samples], batch_first=True),
@@ -145,6 +150,36 @@ def test_after_a_failure_later_steps_are_cut_at_once() -> None:
     assert step.num_recoveries == recoveries
 
 
+def test_parts_that_fail_within_max_tokens_become_smaller() -> None:
+    model, optimizer = model_and_optimizer()
+    model.most_tokens = 64
+    step = AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=100)
+    step(SAMPLES)
+    model.forwards.clear()
+    step(SAMPLES)
+    assert all(b * s <= 64 for b, s in model.forwards)
+
+
+def test_after_many_clean_steps_parts_become_larger_again() -> None:
+    model, optimizer = model_and_optimizer()
+    model.most_tokens, model.failures_left = 64, 1
+    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
+    for _ in range(200):
+        step(SAMPLES)
+    assert step.num_recoveries == 1
+    assert model.forwards[-1] == (8, 30)
+
+
+def test_what_fitted_before_runs_again_as_it_was_in_every_step_that_fails_once() -> None:
+    model, optimizer = model_and_optimizer()
+    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
+    step(SAMPLES)
+    for _ in range(3):
+        model.most_tokens, model.failures_left = 64, 1
+        step(SAMPLES)
+    assert set(model.forwards) == {(8, 30)}
+
+
 def test_without_a_length_parts_are_numbers_of_samples() -> None:
     model, optimizer = model_and_optimizer()
     model.most_tokens = 3 * 8
@@ -155,14 +190,19 @@ def test_without_a_length_parts_are_numbers_of_samples() -> None:
 def test_accumulated_gradients_are_left_for_the_caller() -> None:
     model, optimizer = model_and_optimizer()
     scale = 1024.0
-    step = AdaptiveStep(
-        model, optimizer, loss, collate, max_tokens=2, backward=lambda value: (scale * value).backward()
-    )
+    losses = []
+
+    def backward(value: torch.Tensor) -> None:
+        losses.append(value.item())
+        (scale * value).backward()
+
+    step = AdaptiveStep(model, optimizer, loss, collate, max_tokens=2, backward=backward)
     expected = copy.deepcopy(model)
     total, number = loss(expected, collate(SAMPLES))
     (scale * total / number).backward()
     before = copy.deepcopy(model.state_dict())
     step.gradients(SAMPLES)
+    assert max(losses) < 30 * total / number, "half precision does not overflow"
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -191,10 +231,13 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "expected"), [(None, DoesNotFitError), (64, ConfigError)], ids=["recovery", "cutting"]
 )
-def test_a_model_that_computes_over_the_batch_is_not_cut(max_tokens: int | None, expected: type[Exception]) -> None:
-    model, optimizer = model_and_optimizer(norm=nn.BatchNorm1d(16))
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(16), Centred()])
+def test_a_model_that_computes_over_the_batch_is_not_cut(
+    norm: nn.Module, max_tokens: int | None, expected: type[Exception]
+) -> None:
+    model, optimizer = model_and_optimizer(norm=norm)
     model.most_tokens = 64
-    with pytest.raises(expected, match=r"norm \(BatchNorm1d\) computes over the batch"):
+    with pytest.raises(expected, match=rf"norm \({type(norm).__name__}\) computes over the batch"):
         AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=max_tokens)(SAMPLES)
 
 
@@ -257,7 +300,7 @@ def test_the_probe_finds_what_the_data_allow_and_leaves_no_trace(
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.forwards[-1] == (100, 30)
-    assert len(model.forwards) % (2 if in_parts else 1) == 0
+    assert len(model.forwards) == found.num_steps * (2 if in_parts else 1)
 
 
 EXACT = AdaptiveBatchingConfig(round_to_power_of_two=False)
