@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "random_state": set(),
     "ranks": {"host_memory", "memory"},
     "growth": set(),
+    "loop": {"config", "memory", "micro_batches", "probe", "random_state", "ranks", "values"},
     "micro_batches": {"memory", "random_state", "ranks"},
     "plan": {"probe", "values"},
     "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
@@ -29,6 +30,7 @@ MAY_IMPORT = {
 PURE = [
     "config",
     "growth/accumulation",
+    "growth/by_epoch",
     "growth/controller",
     "growth/course",
     "growth/increase",

@@ -7,10 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching.torchtune.commands import add_commands, add_quickstart
-from adaptive_batching.torchtune.plan_command import add_plan
 
 PROG = "adaptive-batching"
+
+try:
+    from adaptive_batching.torchtune.commands import add_commands, add_quickstart
+    from adaptive_batching.torchtune.plan_command import add_plan
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{PROG} is for torchtune recipes, and {error.name} is not installed; "
+        f"pip install 'adaptive-batching[torchtune]'"
+    ) from None
 
 COMMANDS: list[Callable[[Any, str], None]] = [add_quickstart, add_plan, add_commands]
 """Functions that take (subparsers, program name) and add one or more commands, each with its ``func``."""
