@@ -85,7 +85,7 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "adaptive-batching validate my_config.yaml": Here(
         "Config is well-formed!", first="adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml"
     ),
-    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run}", added=""),
+    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", added=""),
     # tests/torchtune/test_plan_command.py has one that is not slow.
     "adaptive-batching plan --config llama3_1/8B_lora_single_device --gpu 'RTX 4090' --sequence-length 2048": Shell(
         "fits: a forward of 2 x 2,048 tokens needs at most", added=""
