@@ -143,7 +143,7 @@ def _since(row: Row) -> str:
 
 def _limit(run: Run) -> str:
     probe = run.last("probe")
-    return "" if probe is None else f"of {size(probe['budget_bytes'])} that steps may take"
+    return "" if probe is None else f"the probe allowed {size(probe['budget_bytes'])}"
 
 
 def where(run: Run) -> str:
@@ -165,7 +165,8 @@ def probe_in_words(probe: Event) -> list[str]:
     steps = sum(each.get("steps", 1) for each in probe["measurements"])
     failed = sum(each["peak_bytes"] is None for each in probe["measurements"])
     how = (
-        f"Found by {probe['search']} with {of(steps, 'training step')}, {count(failed)} of them out of memory, in "
+        f"Found by {probe['search']} with {of(steps, 'training step')}, {count(failed) if failed else 'none'} of them out of "
+        f"memory, in "
         f"{duration(probe['seconds'])}."
     )
     peaks = {each["batch_size"]: each["peak_bytes"] for each in probe["measurements"]}

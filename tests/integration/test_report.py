@@ -66,12 +66,12 @@ def test_tensorboard_gets_the_metrics(tune_run: TuneRun) -> None:
     logger = {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "${output_dir}/logs"}
     run = tune_run("full", *GROW, "adaptive_batching.max_batch_size=8", replaced={"metric_logger": logger})
     [folder] = {path.parent for path in (run.output_dir / "logs").rglob("events.out.tfevents.*")}
-    read = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read = reader.EventAccumulator(str(folder), size_guidance={"tensors": 0})
     read.Reload()
     metrics: dict[int, dict[str, float]] = {}
-    for name in read.Tags()["scalars"]:
-        for event in read.Scalars(name):
-            metrics.setdefault(event.step, {})[name] = event.value
+    for name in read.Tags()["tensors"]:  # as stock writes numbers
+        for event in read.Tensors(name):
+            metrics.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
     check_the_metrics(metrics, read_events(run.output_dir / "adaptive_batching" / "report.jsonl"))
 
 

@@ -43,7 +43,8 @@
   function draw(target, height, options, columns) {
     const idle = (chart) => chart.root.classList.toggle("idle", chart.cursor.idx == null);
     const hooks = { ...options.hooks, ready: [idle], setCursor: [idle] };
-    charts.push(new uPlot({ width: target.clientWidth, height, ...options, hooks }, columns, target));
+    const legend = { markers: { width: 0, fill: (chart, index) => chart.series[index].stroke(chart, index) } };
+    charts.push(new uPlot({ width: target.clientWidth, height, ...options, hooks, legend }, columns, target));
   }
 
   const at = (chart, value, scale) => Math.round(chart.valToPos(value, scale, true)) + 0.5;
@@ -103,7 +104,7 @@
     if (line.column === "batch") style.paths = uPlot.paths.stepped({ align: -1 });
     if (line.column === "loss") {
       style.width = 1;
-      if (line.isFaint) style.alpha = 0.45;
+      if (line.isFaint) style.stroke = colour("faint");
     }
     return style;
   }
@@ -167,7 +168,7 @@
     add(sizes.map((size) => [size, probe.budget]), {
       label: "limit", stroke: colour("bad"), width: 1.5, dash: [6, 4], points: { show: false },
     });
-    add(probe.measured, dots("measured", "c1", true));
+    add(probe.measured, dots("measured", "ink", true));
     add(probe.failed.map((size) => [size, probe.budget]), dots("out of memory", "bad", false));
     const chosen = (chart) => {
       upright(chart, probe.chosen, "soft", [3, 3]);
