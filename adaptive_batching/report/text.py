@@ -165,9 +165,8 @@ def probe_in_words(probe: Event) -> list[str]:
     steps = sum(each.get("steps", 1) for each in probe["measurements"])
     failed = sum(each["peak_bytes"] is None for each in probe["measurements"])
     how = (
-        f"Found by {probe['search']} with {of(steps, 'training step')}, {count(failed) if failed else 'none'} of them out of "
-        f"memory, in "
-        f"{duration(probe['seconds'])}."
+        f"Found by {probe['search']} with {of(steps, 'training step')}, {count(failed) if failed else 'none'} of them "
+        f"out of memory, in {duration(probe['seconds'])}."
     )
     peaks = {each["batch_size"]: each["peak_bytes"] for each in probe["measurements"]}
     took = size(peaks[probe["batch_size"]])

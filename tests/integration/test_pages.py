@@ -21,12 +21,14 @@ import torch
 from omegaconf import OmegaConf
 
 from adaptive_batching.ranks.fsdp import can_drain
+from adaptive_batching.report.record import Report
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small
 from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
+from tests.support.runs import write_run
 
 TABLE = "what was decided, and why"
 MY_CONFIG = "adaptive-batching cp quickstart/full_single_device my_config.yaml"
@@ -128,6 +130,10 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True": Shell(
         instead={"--nproc_per_node 8": "--nproc_per_node 1", "node0:29500": "127.0.0.1:{port}"}, agents=2
     ),
+    "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere("test_reports_are_made_as_shown"),
+    "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(
+        "test_reports_are_made_as_shown"
+    ),
     "pip install .": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
     "PYTHONPATH=. python benchmarks/growth_quality.py --samples 256": Elsewhere("test_a_benchmark_is_repeated"),
@@ -164,7 +170,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Makefile", "adaptive_batching", "benchmarks", "pyproject.toml", "recipes", "tests"):
         (folder / name).symlink_to(ROOT / name)
     make_environment(folder / ".venv", checkout=folder)
-    for extra in ("plots", "dev", "bench"):
+    for extra in ("alone", "dev", "bench"):
         (folder / ".venv" / f".{extra}").touch()
     return folder
 
@@ -231,13 +237,24 @@ def test_a_command_that_starts_no_run(
     assert way.says in capsys.readouterr().out
 
 
+def test_reports_are_made_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (command for command in COMMANDS if command.startswith("adaptive-batching report")):
+        for folder in (word for word in command.split() if word.startswith("outputs/")):
+            write_run(Report(Path(folder, "adaptive_batching")), all_there_is=False)
+        assert in_this_process(*shlex.split(command)[1:]) == 0
+        assert "<title>" in Path(capsys.readouterr().out.strip()).read_text()
+
+
 @pytest.mark.parametrize("command", sorted(command for command in COMMANDS if command.startswith("make ")))
 def test_a_target_runs_what_there_is(command: str, checkout: Path) -> None:
     """With an environment to make, and with one that is there already, where nothing is installed."""
     for added, installs in (("VENV=nowhere", True), ("PYTHON=python3", False)):
         lines = finish(in_shell(f"{command} --dry-run {added}", checkout, checkout / ".venv"))
-        extras = re.findall(r"pip install .* --editable '\.\[(\w+)\]'", lines)
-        assert bool(extras) == installs and set(extras) <= optional_dependencies(), lines
+        extras = re.findall(r"pip install .* --editable '\.(?:\[(\w+)\])?'", lines)
+        assert bool(extras) == installs and set(extras) <= {"", *optional_dependencies()}, lines
         modules = set(re.findall(r"python3? -m ([\w.]+)", lines)) - {"venv", "pip"}
         files = re.findall(r"\S+\.py\b", lines)
         assert modules or files
