@@ -47,6 +47,6 @@ class StepCosts:
             # Memory that is reserved stays so until the cache is emptied: it is the peak, and nothing has to be reset.
             module = torch.get_device_module(self._device)
             return int(module.memory_reserved(self._device)) if hasattr(module, "memory_reserved") else None
-        with contextlib.suppress(OSError, KeyError):
+        with contextlib.suppress(OSError, KeyError, MemoryError):
             return None if self._meter is None else self._meter.peak_bytes()
         return None
