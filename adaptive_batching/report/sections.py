@@ -90,7 +90,9 @@ def _what_sets_the_peak(probe: Event) -> str:
         ]
         for n, kind in enumerate(ordered)
     ]
-    heading = f"What sets the peak at {say.of(at, 'sample')}: what is alive in the {probe['peak_moment']}, as traced"
+    heading = (
+        f"What sets the peak at {say.of(at, 'sample')}: the {probe['peak_moment']}. What is alive then, as traced:"
+    )
     parts = [(f"c{n % COLOURS}", kinds[kind] / whole) for n, kind in enumerate(ordered)]
     return text("h4", heading) + bar(parts) + table(["kind", "bytes", "share"], rows, words=[0])
 

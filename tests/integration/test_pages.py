@@ -280,7 +280,8 @@ def test_pip_installs_what_works_from_an_empty_folder(installed: Path, inputs: P
     (tmp_path / "my_schedules.py").write_text(schedules())
     line = "adaptive-batching run full_finetune_single_device --config my_config.yaml epochs=2"
     line += " batch_increase_function=my_schedules.add_eight batch_size=4"
-    assert "batch size grows from 4 to 12 at epoch 1" in run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+    output = run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+    assert "batch size grows from 4 to 12 at epoch 1" in output and "the page of this run: " in output
 
 
 @pytest.mark.slow

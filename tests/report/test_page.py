@@ -112,7 +112,7 @@ def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
     (tmp_path / "report.jsonl").write_text(f"{events[0]}, {kinds}}}\n")
     page = read_page(write_page([tmp_path]))
     assert page.tables["probe"][0][1:] == [["weights", "3 MiB", "75 %"], ["logits", "1 MiB", "25 %"]]
-    assert "What sets the peak at 32 samples: what is alive in the backward" in page.words["probe"]
+    assert "What sets the peak at 32 samples: the backward." in page.words["probe"]
 
 
 def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
