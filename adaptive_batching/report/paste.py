@@ -35,6 +35,11 @@ def snippet(run: Run) -> Snippet | None:
     section = {
         key: value for key, value in (settings.pop("adaptive_batching", None) or {}).items() if value is not None
     }
+    function = settings.get("batch_increase_function")
+    if (
+        isinstance(function, Mapping) and function.get("_component_") is None
+    ):  # as a command line leaves it that says null
+        del settings["batch_increase_function"]
     found, notes, spared = _found(run, settings, section)
     settings |= {key: value for key, value in found.items() if key in _FIELDS}
     section |= {key: value for key, value in found.items() if key not in _FIELDS}

@@ -74,6 +74,11 @@ def test_what_has_to_know_the_memory_is_left_as_it_is(config: dict[str, Any], tm
     assert found.spares.startswith("Nothing to change")
 
 
+def test_a_function_that_the_command_line_has_taken_away_stays_away(tmp_path: Path) -> None:
+    values, _ = pasted(tmp_path, batch_increase_function={"_component_": None, "every": 1})
+    assert "batch_increase_function" not in values and values["batch_size"] == 4 and not settings(values).probes
+
+
 @pytest.mark.parametrize(
     "text", ["yes", "1e3", "on", "a: b", "#x", "", "90%", "1.5GiB", "pkg.module.function", "null", "ü"]
 )

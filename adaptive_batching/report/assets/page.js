@@ -116,7 +116,10 @@
     const series = [{ label: "samples seen", value: (_, value) => number(value) }];
     data.runs.forEach((run, index) => {
       let there = lines.filter((line) => run.columns[line.column]);
-      if (!run.columns[lines[0].column]) return;
+      if (!run.columns[lines[0].column]) {
+        tables.push([run.columns.seen || []]); // its samples alone, so that all charts have the same axis
+        return;
+      }
       if (data.runs.length > 1) there = [there.find((line) => line.column === "trend") || there[0]];
       tables.push([run.columns.seen, ...there.map((line) => run.columns[line.column])]);
       there.forEach((line, place) => {
