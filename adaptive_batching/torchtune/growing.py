@@ -184,7 +184,7 @@ class Growth:
             "global_batch_size": self.global_batch_size,
         }
         noise_scale = None if self.noise is None else self.noise.scale.samples
-        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale": noise_scale}
+        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale_samples": noise_scale}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""

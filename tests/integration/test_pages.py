@@ -22,6 +22,7 @@ import torch
 from omegaconf import OmegaConf
 
 from adaptive_batching.ranks.fsdp import can_drain
+from adaptive_batching.report.record import Report
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small
@@ -29,6 +30,7 @@ from tests.support.environment import OF_THE_RECIPES
 from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text, loops
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
+from tests.support.runs import write_run
 
 TABLE = "what was decided, and why"
 MY_CONFIG = "adaptive-batching cp quickstart/full_single_device my_config.yaml"
@@ -87,7 +89,7 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "adaptive-batching validate my_config.yaml": Here(
         "Config is well-formed!", first="adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml"
     ),
-    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run}", added=""),
+    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", added=""),
     # tests/torchtune/test_plan_command.py has one that is not slow.
     "adaptive-batching plan --config llama3_1/8B_lora_single_device --gpu 'RTX 4090' --sequence-length 2048": Shell(
         "fits: a forward of 2 x 2,048 tokens needs at most", added=""
@@ -134,6 +136,10 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
     "pip install '.[examples]'": Elsewhere("test_an_example_runs"),
     "python examples/hugging_face_trainer.py": Elsewhere("test_an_example_runs"),
+    "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere("test_reports_are_made_as_shown"),
+    "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(
+        "test_reports_are_made_as_shown"
+    ),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
     "PYTHONPATH=. python benchmarks/growth_quality.py --samples 256": Elsewhere("test_a_benchmark_is_repeated"),
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
@@ -169,7 +175,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Makefile", "adaptive_batching", "benchmarks", "pyproject.toml", "recipes", "tests"):
         (folder / name).symlink_to(ROOT / name)
     make_environment(folder / ".venv", checkout=folder)
-    for extra in ("plots", "dev", "bench"):
+    for extra in ("alone", "dev", "bench"):
         (folder / ".venv" / f".{extra}").touch()
     return folder
 
@@ -235,13 +241,24 @@ def test_a_command_that_starts_no_run(
     assert way.says in capsys.readouterr().out
 
 
+def test_reports_are_made_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (command for command in COMMANDS if command.startswith("adaptive-batching report")):
+        for folder in (word for word in command.split() if word.startswith("outputs/")):
+            write_run(Report(Path(folder, "adaptive_batching")), all_there_is=False)
+        assert in_this_process(*shlex.split(command)[1:]) == 0
+        assert "<title>" in Path(capsys.readouterr().out.strip()).read_text()
+
+
 @pytest.mark.parametrize("command", sorted(command for command in COMMANDS if command.startswith("make ")))
 def test_a_target_runs_what_there_is(command: str, checkout: Path) -> None:
     """With an environment to make, and with one that is there already, where nothing is installed."""
     for added, installs in (("VENV=nowhere", True), ("PYTHON=python3", False)):
         lines = finish(in_shell(f"{command} --dry-run {added}", checkout, checkout / ".venv"))
-        extras = re.findall(r"pip install .* --editable '\.\[(\w+)\]'", lines)
-        assert bool(extras) == installs and set(extras) <= optional_dependencies(), lines
+        extras = re.findall(r"pip install .* --editable '\.(?:\[(\w+)\])?'", lines)
+        assert bool(extras) == installs and set(extras) <= {"", *optional_dependencies()}, lines
         modules = set(re.findall(r"python3? -m ([\w.]+)", lines)) - {"venv", "pip"}
         files = re.findall(r"\S+\.py\b", lines)
         assert modules or files
@@ -267,7 +284,8 @@ def test_pip_installs_what_works_from_an_empty_folder(installed: Path, inputs: P
     (tmp_path / "my_schedules.py").write_text(schedules())
     line = "adaptive-batching run full_finetune_single_device --config my_config.yaml epochs=2"
     line += " batch_increase_function=my_schedules.add_eight batch_size=4"
-    assert "batch size grows from 4 to 12 at epoch 1" in run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+    output = run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+    assert "batch size grows from 4 to 12 at epoch 1" in output and "the page of this run: " in output
 
 
 @pytest.mark.slow
