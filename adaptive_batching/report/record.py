@@ -28,7 +28,7 @@ from adaptive_batching.values import ConfigError
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
+_KINDS = ("maximum", "probe", "rollout", "exploration", "plan", "epoch", "change", "step", "noise")
 # Free disk space required to begin a run: a record of some tens of thousands of steps, and plots.
 _BYTES_NEEDED = 4 * _MIB
 _SECONDS_TO_DRAW = 120
@@ -140,6 +140,13 @@ class Report(Watcher):
         if result.shorter:
             points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
             self._maximum.insert(2, ("shorter samples", points))
+
+    def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
+        """Record the result of a probe of rollouts, after that of training steps."""
+        self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
+        peak, budget = (f"{num_bytes / _MIB:,.0f}" for num_bytes in (result.peak_bytes, result.budget_bytes))
+        at = f"{prompt_length} + {generated} tokens"
+        self._maximum.append(("rollouts", f"of up to {result.batch_size} at once: peak {peak} of {budget} MiB at {at}"))
 
     def epoch(self, **values: Any) -> None:
         """Record the decision at the start of an epoch."""

@@ -7,7 +7,7 @@ for those that some recipe lacks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,6 +92,25 @@ class MemoryHistory:
     last: int
 
 
+@contextlib.contextmanager
+def recorded_memory(history: MemoryHistory | None, epoch: int, index: int) -> Iterator[None]:
+    """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to.
+
+    Args:
+        history: When to record; None for never.
+        epoch: The epoch, from 0.
+        index: Number of the batch that runs inside, from 0 in each epoch.
+    """
+    if history is None or epoch > 0:
+        yield
+        return
+    if index == history.first:
+        torch.cuda.memory._record_memory_history()
+    yield
+    if index == history.last:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
 @dataclass(frozen=True)
 class StockRun:
     """The run as stock's set-up has laid it out, at the configured batch size."""
@@ -120,6 +139,8 @@ class StockRun:
     """True if a step of the profiler is an optimizer step rather than a batch."""
 
     memory_history: MemoryHistory | None = None
+    samples: int | None = None
+    """Samples after which the run ends, be it within an epoch; None to train on all epochs."""
 
     @property
     def window(self) -> int:

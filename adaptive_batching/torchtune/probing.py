@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
 _NOT_OF_MEMORY = frozenset(
     {
-        "output_dir", "checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "output_dir", "checkpointer", "value_checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
         "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
         "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
         # What of these matters has entries of its own.
@@ -136,6 +136,8 @@ def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> 
         upper, reason = run.window, "the global batch, which is kept"
     if settings.max_batch_size is not None and settings.max_batch_size <= upper:
         upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+    if run.samples is not None and run.samples < upper:
+        upper, reason = run.samples, f"the {run.samples} samples of the run"
     if not settings.use_maximum_batch_size and not settings.grows:
         # A forward could take no more than an optimizer step has.
         upper, reason = run.window, "the samples of an optimizer step"
@@ -190,6 +192,40 @@ def probe_or_stored(
         ConfigError: If the device's memory cannot be measured, or if the limits leave none of it.
         DoesNotFitError: If a batch of one sample does not fit.
     """
+    # What a forward may take is no size to round.
+    settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
+    include = run.batch_size if settings.grows else None
+    facts: dict[str, Any] = {"include": include, "upper": upper}
+    facts |= {"recipe": host.name, "sequence_length": len(host.objective.tokens(sample))}
+
+    def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
+        return _probe(host, run, settings, circumstances, sample, upper, reason, folder, include, meter)
+
+    return kept_probe(host, settings, circumstances, facts, folder / "probe.json", find)
+
+
+def kept_probe(
+    host: Host,
+    settings: AdaptiveBatchingConfig,
+    circumstances: Circumstances,
+    facts: Mapping[str, Any],
+    path: Path,
+    find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
+) -> ProbeResult:
+    """Take the result that an earlier run has stored, or find one and store it.
+
+    Args:
+        host: The recipe.
+        settings: The user's settings.
+        circumstances: Other facts that memory depends on.
+        facts: And those of this probe alone.
+        path: Where the result is kept.
+        find: Finds a result within the limits of the settings that it is given.
+
+    Raises:
+        ConfigError: If the device's memory cannot be measured, or if the limits leave none of it.
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
     try:
         meter = memory_meter(host.device)
     except NotImplementedError as error:
@@ -198,16 +234,10 @@ def probe_or_stored(
     require_room(settings, meter, host.ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
     if shares_memory:
         settings = _with_room_for_training(settings, meter)
-    # What a forward may take is no size to round.
-    settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
-    include = run.batch_size if settings.grows else None
-    ranks, dataset = host.ranks, host.loader.dataset
-    path = folder / "probe.json"
-    key = {**circumstances.config(), **settings_of_memory(settings)}
-    key |= {"include": include, "upper": upper}
-    key |= {"recipe": host.name, "sequence_length": len(host.objective.tokens(sample))}
+    ranks = host.ranks
+    key = {**circumstances.config(), **settings_of_memory(settings), **facts}
     key |= {"measures_noise": circumstances.measures_noise}
-    key |= {"packed": is_packed(dataset)}
+    key |= {"packed": is_packed(host.loader.dataset)}
     key |= {"device_name": meter.device_name, "total_bytes": meter.total_bytes}
     key |= {"allocator_settings": meter.allocator_settings()}
     key |= {"ranks": ranks.size, "sharded": host.collectives is not None}
@@ -221,7 +251,25 @@ def probe_or_stored(
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
         log.info("stored probe result ignored: it takes %s, and %s are left", memory_size(peak), memory_size(available))
+    result = find(settings, meter)
+    ranks.on_first(lambda: store_result(path, key, result))
+    return result
 
+
+def _probe(
+    host: Host,
+    run: StockRun,
+    settings: AdaptiveBatchingConfig,
+    circumstances: Circumstances,
+    sample: Sample,
+    upper: int,
+    reason: str,
+    folder: Path,
+    include: int | None,
+    meter: MemoryMeter,
+) -> ProbeResult:
+    """Find the largest batch of copies of ``sample``; see :func:`probe_or_stored`."""
+    dataset = host.loader.dataset
     find = partial(
         find_maximum_batch_size,
         config=settings,
@@ -229,7 +277,7 @@ def probe_or_stored(
         upper=upper,
         upper_reason=reason,
         coarse=settings.fills_memory,  # how much of what fits is best used is another question
-        ranks=ranks,
+        ranks=host.ranks,
         scratch=folder,
     )
     in_parts = accumulates(host, run, settings, circumstances)
@@ -246,7 +294,6 @@ def probe_or_stored(
     by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
     if by_length and lengths_vary and settings.search == "predict" and result.enough is None:
         result = replace(result, shorter=_at_shorter_lengths(host, sample, result, upper, step, find))
-    ranks.on_first(lambda: store_result(path, key, result))
     return result
 
 
