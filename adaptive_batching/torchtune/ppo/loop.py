@@ -103,9 +103,10 @@ class PPOLoop:
             for optimizer in host.optimizers:
                 optimizer.zero_grad()
         run.profiler.start()
-        with tqdm(total=self._stock.total_rollouts, initial=self.rollouts, dynamic_ncols=True) as progress:
+        with tqdm(initial=self.rollouts, dynamic_ncols=True) as progress:
             for epoch in range(run.first_epoch, run.epochs):
                 self._start_epoch(epoch)
+                progress.total = self._total_rollouts
                 with self._limited():
                     self._run_epoch(epoch, progress)
                 self._outlet.note_rollouts(epochs_run=epoch + 1, rollouts=self.rollouts)
@@ -115,6 +116,12 @@ class PPOLoop:
                 if is_last:
                     break
         run.profiler.stop()
+
+    @property
+    def _total_rollouts(self) -> int:
+        """Rollouts of the whole run, if the size does not change any more."""
+        growth = self._growth
+        return self._stock.total_rollouts if growth is None else self.rollouts + growth.course.steps_left()
 
     def _is_over(self, epoch: int) -> bool:
         if self._growth is None:
@@ -141,6 +148,7 @@ class PPOLoop:
         for index, samples in enumerate(host.loader):
             with recorded_memory(run.memory_history, epoch, index):
                 self._run_batch(epoch, samples)
+                progress.total = self._total_rollouts
                 progress.update(1)
             run.profiler.step()
             if growth.course.epoch_is_over if growth is not None else self._is_over(epoch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,8 @@ from adaptive_batching.torchtune.probing import (
     settled,
     upper_bound,
 )
-from adaptive_batching.values import Whole
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,14 @@ def find_sizes(
         model_max=stock.longest_prompt,
     )
     context_length = len(objective.tokens(prompt))
+    generated = stock.max_generated_tokens
     row_bytes = bytes_of(longest(stock, context_length))
-    is_whole = isinstance(settings.micro_batch_size, Whole) and not settings.fills_memory
-    worst = objective.at_worst(context_length, lambda rows: (rows * parts if is_whole else upper) * row_bytes)
+    # Is the batch as many backward passes of the size that is found as the config has in one?
+    follows = settings.growth_is_bound_by_memory if settings.grows else settings.use_maximum_batch_size
+    worst = objective.at_worst(context_length, lambda rows: (rows * parts if follows else upper) * row_bytes)
     [sample] = worst.rows([0])
     of_backward = replace(run, batch_size=run.batch_size // parts, accumulation=stock.sizes.backwards)
+    log.info("probing backward passes, of prompts of %d tokens and %d generated", context_length, generated)
     result = probe_or_stored(
         replace(host, objective=worst), of_backward, settings, circumstances, sample, upper // parts, reason,
         report.directory,
@@ -101,16 +106,16 @@ def find_sizes(
     found = settled(settings, found, upper // parts, reason)
     batch = replace(found, maximum=found.maximum * parts)
     rollout = _probe_rollout(
-        host, stock, run, settings, circumstances, context_length, batch.maximum, row_bytes, report.directory
-    )
-    report.rollout(rollout, prompt_length=context_length, generated=stock.max_generated_tokens)
+        host, stock, settings, circumstances, context_length, batch.maximum if follows else upper, row_bytes,
+        report.directory,
+    )  # fmt: skip
+    report.rollout(rollout, prompt_length=context_length, generated=generated)
     return ProbedSizes(batch, rollout.batch_size)
 
 
 def _probe_rollout(
     host: Host,
     stock: StockPPO,
-    run: StockRun,
     settings: AdaptiveBatchingConfig,
     circumstances: Circumstances,
     context_length: int,
@@ -119,6 +124,7 @@ def _probe_rollout(
     folder: Path,
 ) -> ProbeResult:
     """Find the most trajectories that fit in a forward of a rollout, while a batch of ``most_rows`` is held."""
+    log.info("probing rollouts of these lengths")
     step = rollout_step(host, stock, context_length, most_rows * row_bytes)
     remedies = [
         Remedy(f"max_generated_tokens below {stock.max_generated_tokens}"),
