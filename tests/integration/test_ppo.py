@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torchtune.models.llama2 import llama2_classifier
+from torchtune.modules import KVCache
 
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
@@ -156,6 +157,28 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
         torch.testing.assert_close(recovered.weights(0)[name], weight, rtol=1e-3, atol=1e-5)
 
 
+def test_caches_that_do_not_fit_are_made_again_for_fewer(
+    run: PPO, undisturbed: PPO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the first layer they were there already, and would be in the way."""
+    common = [*FAULTY, "ppo_batch_size=4", "forward_batch_size=4", "num_steps=12"]
+    expected = undisturbed(*common)
+    made, make = 0, KVCache.__init__
+
+    def make_or_fail(self: KVCache, *arguments: Any, **named: Any) -> None:
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        make(self, *arguments, **named)
+
+    monkeypatch.setattr(KVCache, "__init__", make_or_fail)
+    recovered = run(*common, name="recovered")
+    assert "running the step's samples again with at most" in caplog.text
+    for name, weight in expected.weights(0).items():
+        torch.testing.assert_close(recovered.weights(0)[name], weight, rtol=1e-3, atol=1e-5)
+
+
 def without_trying_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the forward of a few samples by which recovery knows that a model can be cut: it would fail as well."""
     monkeypatch.setattr("adaptive_batching.torchtune.session.batch_dependent_module", lambda host: None)
@@ -177,7 +200,8 @@ def test_the_batch_grows_with_its_optimizer_steps_until_the_trajectories_are_use
     assert [(e["batch_size"], e["steps"], e["samples"]) for e in events(grown, "epoch")] == [
         (4, 6, 24), (8, 3, 24), (8, 1, 8),
     ]  # fmt: skip
-    assert [step["batch_size"] for step in grown.metrics] == [4] * 6 + [8] * 4
+    sizes = [(step["batch_size"], step["ppo_batch_size"]) for step in grown.metrics]
+    assert sizes == [(4, 2)] * 6 + [(8, 4)] * 4
     rollouts = [int(line.split()[1]) for line in next((grown.output_dir / "logs").glob("*.txt")).open()]
     assert rollouts == [4 * (n + 1) for n in range(10)], "two optimizer steps, twice, of each rollout"
 
@@ -210,24 +234,24 @@ def test_the_maximum_trains_as_stock_does_with_that_batch(run: PPO) -> None:
 def test_a_resumed_run_equals_the_uninterrupted_one(
     in_backward: bool, run: PPO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches, random orders, samples drawn, and the optimizer of each model."""
-    common = ["num_steps=36", "dataset.split=train[:12]", "adaptive_batching.max_batch_size=8", *FUNCTION]
+    """Batches, random orders, samples drawn, and the optimizer of each model; more steps are asked for meanwhile."""
+    common = ["dataset.split=train[:12]", "adaptive_batching.max_batch_size=8", *FUNCTION]
     common += [f"optimizer_in_bwd={in_backward}", "optimizer._component_=torch.optim.AdamW", "optimizer.lr=1e-3"]
-    whole = run(*common, name="whole")
+    whole = run(*common, "num_steps=48", name="whole")
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 2)
     with pytest.raises(SystemExit, match="the power"):
-        run(*common, name="broken")
+        run(*common, "num_steps=30", name="broken")
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     folder = whole.output_dir.parent / "broken"
     resumed = run(
-        *common, "resume_from_checkpoint=True",
+        *common, "num_steps=48", "resume_from_checkpoint=True",
         "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]",
         f"value_checkpointer.checkpoint_dir={folder}/value/epoch_1",
         "value_checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]", name="broken",
     )  # fmt: skip
-    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 2
+    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 3
     assert resumed.metrics == whole.metrics
-    assert_same_weights(resumed.weights(2), whole.weights(2))
+    assert_same_weights(resumed.weights(3), whole.weights(3))
 
 
 @pytest.mark.parametrize(

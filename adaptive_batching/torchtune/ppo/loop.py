@@ -173,7 +173,9 @@ class PPOLoop:
         of_all = PPOStats(*map(torch.stack, zip(*stats, strict=True)))
         recoveries = self._rollout.num_recoveries + self._learning.num_recoveries
         if self.rollouts % self._run.log_every == 0:
-            added = {} if growth is None else growth.metrics()
+            added: dict[str, float] = {}
+            if growth is not None:
+                added = {**growth.metrics(), "ppo_batch_size": len(samples) // stock.sizes.steps}
             if growth is not None or recoveries:
                 added["out_of_memory_recoveries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning

@@ -99,7 +99,7 @@ def find_sizes(
         replace(host, objective=worst), of_backward, settings, circumstances, sample, upper // parts, reason,
         report.directory,
     )  # fmt: skip
-    report.probe(result, sequence_length=len(worst.tokens(sample)))
+    report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward")
     fits = result.enough or result.batch_size
     capacity = Capacity(((1, fits),)) if settings.fills_memory else None
     found = Probed(result.batch_size, result.reason, settings.micro_batch_size, capacity, result.batch_size)
