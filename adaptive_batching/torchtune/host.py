@@ -7,7 +7,7 @@ for those that some recipe lacks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from adaptive_batching.ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching.torchtune.data import Sample, SampleLoader
 from adaptive_batching.torchtune.distillation import Distillation
 from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.memory_history import MemoryHistory
 from adaptive_batching.torchtune.objective import NextToken, Objective
 from adaptive_batching.torchtune.preferences import Preferences
 from adaptive_batching.torchtune.quantization_aware import FakeQuantized
@@ -82,33 +83,6 @@ class Host:
     def samples_per_rank(self) -> int:
         """Samples of an epoch on one replica."""
         return len(self.loader.sampler)
-
-
-@dataclass(frozen=True)
-class MemoryHistory:
-    """Batches of the first epoch during which CUDA's allocations are recorded for the profiler."""
-
-    first: int
-    last: int
-
-
-@contextlib.contextmanager
-def recorded_memory(history: MemoryHistory | None, epoch: int, index: int) -> Iterator[None]:
-    """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to.
-
-    Args:
-        history: When to record; None for never.
-        epoch: The epoch, from 0.
-        index: Number of the batch that runs inside, from 0 in each epoch.
-    """
-    if history is None or epoch > 0:
-        yield
-        return
-    if index == history.first:
-        torch.cuda.memory._record_memory_history()
-    yield
-    if index == history.last:
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching.torchtune.growing import Growth
-from adaptive_batching.torchtune.host import Host, Outlet, StockRun, recorded_memory
+from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.memory_history import recorded_memory
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.objective import Sums
 from adaptive_batching.torchtune.recovery import Recovery

@@ -34,9 +34,10 @@ from adaptive_batching.torchtune.growing import (
     make_growth,
 )
 from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.kept_probe import Circumstances
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
-from adaptive_batching.torchtune.probing import Circumstances, Probed, find_maximum
+from adaptive_batching.torchtune.probing import Probed, find_maximum
 from adaptive_batching.torchtune.recovery import Recovery
 from adaptive_batching.torchtune.step import batch_dependent_module
 from adaptive_batching.values import ByLength, ConfigError, CutSize, Explore, Whole

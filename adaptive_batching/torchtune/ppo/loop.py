@@ -20,7 +20,8 @@ from tqdm import tqdm
 from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune.data import Sample, index_of
 from adaptive_batching.torchtune.growing import Growth
-from adaptive_batching.torchtune.host import Host, StockRun, recorded_memory
+from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.memory_history import recorded_memory
 from adaptive_batching.torchtune.ppo.learning import Learning
 from adaptive_batching.torchtune.ppo.rollout import Rollout
 from adaptive_batching.torchtune.ppo.stock import StockPPO
@@ -147,14 +148,16 @@ class PPOLoop:
             return  # what is left of the run's trajectories is less than a batch
         for index, samples in enumerate(host.loader):
             with recorded_memory(run.memory_history, epoch, index):
-                self._run_batch(epoch, samples)
-                progress.total = self._total_rollouts
+                size_has_changed = self._run_batch(epoch, samples)
+                if size_has_changed:
+                    progress.total = self._total_rollouts
                 progress.update(1)
             run.profiler.step()
             if growth.course.epoch_is_over if growth is not None else self._is_over(epoch):
                 break
 
-    def _run_batch(self, epoch: int, samples: list[Sample]) -> None:
+    def _run_batch(self, epoch: int, samples: list[Sample]) -> bool:
+        """Generate and learn; return True if batches have another size from now on."""
         stock, growth = self._stock, self._growth
         prompts = self._host.loader.collate(samples)["tokens"].to(self._host.device)  # [b, s]
         start = time.perf_counter()
@@ -180,19 +183,20 @@ class PPOLoop:
                 added["out_of_memory_recoveries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
             self._outlet.log_rollout(trajectory, of_all, (divergence[0], divergence[1]), tokens_per_second, added)
-        if growth is not None or self._watchers:
-            self._tell(epoch, len(samples), float(of_all.loss.mean()), of_rollout + of_learning, recoveries)
+        if growth is None and not self._watchers:
+            return False
+        return self._tell(epoch, len(samples), float(of_all.loss.mean()), of_rollout + of_learning, recoveries)
 
-    def _tell(self, epoch: int, num_samples: int, loss: float, seconds: float, recoveries: int) -> None:
-        """Have watchers and growth take note of a rollout that is over."""
+    def _tell(self, epoch: int, num_samples: int, loss: float, seconds: float, recoveries: int) -> bool:
+        """Have watchers and growth take note of a rollout; return True if batches have another size from now on."""
         for watcher in self._watchers:
             watcher.step(epoch, self.rollouts, num_samples, loss, self._outlet.learning_rate(), recoveries)
-        if self._growth is None:
-            return
-        decision = self._growth.record_step(loss, seconds, self._learning.ran)
-        if decision is not None and decision.batch_size != decision.previous:
-            for watcher in self._watchers:
-                watcher.change(
-                    epoch=decision.epoch, batch_size=decision.batch_size,
-                    global_batch_size=self._growth.global_batch_size, step=self.rollouts, reason=decision.reason,
-                )  # fmt: skip
+        decision = None if self._growth is None else self._growth.record_step(loss, seconds, self._learning.ran)
+        if self._growth is None or decision is None or decision.batch_size == decision.previous:
+            return False
+        for watcher in self._watchers:
+            watcher.change(
+                epoch=decision.epoch, batch_size=decision.batch_size,
+                global_batch_size=self._growth.global_batch_size, step=self.rollouts, reason=decision.reason,
+            )  # fmt: skip
+        return True

@@ -22,16 +22,10 @@ from adaptive_batching.probe.trial import Run, TrainingStep
 from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune.data import worst_case_sample
 from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.kept_probe import Circumstances, kept_probe
 from adaptive_batching.torchtune.ppo.stock import StockPPO
 from adaptive_batching.torchtune.ppo.trajectories import Trajectories, bytes_of, longest
-from adaptive_batching.torchtune.probing import (
-    Circumstances,
-    Probed,
-    kept_probe,
-    probe_or_stored,
-    settled,
-    upper_bound,
-)
+from adaptive_batching.torchtune.probing import Probed, probe_or_stored, settled, upper_bound
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,14 @@ from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune.cutting import Cutter
 from adaptive_batching.torchtune.growing import Increase
 from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.kept_probe import Circumstances
 from adaptive_batching.torchtune.ppo.learning import Learning
 from adaptive_batching.torchtune.ppo.loop import PPOLoop, PPOOutlet
 from adaptive_batching.torchtune.ppo.probing import find_sizes
 from adaptive_batching.torchtune.ppo.rollout import Rollout
 from adaptive_batching.torchtune.ppo.stock import StockPPO
 from adaptive_batching.torchtune.ppo.trajectories import Trajectories
-from adaptive_batching.torchtune.probing import Circumstances, Probed
+from adaptive_batching.torchtune.probing import Probed
 from adaptive_batching.torchtune.recovery import Recovery
 from adaptive_batching.torchtune.session import Session
 

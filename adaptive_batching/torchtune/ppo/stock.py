@@ -17,8 +17,9 @@ from torchtune.modules import delete_kv_caches
 from torchtune.rlhf import PPOStats, Trajectory
 
 from adaptive_batching.ranks.agree import Ranks
-from adaptive_batching.torchtune.host import Host, MemoryHistory, StockRun
+from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.memory_history import MemoryHistory
 from adaptive_batching.torchtune.objective import Objective
 
 
