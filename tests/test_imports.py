@@ -111,5 +111,5 @@ def test_importing_the_package_does_not_import_torchtune_nor_does_its_command_fo
 
 
 def test_torchtune_is_imported_in_one_place_only() -> None:
-    outside = [p for p in (ROOT / "adaptive_batching").glob("**/*.py") if p.parent.name != "torchtune"]
+    outside = [p for p in PACKAGE.glob("**/*.py") if PACKAGE / "torchtune" not in p.parents]
     assert not [p for p in outside if any(n.split(".")[0] == "torchtune" for n in imported(p))]

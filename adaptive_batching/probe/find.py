@@ -279,6 +279,8 @@ def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
 
 
 def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep | None:
+    if not step.can_be_traced:
+        return None
     start = time.perf_counter()
     log.info("tracing the training step to predict its memory, twice, without taking any")
     try:

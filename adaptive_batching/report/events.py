@@ -15,7 +15,7 @@ from typing import Any
 VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
-KINDS = ("run", "maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise", "end")
+KINDS = ("run", "maximum", "probe", "rollout", "exploration", "plan", "epoch", "change", "step", "noise", "end")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
 """Folder of the record within the output directory of a run, unless ``report_dir`` names another."""

@@ -90,8 +90,8 @@ class Report(Watcher):
         self._write("maximum", batch_size=batch_size, reason=reason)
         self._maximum = [("maximum batch size", f"{batch_size} ({reason})")]
 
-    def probe(self, result: ProbeResult, *, sequence_length: int) -> None:
-        """Record the result of a probe."""
+    def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size") -> None:
+        """Record the result of a probe, ``of`` what the table is to say."""
         self._write("probe", sequence_length=sequence_length, **result.to_dict())
         budget = f"{result.budget_bytes / _MIB:,.0f} MiB"
         too_large = [(b, peak) for b, peak in result.predicted if b > result.batch_size and peak > result.budget_bytes]
@@ -106,7 +106,7 @@ class Report(Watcher):
             ]
             return
         self._maximum = [
-            ("maximum batch size", f"{result.batch_size}, bound by {result.reason}"),
+            (of, f"{result.batch_size}, bound by {result.reason}"),
             (
                 "memory",
                 f"peak {result.peak_bytes / _MIB:,.0f} of {budget} at {sequence_length} tokens per sample{beyond}",
@@ -116,6 +116,13 @@ class Report(Watcher):
         if result.shorter:
             points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
             self._maximum.insert(2, ("shorter samples", points))
+
+    def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
+        """Record the result of a probe of rollouts, after that of training steps."""
+        self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
+        peak, budget = (f"{num_bytes / _MIB:,.0f}" for num_bytes in (result.peak_bytes, result.budget_bytes))
+        at = f"{prompt_length} + {generated} tokens"
+        self._maximum.append(("most in a rollout", f"{result.batch_size}: peak {peak} of {budget} MiB at {at}"))
 
     def epoch(self, **values: Any) -> None:
         """Record the decision at the start of an epoch, and show on the page the epochs before it."""

@@ -310,6 +310,7 @@ def make_growth(
         decisions=settings.decisions_per_epoch,
         reference_steps=run.steps_per_epoch,
         reference_samples=run.window,
+        run_samples=run.samples,
     )
     rule = rule_for(settings.lr_scaling, host.optimizers[0])
     course = Course(

@@ -18,6 +18,7 @@ from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching.torchtune.growing import Growth
 from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.memory_history import recorded_memory
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.objective import Sums
 from adaptive_batching.torchtune.recovery import Recovery
@@ -135,7 +136,7 @@ class TrainingLoop:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         with tqdm(total=self.steps_per_epoch, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
             for index, batch in enumerate(host.loader):
-                with self._memory_history(epoch, index):
+                with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1
                     ends_window = batches == self.accumulation
                     self._run_batch(batch, ends_window=ends_window)
@@ -289,16 +290,3 @@ class TrainingLoop:
         if self._growth is not None or self._recovery.num_recoveries > 0:  # else as in stock
             metrics.update(self._recovery.metrics())
         self._outlet.log_metrics(metrics, self.global_step)
-
-    @contextlib.contextmanager
-    def _memory_history(self, epoch: int, index: int) -> Iterator[None]:
-        """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to."""
-        history = self._run.memory_history
-        if history is None or epoch > 0 or not self._host.ranks.is_first:
-            yield
-            return
-        if index == history.first:
-            torch.cuda.memory._record_memory_history()
-        yield
-        if index == history.last:
-            torch.cuda.memory._record_memory_history(enabled=None)

@@ -105,6 +105,11 @@ class AdaptiveBatching:
             if self.ranks.size > 1:
                 dist.barrier()
         super().setup(cfg=cfg)  # type: ignore[misc]
+        self._settle(cfg, report)
+
+    def _settle(self, cfg: DictConfig, report: Report | None) -> None:
+        """Settle on everything that a run needs, now that stock has set up."""
+        settings = self._settings
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
@@ -173,8 +178,13 @@ class AdaptiveBatching:
         sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
         drops_last = self._settings.enabled or stock_loader.drop_last
         loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
-        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._gradient_accumulation_steps)
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
         return loader if sampler is None else (sampler, loader)
+
+    @property
+    def _batches_of_a_step(self) -> int:
+        """Batches of the loader that an optimizer step takes, at least."""
+        return self._gradient_accumulation_steps
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)

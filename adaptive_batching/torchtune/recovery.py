@@ -255,6 +255,9 @@ def remedy(host: Host) -> str:
     """Return the next setting that saves memory, of those that ``host`` does not use yet."""
     if not host.checkpoints_activations:
         return "enable_activation_checkpointing=True"
-    if not host.offloads_activations and host.device.type != "cpu":
+    ways = host.objective.saves_memory_by
+    if "offloading" in ways and not host.offloads_activations and host.device.type != "cpu":
         return "enable_activation_offloading=True"
+    if "lora" not in ways:
+        return "a smaller model"
     return "a model with quantized weights, as in QLoRA"
