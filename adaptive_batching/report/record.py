@@ -28,7 +28,7 @@ from adaptive_batching.values import ConfigError
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
+_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "validation", "noise")
 # Free disk space required to begin a run: a record of some tens of thousands of steps, and plots.
 _BYTES_NEEDED = 4 * _MIB
 _SECONDS_TO_DRAW = 120
@@ -85,6 +85,7 @@ class Report(Watcher):
         self._rows: list[_Row] = []
         self._maximum: list[tuple[str, str]] = []
         self._explored: list[tuple[str, str]] = []
+        self._validations: list[Mapping[str, Any]] = []
         self._recoveries = 0
         if writes:
             self._check_room()
@@ -184,6 +185,10 @@ class Report(Watcher):
         self._recoveries = recoveries
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries)
 
+    def validation(self, epoch: int, step: int, loss: float) -> None:
+        """Record the mean loss on the data that are held out, after optimizer step ``step``."""
+        self._write("validation", epoch=epoch, step=step, loss=loss)
+
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Record the noise estimates of an optimizer step, and the noise scale so far, in samples."""
         self._write(
@@ -204,7 +209,12 @@ class Report(Watcher):
         """Return the lines of the summary: the maximum, then every epoch."""
         times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
         recovered = [("out of memory", f"{times}, recovered")] if self._recoveries else []
-        lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
+        last, least = self._validations[-1:], sorted(self._validations, key=lambda event: event["loss"])[:1]
+        losses = [f"{which} {event['loss']:.4f} after step {event['step']}"
+                  for which, found in (("last", last), ("least", least)) for event in found]  # fmt: skip
+        validated = [("validation loss", ", ".join(losses))] if losses else []
+        told = [*self._maximum, *self._explored, *recovered, *validated]
+        lines = [f"  {name:<20} {value}" for name, value in told]
         lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
         return [*lines, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
 
@@ -250,10 +260,13 @@ class Report(Watcher):
         """Update the table with an event."""
         if event == "epoch":  # an epoch that runs again, as after a resume, counts once
             self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
+            self._validations = [each for each in self._validations if each["epoch"] < values["epoch"]]
         if event in ("epoch", "change"):
             self._rows.append(_Row(values["epoch"], values["batch_size"], values["reason"]))
         elif event == "step" and self._rows:
             self._rows[-1].add(values)
+        elif event == "validation":
+            self._validations.append(values)
 
 
 def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -264,7 +277,7 @@ def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
     events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
     for kind, values in _lines(path):
         if kind == "epoch":
-            for repeated in ("epoch", "change", "step"):
+            for repeated in ("epoch", "change", "step", "validation"):
                 events[repeated] = [e for e in events[repeated] if e["epoch"] < values["epoch"]]
             events["noise"] = [e for e in events["noise"] if e["step"] <= values["step"]]
         events[kind].append(values)
