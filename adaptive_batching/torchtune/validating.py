@@ -151,7 +151,8 @@ class Validation:
         self._models = [host.model, *held_out.objective.frozen_models]
         first, self._replicas = int(self._loader.sampler.rank), int(self._loader.sampler.num_replicas)
         self._indices = range(first, len(self._loader.dataset), self._replicas)
-        sample = self._loader.dataset[0]
+        with unchanged_random_state(host.device):
+            sample = self._loader.dataset[0]
         self._filler = self._objective.filler([sample])
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
         self._cutter = Cutter(host, execution)
@@ -238,9 +239,9 @@ class Validation:
         if self._host.collectives is None:
             return None
         collectives = self._host.collectives.of_forwards()
-        batch = self._objective.smallest_batch(self._loader.dataset)
-        to_device(batch, self._host.device)
         with unchanged_random_state(self._host.device), torch.compiler.set_stance("force_eager"), torch.no_grad():
+            batch = self._objective.smallest_batch(self._loader.dataset)
+            to_device(batch, self._host.device)
             collectives.start()
             self._objective.loss(self._host.model, batch, 1.0)
             collectives.finish()

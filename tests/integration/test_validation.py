@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torchtune.datasets import SFTDataset, instruct_dataset
 from torchtune.modules.attention_utils import packed_block_causal_mask
 
 from adaptive_batching.torchtune import validating
@@ -78,13 +81,28 @@ def assert_trained_alike(run: Run, without: Run) -> None:
     assert_same_weights(run.weights(0), without.weights(0))
 
 
+class Drawing(SFTDataset):
+    """Takes random numbers for each sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random.random(), np.random.rand(), torch.rand(1)
+        return super().__getitem__(index)
+
+
+def drawing_dataset(*arguments: Any, **named: Any) -> Any:
+    dataset = instruct_dataset(*arguments, **named)
+    dataset.__class__ = Drawing
+    return dataset
+
+
 @pytest.mark.parametrize("kind", ["full", "kd"])
 def test_the_loss_is_that_of_each_sample_alone_and_training_that_without(
     kind: str, tune_run: TuneRun, baseline: TuneRun, truths: list[float]
 ) -> None:
-    """With dropout, where there is any, whose random numbers validation does not take."""
+    """With dropout, whose random numbers validation does not take."""
     dropout = ["model.lora_dropout=0.2"] if kind == "kd" else ["model.attn_dropout=0.2"]
-    run = tune_run(kind, *COMMON, *dropout, *EVERY_THIRD, "batch_size_val=4")
+    drawing = "dataset_val._component_=tests.integration.test_validation.drawing_dataset"
+    run = tune_run(kind, *COMMON, *dropout, *EVERY_THIRD, drawing, "batch_size_val=4")
     _, losses = split(run)
     assert losses == pytest.approx(truths, rel=1e-6)
     assert len(losses) == 2, "once for each optimizer step, not for each of its batches"
