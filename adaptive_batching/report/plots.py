@@ -37,13 +37,18 @@ def _draw_training(events: dict[str, list[dict[str, Any]]], path: Path) -> Path:
     seen = list(accumulate(step["samples"] for step in steps))
     figure = Figure(figsize=(8, 6), layout="constrained")
     loss, batch, lr = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+    seen_at = dict(zip((step["step"] for step in steps), seen, strict=True))
     loss.plot(seen, [step["loss"] for step in steps], color="tab:blue", linewidth=0.8)
     loss.set_ylabel("loss")
+    validations = [event for event in events.get("validation", []) if event["step"] in seen_at]
+    if validations:
+        at = [seen_at[event["step"]] for event in validations]
+        loss.plot(at, [event["loss"] for event in validations], color="tab:red", marker=".", label="validation")
+        loss.legend()
     batch.step(seen, [step["samples"] for step in steps], where="pre", color="tab:orange")
     batch.set_ylabel("global batch size\n(samples)")
     noise = [(event["step"], event["noise_scale"]) for event in events.get("noise", []) if event["noise_scale"]]
     if noise:
-        seen_at = dict(zip((step["step"] for step in steps), seen, strict=True))
         batch.plot([seen_at[step] for step, _ in noise], [scale for _, scale in noise], color="tab:red", linewidth=0.8,
                    label="gradient noise scale")  # fmt: skip
         batch.legend()

@@ -151,6 +151,7 @@ def test_pictures_are_drawn_of_what_the_record_holds(tmp_path: Path) -> None:
     report = Report(tmp_path)
     report.probe(RESULT, sequence_length=64)
     write_run(report, range(3))
+    report.validation(2, 6, 3.0)
     paths = draw(read_events(report.path), tmp_path)
     assert [path.name for path in paths] == ["training.png", "probe.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
