@@ -180,7 +180,7 @@ class Validation:
         tokens = int(sums.tokens)
         share = self._objective.weight_of(Counts(tokens, tokens)) / tokens
         loss = float(self._objective.mean_loss(replace(sums.map(lambda value: value * share), tokens=sums.tokens)))
-        log.info("val_loss %.4f, over %d target tokens (%.1f s)", loss, tokens, time.perf_counter() - start)
+        log.info("val_loss %.4f (%d samples, %.1f s)", loss, len(self._loader.dataset), time.perf_counter() - start)
         return loss
 
     def with_peaks_before(self, peaks: dict[str, float]) -> dict[str, float]:
