@@ -104,7 +104,7 @@ class TrainingLoop:
                 self._run_epoch(epoch)
             self._note_progress(epochs_run=epoch + 1)
             start = time.perf_counter()
-            with contextlib.nullcontext() if self._growth is None else self._growth.learning_rate.unscaled():
+            with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
                 self._outlet.save_epoch(epoch)
             log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
         if run.profiler is not None:
