@@ -15,7 +15,20 @@ from typing import Any
 VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
-KINDS = ("run", "maximum", "probe", "rollout", "exploration", "plan", "epoch", "change", "step", "noise", "end")
+KINDS = (
+    "run",
+    "maximum",
+    "probe",
+    "rollout",
+    "exploration",
+    "plan",
+    "epoch",
+    "change",
+    "step",
+    "validation",
+    "noise",
+    "end",
+)
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
 """Folder of the record within the output directory of a run, unless ``report_dir`` names another."""
@@ -100,7 +113,7 @@ def read_events(path: Path) -> Events:
                 f"{VERSION}; install the one that wrote it, or a later one"
             )
         if kind == "epoch":
-            for repeated in ("epoch", "change", "step"):
+            for repeated in ("epoch", "change", "step", "validation"):
                 events[repeated] = [e for e in events[repeated] if e["epoch"] < values["epoch"]]
             events["noise"] = [e for e in events["noise"] if e["step"] <= values["step"]]
             events["end"] = []

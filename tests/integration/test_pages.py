@@ -353,6 +353,7 @@ SIZES: dict[str, list[list[int] | None]] = {
     "docs/grow-the-batch.md": [[4, 12], [4, 4, 8]],
     "docs/settings.md": [None],
     "docs/survive.md": [None],
+    "docs/validate.md": [None],
 }
 """Batch size of each epoch, of each block of a page in turn, where the config has 4. None where nothing changes."""
 
@@ -377,7 +378,9 @@ def test_settings_do_in_a_run_what_the_page_says(
     settings: Any = OmegaConf.to_container(OmegaConf.create(block.text))
     run = tune_run("full", f"epochs={len(sizes or [4, 4])}", replaced=settings)
     if sizes is None:
-        assert run.metrics == baseline("full", stock=True).metrics
+        logged = run.metrics
+        assert any("val_loss" in step for step in logged) == ("dataset_val" in settings)
+        assert [step for step in logged if "val_loss" not in step] == baseline("full", stock=True).metrics
     else:
         assert [epoch["batch_size"] for epoch in events(run, "epoch")] == sizes
         assert len(events(run, "probe")) == 1, "no block has max_batch_size"
