@@ -84,8 +84,8 @@ def check_validation(settings: ValidationSettings | None, increase: Increase, re
     """
     if settings is not None and not getattr(recipe, "validates", True):
         raise ConfigError(
-            f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is a mean over "
-            f"pairs, not over target tokens; set run_val_every_n_steps=null"
+            f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is no mean "
+            f"over target tokens; set run_val_every_n_steps=null"
         )
     if settings is None and increase.function is not None and reads_val_loss(increase.function):
         raise ConfigError(
