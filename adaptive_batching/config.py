@@ -30,7 +30,10 @@ LR_SCALINGS = ("none", "sqrt", "linear", "auto")
 """``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
 
 _TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size")
-_FLAGS = ("round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "recover_from_oom")
+_FLAGS = (
+    "round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "keep_beta2_half_life",
+    "recover_from_oom",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class AdaptiveBatchingConfig:
     max_lr_scale: float = 4.0
     """The most that ``lr_scaling`` multiplies the learning rate by."""
 
+    keep_beta2_half_life: bool = False
+    """Raise Adam's beta2 to the power of the global batch over the configured one, so that its second moment reaches
+    back over as many samples as in the configured run."""
+
     noise_scale_every: int | None = None
     """Optimizer steps from one measurement of the gradient noise scale to the next. None for 5 with an increase
     function of this package that reads it, and never otherwise."""
@@ -102,7 +109,7 @@ class AdaptiveBatchingConfig:
     """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
 
     report_dir: str | None = None
-    """Folder for the record, the probe's result and the pictures."""
+    """Folder for the record, the page and the probe's result."""
 
     def __post_init__(self) -> None:
         require_bool("use_maximum_batch_size", self.use_maximum_batch_size)

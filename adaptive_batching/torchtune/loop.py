@@ -12,7 +12,7 @@ import torch
 from torchtune import training
 from tqdm import tqdm
 
-from adaptive_batching.report.watcher import Watcher
+from adaptive_batching.report.watcher import StepCost, Watcher
 from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
@@ -22,6 +22,7 @@ from adaptive_batching.torchtune.memory_history import recorded_memory
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.objective import Sums
 from adaptive_batching.torchtune.recovery import Recovery
+from adaptive_batching.torchtune.step_cost import StepCosts
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class TrainingLoop:
         self._watchers = watchers
         self._limited = limited
         self.global_step = run.first_step
+        self._costs: StepCosts | None = None
         self._start_window()
 
     @property
@@ -95,13 +97,14 @@ class TrainingLoop:
                 optimizer.zero_grad()
         if run.profiler is not None:
             run.profiler.start()
+        self._costs = None if self._growth is None else StepCosts(host)
         for epoch in range(run.first_epoch, run.epochs):
             self._start_epoch(epoch)
             with self._limited():
                 self._run_epoch(epoch)
             self._note_progress(epochs_run=epoch + 1)
             start = time.perf_counter()
-            with contextlib.nullcontext() if self._growth is None else self._growth.learning_rate.unscaled():
+            with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
                 self._outlet.save_epoch(epoch)
             log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
         if run.profiler is not None:
@@ -236,15 +239,19 @@ class TrainingLoop:
         if growth is not None:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
+        samples = [sample for batch in self._window for sample in batch]
+        cost = None if self._costs is None else self._costs.of(samples, self._ran, seconds)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
-        progress.set_postfix_str(self._columns())
+        progress.set_postfix_str(self._columns(cost))
         if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
         recoveries = self._recovery.num_recoveries
         for watcher in self._watchers:
-            samples = sum(map(len, self._window)) * host.num_replicas
-            watcher.step(epoch, self.global_step, samples, float(loss), float(self._outlet.learning_rate()), recoveries)
+            if cost is not None:
+                watcher.cost(cost)
+            size = len(samples) * host.num_replicas
+            watcher.step(epoch, self.global_step, size, float(loss), float(self._outlet.learning_rate()), recoveries)
         if growth is not None:
             decision = growth.record_step(loss, seconds, self._ran)
             if decision is not None:
@@ -257,13 +264,11 @@ class TrainingLoop:
                         )  # fmt: skip
         self._start_window()
 
-    def _columns(self) -> str:
+    def _columns(self, cost: StepCost | None) -> str:
         """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
-        objective, samples = self._host.objective, [sample for batch in self._window for sample in batch]
         columns = [] if self._growth is None else [f"batch {len(self._window[-1])}"]
-        real = sum(len(objective.tokens(sample)) for sample in samples)
-        if self._growth is not None and real and objective.is_text(samples[0]):
-            columns.append(f"padded {sum(each.tokens for each in self._ran) / real:.2f}x")
+        if cost is not None and cost.tokens and cost.padded_tokens is not None:
+            columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
         if self._recovery.num_recoveries:
             columns.append(f"recovered {self._recovery.num_recoveries}")
         return ", ".join(columns)

@@ -29,7 +29,7 @@ from adaptive_batching.torchtune.noise_meter import check_that_noise_can_be_meas
 from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.probing import circumstances_of
 from adaptive_batching.torchtune.session import Session
-from adaptive_batching.torchtune.settings import read_settings, report_dir
+from adaptive_batching.torchtune.settings import describe, read_settings, report_dir
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
 from adaptive_batching.values import ConfigError
 
@@ -97,7 +97,8 @@ class AdaptiveBatching:
         settings, report = self._settings, None
         if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
-            report = Report(directory, resume=resume, writes=self.ranks.is_first)
+            about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
+            report = Report(directory, resume=resume, writes=self.ranks.is_first, about=about)
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
                 restore_state(self._checkpoints)
