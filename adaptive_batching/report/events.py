@@ -16,7 +16,8 @@ VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
 KINDS = (
-    "run", "maximum", "probe", "rollout", "exploration", "plan", "epoch", "change", "step", "validation", "noise", "end",
+    "run", "maximum", "probe", "rollout", "exploration", "plan",
+    "epoch", "change", "step", "validation", "noise", "end",
 )  # fmt: skip
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
