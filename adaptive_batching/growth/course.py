@@ -64,6 +64,19 @@ class _Epoch:
 
     _rate: Fraction = field(default_factory=lambda: Fraction(1))
 
+    @classmethod
+    def resumed(cls, shape: RunShape, progress: Mapping[str, Any]) -> _Epoch:
+        used = Fraction(*progress["schedule"]) * shape.reference_steps
+        seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
+        epoch = cls(shape, seen, progress["steps"], reference=int(used), _exact=used * shape.reference_samples)
+        epoch.decided = epoch.due + 1
+        return epoch
+
+    @property
+    def schedule(self) -> Fraction:
+        """Part of the epoch's schedule that is used up."""
+        return min(self._exact / (self.shape.reference_steps * self.shape.reference_samples), Fraction(1))
+
     def steps_left(self, window: int) -> int:
         left = (self.shape.samples - self.seen) // window
         return left if self.shape.max_steps is None else min(left, self.shape.max_steps - self.steps)
@@ -180,6 +193,16 @@ class Course:
     def epoch_is_over(self) -> bool:
         return self._epoch.steps_left(self.window) <= 0
 
+    @property
+    def seen_in_epoch(self) -> int:
+        """Samples of this epoch that are behind, on one replica."""
+        return self._epoch.seen
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Optimizer steps of this epoch that are behind."""
+        return self._epoch.steps
+
     def start_epoch(self, number: int, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision:
         """Decide on the size that an epoch starts with.
 
@@ -190,6 +213,37 @@ class Course:
         self._number = number
         self._epoch = _Epoch(self.shape)
         return self._decide(number, observe)
+
+    def progress(self) -> dict[str, Any] | None:
+        """Return how far this epoch is, for :meth:`resume`; None at its end.
+
+        Samples are those of all replicas, and the schedule's part is a fraction, so that a run may go on with another
+        number of devices or another batch size.
+        """
+        if self.epoch_is_over:
+            return None
+        return {
+            "samples": self._epoch.seen * self.shape.replicas,
+            "steps": self._epoch.steps,
+            "schedule": list(self._epoch.schedule.as_integer_ratio()),
+        }
+
+    def resume(self, number: int, progress: Mapping[str, Any]) -> int:
+        """Go on within the epoch ``number``, at the present size; what was due up to there has been decided.
+
+        Args:
+            number: The epoch, from 0.
+            progress: The :meth:`progress` of the run that is resumed.
+
+        Returns:
+            How many steps the schedule takes at once: all of the epoch's, if another size leaves no room for a step.
+        """
+        self._number = number
+        self._epoch = _Epoch.resumed(self.shape, progress)
+        self._epoch.set_window(self.window)
+        if not self.history or self.history[-1][1] != self.controller.batch_size:
+            self.history.append((number + self._epoch.seen / self.shape.samples, self.controller.batch_size))
+        return self.shape.reference_steps - self._epoch.reference if self.epoch_is_over else 0
 
     def take_step(self) -> int:
         """Record an optimizer step and return how many steps the schedule takes with it."""
@@ -208,7 +262,10 @@ class Course:
     def plan(self, first_epoch: int = 0) -> list[PlannedEpoch]:
         """Plan the rest of the run, with all decisions that can be made before training."""
         trial = self._trial()
-        return [trial._plan_epoch(number) for number in range(first_epoch, self.shape.epochs)]
+        resumed = self._number if self._epoch.seen else None
+        return [
+            trial._plan_epoch(number, is_resumed=number == resumed) for number in range(first_epoch, self.shape.epochs)
+        ]
 
     def expected(self) -> PlannedEpoch:
         """Return this epoch from its start, as far as it is decided."""
@@ -223,6 +280,7 @@ class Course:
     def _trial(self) -> Course:
         """Return a copy to run ahead with; decisions that can be made early are made once, for both."""
         trial = copy.copy(self)
+        trial._epoch = copy.copy(self._epoch)
         trial.history = []
         if self.controller.decides_early:
             trial.controller = copy.copy(self.controller)
@@ -231,15 +289,17 @@ class Course:
             trial._decisions = {}
         return trial
 
-    def _plan_epoch(self, number: int) -> PlannedEpoch:
-        self.start_epoch(number)
-        sizes, windows, seen = [self.controller.batch_size], [self.window], self.samples_seen
+    def _plan_epoch(self, number: int, *, is_resumed: bool = False) -> PlannedEpoch:
+        if not is_resumed:
+            self.start_epoch(number)
+        sizes, windows = [self.controller.batch_size], [self.window]
         while not self.epoch_is_over:
             self.take_step()
             if self.decide_if_due() is not None and sizes[-1] != self.controller.batch_size:
                 sizes.append(self.controller.batch_size)
                 windows.append(self.window)
-        seen, replicas = self.samples_seen - seen, self.shape.replicas
+        replicas = self.shape.replicas
+        seen = self._epoch.seen * replicas
         end = min((number + 1) * self.shape.reference_steps, len(self._rates) - 1)
         return PlannedEpoch(
             number, sizes, [window * replicas for window in windows], self._epoch.steps, seen,

@@ -28,7 +28,8 @@ from adaptive_batching.values import ConfigError
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise")
+_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise", "resume")
+_WITH_STEP = ("epoch", "change", "step", "noise")
 # Free disk space required to begin a run: a record of some tens of thousands of steps, and plots.
 _BYTES_NEEDED = 4 * _MIB
 _SECONDS_TO_DRAW = 120
@@ -89,8 +90,7 @@ class Report(Watcher):
         if writes:
             self._check_room()
         if writes and resume and self.path.exists():
-            for kind, values in _lines(self.path):
-                self._note(kind, values)
+            self._note_all()
             self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
 
     def _check_room(self) -> None:
@@ -172,6 +172,13 @@ class Report(Watcher):
         if self._writes:
             log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(lines))
 
+    def resume(self, step: int) -> None:
+        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again."""
+        self._write("resume", step=step)
+        if self._writes:
+            with self._only_warned():
+                self._note_all()
+
     def exploration(self, result: Exploration) -> None:
         """Record the timings of an exploration."""
         best, base = result.recommended, result.estimates[0]
@@ -246,6 +253,12 @@ class Report(Watcher):
                 file.write(start + json.dumps({"event": event, **values}) + "\n")
             self._cut_off, self._mode = False, "a"
 
+    def _note_all(self) -> None:
+        """Make the table from the record."""
+        self._rows = []
+        for kind, values in _lines_that_count(self.path):
+            self._note(kind, values)
+
     def _note(self, event: str, values: Mapping[str, Any]) -> None:
         """Update the table with an event."""
         if event == "epoch":  # an epoch that runs again, as after a resume, counts once
@@ -257,18 +270,31 @@ class Report(Watcher):
 
 
 def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the events of a record by kind. If an epoch ran twice, as after a resume, the last run counts.
+    """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts.
 
     Lines that cannot be read, because a full disk or a killed process cut them off, are skipped.
     """
     events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
-    for kind, values in _lines(path):
-        if kind == "epoch":
-            for repeated in ("epoch", "change", "step"):
-                events[repeated] = [e for e in events[repeated] if e["epoch"] < values["epoch"]]
-            events["noise"] = [e for e in events["noise"] if e["step"] <= values["step"]]
+    for kind, values in _lines_that_count(path):
         events[kind].append(values)
     return events
+
+
+def _lines_that_count(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return (kind, values) of each event, in order, without those of epochs and steps that ran again."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    for kind, values in _lines(path):
+        if kind in ("epoch", "resume"):
+            events = [(k, v) for k, v in events if k not in _WITH_STEP or _came_before(values, v)]
+        events.append((kind, values))
+    return events
+
+
+def _came_before(start: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """Return True if ``event`` came before an epoch, or what is resumed, with the event ``start``."""
+    if "epoch" in start and "epoch" in event:
+        return bool(event["epoch"] < start["epoch"])
+    return bool(event["step"] <= start["step"])
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

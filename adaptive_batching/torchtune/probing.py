@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
 _NOT_OF_MEMORY = frozenset(
     {
-        "output_dir", "checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "output_dir", "checkpointer", "resume_from_checkpoint", "save_adapter_weights_only", "save_every_n_steps",
         "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
         "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
         # What of these matters has entries of its own.

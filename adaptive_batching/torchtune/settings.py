@@ -18,7 +18,13 @@ log = logging.getLogger(__name__)
 
 _OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
 _OF_ANY: tuple[str, ...] = ("lr_scaling", "noise_scale_every", "keep_global_batch")
-FIELDS = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
+FIELDS = (
+    "use_maximum_batch_size",
+    "batch_increase_function",
+    "micro_batch_size",
+    "save_every_n_steps",
+    "adaptive_batching",
+)
 _SECTION = [field.name for field in dataclasses.fields(AdaptiveBatchingConfig) if field.name not in FIELDS]
 # Names by which other tools know what ours do.
 _ELSEWHERE = {
@@ -57,6 +63,7 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
         use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],
         batch_increase_function=values["batch_increase_function"],
         micro_batch_size=values["micro_batch_size"],
+        save_every_n_steps=values["save_every_n_steps"],
         batch_size=cfg.batch_size,
     )
     collate_fn = cfg.get("collate_fn", "")
