@@ -221,16 +221,20 @@ class AsyncCheckpoint:
     def __init__(self, client: Any, *, by_step: bool) -> None:
         self.by_step = by_step
         self._checkpointer = checkpointer = client._get_dcp_checkpointer()
+        of_epochs = checkpointer._checkpoint_dir_prefix
         if by_step:
             checkpointer._checkpoint_dir_prefix = "dist_step"
         # A thread saves while training goes on: on the group of the training, their collectives would mix.
         checkpointer._process_group = dist.new_group(backend="gloo")
-        self._prefix = Path(checkpointer._output_dir, checkpointer._checkpoint_dir_prefix)
+        self._prefix = checkpointer._checkpoint_dir_prefix
+        if checkpointer._get_latest_intermediate_checkpoint() is None:  # the run to resume may have saved at epochs
+            checkpointer._checkpoint_dir_prefix = of_epochs
 
     def save(self, number: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Store, next to the checkpoint of an epoch or a step, what stock does not read back from it."""
+        """Store, next to the checkpoint of an epoch or a step that is saved next, what stock does not read back."""
+        self._checkpointer._checkpoint_dir_prefix = self._prefix
         if dist.get_rank() == 0:
-            path = Path(f"{self._prefix}_{number}") / _NOT_READ_BACK
+            path = Path(self._checkpointer._output_dir, f"{self._prefix}_{number}", _NOT_READ_BACK)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"loader": loader_state, "initial_lr": _initial_lr(optimizers)}, path)
 

@@ -66,7 +66,7 @@ def cut_off(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, kind: str, *over
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo", pytest.param("kd", marks=pytest.mark.slow)])
 def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     kind: str,
     tune_run: TuneRun,
@@ -103,10 +103,11 @@ def test_packs_that_are_cut_and_gathered_go_on_at_the_same_sample(
     tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = [*GROW, "dataset.packed=True", "gradient_accumulation_steps=2", "micro_batch_size=1", "batch_size=2"]
-    packed += ["dataset.split=train[:200]", "save_every_n_steps=3"]
+    packed += ["dataset.split=train[:100]", "save_every_n_steps=2"]
     whole = baseline("full", *packed)
     cut_off(tune_run, monkeypatch, "full", *packed)
     resumed = tune_run("full", *packed, RESUME)
+    assert [event["step"] for event in events(resumed, "resume")] == [22], "within the second epoch"
     assert resumed.by_step == whole.by_step
     last = folders(whole)[-1]
     assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
