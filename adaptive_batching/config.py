@@ -30,7 +30,10 @@ LR_SCALINGS = ("none", "sqrt", "linear", "auto")
 """``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
 
 _TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps")
-_FLAGS = ("round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "recover_from_oom")
+_FLAGS = (
+    "round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "keep_beta2_half_life",
+    "recover_from_oom",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,10 @@ class AdaptiveBatchingConfig:
 
     max_lr_scale: float = 4.0
     """The most that ``lr_scaling`` multiplies the learning rate by."""
+
+    keep_beta2_half_life: bool = False
+    """Raise Adam's beta2 to the power of the global batch over the configured one, so that its second moment reaches
+    back over as many samples as in the configured run."""
 
     noise_scale_every: int | None = None
     """Optimizer steps from one measurement of the gradient noise scale to the next. None for 5 with an increase

@@ -59,7 +59,7 @@ def write_report(
     device: str,
     facts: Sequence[str],
     rows: Sequence[str],
-    figures: Mapping[str, float],
+    figures: Mapping[str, Any],
     output: Path | None,
     packages: Sequence[str] = PACKAGES,
     quiet: bool = False,

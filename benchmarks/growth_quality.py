@@ -1,30 +1,37 @@
-"""Does growing the batch help? Wall time and optimizer steps to the same held-out loss, for each increase function.
+"""Does growing the batch help? Steps, samples and seconds to the same held-out loss, for each increase function.
 
-    pip install -e .
-    python benchmarks/growth_quality.py              # about 25 minutes on 2 cores
+    pip install -e .[plots]
+    python benchmarks/growth_quality.py              # about 35 minutes on 2 cores
     python benchmarks/growth_quality.py --device cuda --samples 4000
 
-Fine-tunes the quickstart's model for a few epochs. Every way sees the same samples in the same order, from the same
-weights; a seed gives another order. The loss on held-out samples is taken every quarter of an epoch, off the clock, as
-is everything before the first step. Three controls keep their batch:
+Fine-tunes the quickstart's model for a few epochs: all of its weights, from random ones, and with LoRA, on a base that
+has first been trained on other samples. Every way sees the same samples in the same order, from the same weights; a
+seed gives another order. The loss on held-out samples is taken every quarter of an epoch, off the clock, as is
+everything before the first step. Three controls keep their batch:
 
 - the configured one, as stock trains it;
 - the maximum, with the learning rate times the square root of what the batch gained;
-- the maximum by accumulation, as stock would do it, with the learning rate as configured.
+- the configured one for an epoch less, its schedule with it: a way to save time that needs nothing new.
 
 The configured learning rate is the best of three for the first control, so that no way wins by a rate that was too low.
-All others scale it by ``lr_scaling: auto`` and run with ``micro_batch_size: auto``, as does the second control.
+All others scale it by ``lr_scaling: auto`` and run with ``micro_batch_size: auto``, as does the second control. Two
+ways are run again with ``keep_beta2_half_life: True``.
 
 A way is compared at a loss of its own: its final one or the lowest final one of the controls, whichever is higher, so
 that both it and a control reach it. The best control is the one that reaches that loss first, in seconds or in steps;
-where between two evaluations that was is interpolated. A ratio below 1 is in favour of the way. A way that grows ends
-its schedule at that loss, while the control may pass it with a rate that is still high; so the first control is run
-again for an epoch less, its schedule with it, as a way to save time that needs nothing new.
+where between two evaluations that was is interpolated. A ratio below 1 is in favour of the way. Steps and samples are
+the same on every device; ``break_even.py`` says what follows for one on which a step costs more. ``goodput`` decides by
+the seconds that it measures, and has no such point.
+
+Runs are made in as many processes as there are cores, each with one thread. Seconds are of the processor, so that they
+do not count each other; on a GPU runs take turns, and seconds are of the clock.
 
 The noise scale's overhead is measured apart, step by step: two recipes take turns, of which one measures it every fifth
 step. The last line printed is a JSON object: of the increase functions whose final loss is at most 2 % above that of
-the best control the one with the least seconds, its seconds and steps over those of the best control (medians over
-seeds of paired ratios), and the overhead.
+the best control (all weights) the one with the least seconds, its seconds and steps over those of the best control
+(medians over seeds of paired ratios), and the overhead; the fixed cost of a step from which each way is faster than
+every control, in milliseconds at the cost of a sample that was measured, null for never; and steps to the same loss
+without ``keep_beta2_half_life`` over those with it.
 """
 
 from __future__ import annotations
@@ -32,17 +39,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
+import multiprocessing
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from break_even import Curve, Point, common_target, costs, draw, mean_and_interval, pays, reached
 from common import write_report
 from omegaconf import OmegaConf
 from overhead import TakingTurns, run_all
@@ -50,23 +62,22 @@ from torchtune import config
 
 from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
-from adaptive_batching.torchtune.quickstart import build
+from adaptive_batching.torchtune.quickstart import Architecture, build, save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 BATCH_SIZE, MAXIMUM, EPOCHS = 4, 32, 3
 WARM_UP_SAMPLES = 96
 EVALUATIONS_PER_EPOCH = 4
 LEARNING_RATES = (5e-4, 1e-3, 2e-3)
-CONFIGURED, LARGEST, ACCUMULATED = "constant, configured", "constant, maximum, sqrt LR", "constant, accumulated"
+LENGTH = 128  # tokens of a sample at most
+BASE_SAMPLES = 1024
+CONFIGURED, LARGEST = "constant, configured", "constant, maximum, sqrt LR"
 AUTO = {"micro_batch_size": "auto"}
 SHORTER = "constant, configured, an epoch less"
 CONTROLS: dict[str, dict[str, Any]] = {
     CONFIGURED: {},
     LARGEST: {**AUTO, "use_maximum_batch_size": True},
-    ACCUMULATED: {
-        "gradient_accumulation_steps": MAXIMUM // BATCH_SIZE,
-        "lr_scheduler.num_warmup_steps": WARM_UP_SAMPLES // MAXIMUM,
-    },
+    SHORTER: {"epochs": EPOCHS - 1},
 }
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "step": {"every": 0.75},
@@ -82,7 +93,10 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "norm_test": {},
     "goodput": {},
 }
-stock = load_stock("full_finetune_single_device")
+OF_LORA = ("step", "polynomial", "late_switch", "replace_lr_decay", "gradient_noise_scale", "norm_test")
+KEPT = ", beta2 kept"
+WITH_KEPT_BETA2 = (LARGEST, "step")
+stock, stock_lora = load_stock("full_finetune_single_device"), load_stock("lora_finetune_single_device")
 
 
 class Evaluating(Watcher):
@@ -95,26 +109,33 @@ class Evaluating(Watcher):
         self._recipe.note_step(samples)
 
 
-class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
-    """Our recipe, with a clock that stops while the held-out loss is taken, and no checkpoints."""
+class Measured(AdaptiveBatching):
+    """Our mixin, with a clock that stops while the held-out loss is taken, and no checkpoints."""
+
+    # Set by the stock recipes
+    _loss_fn: Any
+    _loss_step: Any
+    _model: Any
+    _tokenizer: Any
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(cfg)
-        self.curve: list[tuple[float, int, float]] = []
+        self.curve: list[Point] = []
 
     def watch(self, held_out: Any, every: int) -> None:
         """Take the loss on ``held_out`` after each ``every`` samples."""
+        self._now = time.perf_counter if self._device.type == "cuda" else time.process_time
         self._held_out, self._every, self._next = held_out, every, every
         self.watchers.append(Evaluating(self))
         self._samples = self._steps = 0
         self._off_clock = 0.0
-        self.curve = [(0.0, 0, self._loss())]
-        self._start = time.perf_counter()
+        self.curve = [Point(0, 0, 0.0, self._loss())]
+        self._start = self._now()
 
     def train(self) -> None:
         assert self._session is not None
         self._session.loop(self, self.watchers).run()  # without the pictures that our recipe draws at the end
-        if self.curve and self.curve[-1][1] < self._steps:
+        if self.curve and self.curve[-1].steps < self._steps:
             self.evaluate()
 
     def note_step(self, samples: int) -> None:
@@ -126,10 +147,10 @@ class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Add a point to the curve: seconds, steps, loss."""
-        now = time.perf_counter()
-        self.curve.append((now - self._start - self._off_clock, self._steps, self._loss()))
-        self._off_clock += time.perf_counter() - now
+        """Add a point to the curve."""
+        now = self._now()
+        self.curve.append(Point(self._steps, self._samples, now - self._start - self._off_clock, self._loss()))
+        self._off_clock += self._now() - now
 
     def save_checkpoint(self, epoch: int) -> None:
         pass
@@ -146,39 +167,74 @@ class Measured(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type:
         return total / count
 
 
-def recipe_for(changes: dict[str, Any], inputs: Path, device: str, samples: int, directory: Path) -> Measured:
+class Full(Measured, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
+    """All weights are trained."""
+
+
+class LoRA(Measured, stock_lora.LoRAFinetuneRecipeSingleDevice):  # type: ignore[misc, name-defined]
+    """Adapters are trained."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of one kind share."""
+
+    lora: bool
+    inputs: Path
+    base: Path
+    """Folder of the weights that training starts from."""
+
+    device: str
+    samples: int
+    directory: Path
+
+
+def recipe_for(changes: Mapping[str, Any], setting: Setting) -> Measured:
     """A recipe that has been set up; its probe is looked up where one has been."""
-    cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
+    kind = "lora" if setting.lora else "full"
+    cfg: Any = OmegaConf.load(ROOT / f"recipes/configs/quickstart/{kind}_single_device.yaml")
     section = {
         "max_batch_size": MAXIMUM, "lr_scaling": "auto", "increase_every": 0.25,
-        "report_dir": str(directory / "report"), **changes.pop("adaptive_batching", {}),
+        "report_dir": str(setting.directory / f"report_{kind}_{os.getpid()}"), **changes.get("adaptive_batching", {}),
     }  # fmt: skip
     changes = {
-        "data_dir": str(inputs), "output_dir": str(directory / "run"), "device": device, "seed": 0, "epochs": EPOCHS,
+        "data_dir": str(setting.inputs), "output_dir": str(setting.directory / f"run_{os.getpid()}"),
+        "checkpointer.checkpoint_dir": str(setting.base), "device": setting.device, "seed": 0, "epochs": EPOCHS,
         "batch_size": BATCH_SIZE, "use_maximum_batch_size": False, "batch_increase_function": None,
-        "adaptive_batching": section, "dataset.split": f"train[:{samples}]",
-        "lr_scheduler.num_warmup_steps": WARM_UP_SAMPLES // BATCH_SIZE, **changes,
+        "tokenizer.max_seq_len": LENGTH, "dataset.split": f"train[:{setting.samples}]",
+        "lr_scheduler.num_warmup_steps": WARM_UP_SAMPLES // BATCH_SIZE, **changes, "adaptive_batching": section,
     }  # fmt: skip
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value, merge=False)
-    recipe = Measured(cfg)
+    recipe = (LoRA if setting.lora else Full)(cfg)
     recipe.setup(cfg)
     return recipe
 
 
-def train(changes: dict[str, Any], inputs: Path, device: str, samples: int, directory: Path) -> list[Any]:
-    """The curve of a run: seconds, optimizer steps and held-out loss, from the first weights to the last."""
+def train(changes: Mapping[str, Any], setting: Setting) -> list[Point]:
+    """The curve of a run, from the first weights to the last."""
     with quiet():
-        recipe = recipe_for(dict(changes), inputs, device, samples, directory)
+        recipe = recipe_for(changes, setting)
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
-        cfg.data_dir = str(inputs)
-        cfg.dataset.split = f"train[{samples}:{samples + samples // 5}]"
+        cfg.data_dir = str(setting.inputs)
+        cfg.dataset.split = f"train[{setting.samples}:{setting.samples + setting.samples // 5}]"
         held_out = config.instantiate(cfg.dataset, recipe._tokenizer)
         recipe._dataloader.sampler.seed = changes.get("seed", 0)  # stock's is always 0
-        recipe.watch(held_out, samples // EVALUATIONS_PER_EPOCH)
+        recipe.watch(held_out, max(setting.samples // EVALUATIONS_PER_EPOCH, 1))
         recipe.train()
         recipe.cleanup()
     return recipe.curve
+
+
+def make_base(setting: Setting, rate: float) -> None:
+    """Train all weights on samples that nothing else sees, and save them where LoRA starts from."""
+    first = setting.samples + setting.samples // 5
+    with quiet():
+        split = f"train[{first}:{first + BASE_SAMPLES}]"
+        recipe = recipe_for({"dataset.split": split, "optimizer.lr": rate, "epochs": 2}, setting)
+        recipe.train()
+        save_checkpoint(recipe._model, setting.directory / "base", Architecture())
+        recipe.cleanup()
 
 
 @contextlib.contextmanager
@@ -193,17 +249,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def reached(curve: list[Any], target: float) -> tuple[float, float] | None:
-    """Seconds and steps to the target, or None."""
-    for before, after in pairwise(curve):
-        if after[2] <= target:
-            part = (before[2] - target) / (before[2] - after[2]) if before[2] > after[2] else 1.0
-            part = min(max(part, 0.0), 1.0)
-            return tuple(a + part * (b - a) for a, b in zip(before[:2], after[:2], strict=True))  # type: ignore[return-value]
-    return None
-
-
-def noise_overhead(inputs: Path, device: str, samples: int, directory: Path) -> float:
+def noise_overhead(setting: Setting) -> float:
     """Seconds of training with the noise scale measured, over seconds without."""
     turns = TakingTurns(first=0)
     threads = []
@@ -214,7 +260,7 @@ def noise_overhead(inputs: Path, device: str, samples: int, directory: Path) -> 
                 "batch_increase_function": {"_component_": "adaptive_batching.growth.constant"},
                 "adaptive_batching": {"noise_scale_every": every},
             }  # fmt: skip
-            recipe = recipe_for(changes, inputs, device, samples, directory / str(number))
+            recipe = recipe_for(changes, setting)
             recipe.watchers.append(turns.watcher(number))
             threads.append(threading.Thread(target=turns.train, args=(number, recipe)))
         run_all(threads)
@@ -222,88 +268,197 @@ def noise_overhead(inputs: Path, device: str, samples: int, directory: Path) -> 
     return measured / plain
 
 
-def evaluate(curves: dict[str, list[list[Any]]]) -> tuple[list[str], dict[str, Any]]:
-    """A Markdown table, and the ratios of the best schedule."""
-    seeds = range(len(curves[CONFIGURED]))
+def ways_of(setting: Setting) -> dict[str, dict[str, Any]]:
+    """What is trained, by name."""
+    ways = dict(CONTROLS)
+    for function, arguments in FUNCTIONS.items():
+        if not setting.lora or function in OF_LORA:
+            component = {"_component_": f"adaptive_batching.growth.{function}", **arguments}
+            ways[function] = {**AUTO, "batch_increase_function": component}
+    for way in WITH_KEPT_BETA2:
+        ways[way + KEPT] = {**ways[way], "adaptive_batching": {"keep_beta2_half_life": True}}
+    return ways
 
-    def compared(way: str, seed: int) -> tuple[float, float]:
-        """Seconds and steps over those of the best control."""
-        target = max(curves[way][seed][-1][2], min(curves[control][seed][-1][2] for control in CONTROLS))
-        mine = reached(curves[way][seed], target)
-        controls = [found for name in CONTROLS if (found := reached(curves[name][seed], target)) is not None]
-        assert mine is not None and controls
-        return mine[0] / min(seconds for seconds, _ in controls), mine[1] / min(steps for _, steps in controls)
 
-    rows = [
-        "| way | final held-out loss | optimizer steps | seconds | seconds / best control's | steps, likewise |",
-        "|---|---|---|---|---|---|",
+Curves = Mapping[str, Sequence[Curve]]
+Train = Callable[[Sequence[Mapping[str, Any]], Setting], list[list[Point]]]
+
+
+def best_rate(train_all: Train, setting: Setting) -> tuple[float, str]:
+    """The learning rate with which the configured batch ends lowest, and a line that says so."""
+    curves = train_all([{"optimizer.lr": rate} for rate in LEARNING_RATES], setting)
+    losses = {rate: curve[-1].loss for rate, curve in zip(LEARNING_RATES, curves, strict=True)}
+    rate = min(losses, key=lambda rate: losses[rate])
+    tried = ", ".join(f"{loss:.3f} with {each:g}" for each, loss in losses.items())
+    return rate, f"learning rate {rate:g}: the final losses of {CONFIGURED} were {tried}"
+
+
+def all_curves(train_all: Train, setting: Setting, rate: float, seeds: int) -> Curves:
+    """The curves of every way, one for each seed."""
+    ways = ways_of(setting)
+    asked = [(way, {"optimizer.lr": rate, "seed": seed, **ways[way]}) for seed in range(seeds) for way in ways]
+    curves = train_all([changes for _, changes in asked], setting)
+    return {way: [curve for (of, _), curve in zip(asked, curves, strict=True) if of == way] for way in ways}
+
+
+def against_best_control(curves: Curves, way: str) -> tuple[float, float]:
+    """Seconds and steps of a way over those of the best control, medians over seeds."""
+    seconds, steps = [], []
+    for seed, mine in enumerate(curves[way]):
+        controls = [curves[control][seed] for control in CONTROLS]
+        target = common_target(mine, controls)
+        ours = reached(mine, target)
+        theirs = [found for control in controls if (found := reached(control, target)) is not None]
+        assert ours is not None and theirs
+        seconds.append(ours.seconds / min(each.seconds for each in theirs))
+        steps.append(ours.steps / min(each.steps for each in theirs))
+    return statistics.median(seconds), statistics.median(steps)
+
+
+def break_evens(curves: Curves, way: str) -> list[tuple[float, float]]:
+    """Between which fixed costs, in samples, a way is the fastest, for each seed; never is from infinity on."""
+    found = [
+        pays(mine, [curves[control][seed] for control in CONTROLS if control != way])
+        for seed, mine in enumerate(curves[way])
     ]
-    ratios: dict[str, tuple[float, float]] = {}
-    losses: dict[str, float] = {}
+    return [each or (math.inf, math.inf) for each in found]
+
+
+def table_of(curves: Curves) -> list[str]:
+    """A Markdown table, a row for each way."""
+    rows = [
+        "| way | held-out loss | above the configured batch's | steps | seconds / best control's | steps, likewise "
+        "| pays from | until |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for way, runs in curves.items():
-        pairs = [compared(way, seed) for seed in seeds]
-        ratios[way] = (statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs))
-        seconds, steps, losses[way] = (statistics.median(run[-1][i] for run in runs) for i in range(3))
-        spread = max(run[-1][2] for run in runs) - min(run[-1][2] for run in runs)
-        rows.append(
-            f"| {way} | {losses[way]:.3f} (range {spread:.3f}) | {steps:.0f} | {seconds:.0f} "
-            f"| {ratios[way][0]:.2f} | {ratios[way][1]:.2f} |"
+        loss, width = mean_and_interval([run[-1].loss for run in runs])
+        pairs = zip(runs, curves[CONFIGURED], strict=True)
+        above, of_above = mean_and_interval([run[-1].loss - control[-1].loss for run, control in pairs])
+        difference = "" if way == CONFIGURED else f"{above:+.3f} ± {of_above:.3f}"
+        seconds, steps = against_best_control(curves, way)
+        spans = break_evens(curves, way)
+        first, last = (
+            "" if way in CONTROLS or way == "goodput" else spelled([span[end] for span in spans]) for end in (0, 1)
         )
+        taken = statistics.median(run[-1].steps for run in runs)
+        rows.append(
+            f"| {way} | {loss:.3f} ± {width:.3f} | {difference} | {taken:.0f} | {seconds:.2f} | {steps:.2f} "
+            f"| {first} | {last} |"
+        )
+    return rows
+
+
+def spelled(values: Sequence[float]) -> str:
+    """The median of values and their range, in words where it is infinite."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    if math.isinf(low):
+        return "never"
+    shown = ["∞" if math.isinf(value) else f"{value:.0f}" for value in (low, middle, high)]
+    return f"{shown[1]} ({shown[0]} to {shown[2]})"
+
+
+def best_schedule(curves: Curves) -> dict[str, Any]:
+    """The increase function with the least seconds of those that end about as low as the best control."""
+    losses = {way: statistics.median(run[-1].loss for run in runs) for way, runs in curves.items()}
     worst = 1.02 * min(losses[control] for control in CONTROLS)
-    good = [way for way in FUNCTIONS if losses[way] <= worst]
-    best = min(good, key=lambda way: ratios[way][0]) if good else "none"
+    ratios = {way: against_best_control(curves, way) for way in FUNCTIONS if losses[way] <= worst}
+    best = min(ratios, key=lambda way: ratios[way][0], default="none")
     seconds, steps = ratios.get(best, (float("nan"), float("nan")))
-    return rows, {
+    return {
         "best_schedule": best,
         "wall_time_vs_best_control": round(seconds, 3),
         "steps_vs_best_control": round(steps, 3),
     }
 
 
+def beta2_gains(curves: Curves) -> list[float]:
+    """Steps to the same loss without a kept half-life over those with it, for each pair of runs."""
+    gains = []
+    for way in WITH_KEPT_BETA2:
+        for plain, kept in zip(curves[way], curves[way + KEPT], strict=True):
+            target = common_target(kept, [plain])
+            without, with_it = reached(plain, target), reached(kept, target)
+            assert without is not None and with_it is not None
+            gains.append(without.steps / with_it.steps)
+    return gains
+
+
+def in_parallel(pool: ProcessPoolExecutor, changes: Sequence[Mapping[str, Any]], setting: Setting) -> list[list[Point]]:
+    """Train in each way, and say so as they end."""
+    curves = []
+    for number, curve in enumerate(pool.map(partial(train, setting=setting), changes)):
+        curves.append(curve)
+        print(f"{number + 1} of {len(changes)}: {changes[number]} {curve[-1]}", flush=True)
+    return curves
+
+
 def main() -> None:
-    """Train in every way, with every seed in turn, and write the result file."""
+    """Train in every way with every seed, and write the result file and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--samples", type=int, default=320)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/growth_quality_<device>.md")
     args = parser.parse_args()
+    output = args.output or Path(__file__).parent / "results" / f"growth_quality_{args.device}.md"
 
-    with tempfile.TemporaryDirectory() as name:
+    workers = len(os.sched_getaffinity(0)) if args.device == "cpu" else 1
+    os.environ["OMP_NUM_THREADS"] = "1"
+    spawn = multiprocessing.get_context("spawn")
+    rows, facts, points, gains = [], [], {}, []
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         directory = Path(name)
-        inputs = directory / "inputs"
-        build(inputs)
-
-        def run(changes: dict[str, Any]) -> list[Any]:
-            return train(changes, inputs, args.device, args.samples, directory)
-
-        by_rate = {rate: run({"optimizer.lr": rate})[-1][2] for rate in LEARNING_RATES}
-        rate = min(by_rate, key=lambda rate: by_rate[rate])
-        print(f"final loss of {CONFIGURED} by learning rate: {by_rate}", flush=True)
-        ways: dict[str, dict[str, Any]] = {**CONTROLS, SHORTER: {"epochs": EPOCHS - 1}}
-        for function, arguments in FUNCTIONS.items():
-            component = {"_component_": f"adaptive_batching.growth.{function}", **arguments}
-            ways[function] = {**AUTO, "batch_increase_function": component}
-        curves: dict[str, list[list[Any]]] = {way: [] for way in ways}
-        for seed in range(args.seeds):
-            for way in [*ways][:: -1 if seed % 2 else 1]:
-                curves[way].append(run({"optimizer.lr": rate, "seed": seed, **ways[way]}))
-                seconds, steps, loss = curves[way][-1][-1]
-                print(f"seed {seed}, {way}: {seconds:.1f} s, {steps} steps, loss {loss:.4f}", flush=True)
-        overhead = noise_overhead(inputs, args.device, args.samples, directory)
-    rows, figures = evaluate(curves)
-    rates = ", ".join(f"{loss:.3f} with {rate:g}" for rate, loss in by_rate.items())
+        build(directory / "inputs")
+        full = Setting(False, directory / "inputs", directory / "inputs/model", args.device, args.samples, directory)
+        lora = Setting(True, directory / "inputs", directory / "base", args.device, args.samples, directory)
+        train_all = partial(in_parallel, pool)
+        rate, fact = best_rate(train_all, full)
+        pool.submit(make_base, full, rate).result()
+        for kind, setting in (("full", full), ("lora", lora)):
+            if setting.lora:
+                rate, fact = best_rate(train_all, setting)
+            curves = all_curves(train_all, setting, rate, args.seeds)
+            per_step, per_sample = costs(curves)
+            facts.append(
+                f"{kind}: {fact}; here a step costs {1000 * per_step:.0f} ms and a sample {1000 * per_sample:.0f} ms"
+            )
+            rows += [f"## {kind}", "", *table_of(curves), ""]
+            picture = output.with_name(f"{output.stem}_{kind}.png")
+            draw(curves, CONFIGURED, per_sample, picture, f"{kind}: when growing is faster")
+            rows += [f"![time to the same loss over the fixed cost of a step]({picture.name})", ""]
+            if not setting.lora:
+                figures.update(best_schedule(curves))
+            gains += beta2_gains(curves)
+            medians = {
+                way: statistics.median(span[0] for span in break_evens(curves, way))
+                for way in curves
+                if way not in CONTROLS and way != "goodput"
+            }
+            points[kind] = {
+                way: None if math.isinf(cost) else round(1000 * per_sample * cost) for way, cost in medians.items()
+            }
+        overhead = pool.submit(noise_overhead, full).result()
     write_report(
-        "Growing the batch: time and steps to the same held-out loss",
+        "Growing the batch: steps, samples and time to the same held-out loss",
         device=args.device,
         facts=[
-            f"{args.samples} samples, {EPOCHS} epochs, batch {BATCH_SIZE} to at most {MAXIMUM}, decided every quarter "
-            f"of an epoch; medians of {args.seeds} seeds; {args.samples // 5} held-out samples",
-            f"learning rate {rate:g}: the final losses of {CONFIGURED} were {rates}",
+            f"{args.samples} samples of at most {LENGTH} tokens, {EPOCHS} epochs, batch {BATCH_SIZE} to at most "
+            f"{MAXIMUM}, decided every quarter of an epoch; {args.seeds} seeds; {args.samples // 5} held-out samples",
+            "losses are means with 95 % intervals over seeds; 'pays from ... until' is the fixed cost of a step, in "
+            "samples, at which a way is faster to its loss than every control: median over seeds, and range",
+            *facts,
         ],
         rows=rows,
-        figures={**figures, "noise_scale_overhead": round(overhead, 3)},
-        output=args.output,
+        figures={
+            **figures,
+            "noise_scale_overhead": round(overhead, 3),
+            "seeds": args.seeds,
+            "break_even_fixed_cost_ms": points,
+            "beta2_scaling_gain": round(statistics.median(gains), 3),
+        },
+        output=output,
     )
 
 

@@ -97,6 +97,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     fused = False
     """True while an operation runs whose result a compiler would never store."""
 
+    in_place_of: torch.Tensor | None = None
+    """What the result of the operation that runs now is written over, if anything is."""
+
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""
 
@@ -241,6 +244,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log[-1] -= size
             self._marks[-1] -= 1
 
+    def _write_over(self, term: torch.Tensor, result: torch.Tensor) -> None:
+        """Have ``result``, which has just been allocated, live where ``term`` does, and ``term`` take nothing more."""
+        old, new = _storages(term)[0], _storages(result)[0]
+        known, made = self._seen.get(old._cdata), self._seen.get(new._cdata)
+        if known is None or made is None or made[1] != len(self._sizes) - 1:
+            return
+        of_term, of_result = known[1], made[1]
+        if self._sizes[of_term] != self._sizes[of_result]:
+            return
+        self._current -= self._sizes[of_result]
+        self._events.remove(of_result)
+        self._sizes[of_result] = 0
+        self._seen[new._cdata] = (self._watched(new, new._cdata, of_term), of_term)
+        self._seen[old._cdata] = (self._watched(old, old._cdata, of_result), of_result)
+
     def _note_sum(self, args: Any, out: torch.Tensor) -> None:
         """Remember a sum of two gradients until it is known whether the first of them dies."""
         if Recorder.fused or not isinstance(args[0], torch.Tensor) or type(out) is not type(args[0]):
@@ -286,6 +304,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         kind = self._kind_of(value, moment, recomputes=recomputes)
                         counts = not Recorder.fused and _device_type(value) == self._device_type
                         self._allocate(storage, kind, storage.nbytes() if counts else 0)
+        if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
+            self._write_over(Recorder.in_place_of, out)
         flops = flops_of(func, args, kwargs, out)
         self._flops += flops
         self._recomputed_flops += flops if recomputes else 0

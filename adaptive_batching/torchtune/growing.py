@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.growth.accumulation import Accumulation, FixedAccumulation, KeepGlobal
@@ -22,6 +24,7 @@ from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.learning_rate import LearningRate, rule_for
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.probing import Probed
+from adaptive_batching.torchtune.second_moment import SecondMoment
 from adaptive_batching.values import ByLength, ConfigError
 
 log = logging.getLogger(__name__)
@@ -98,6 +101,7 @@ class Growth:
         course: The batch sizes of the run.
         execution: The way in which batches are cut, and what a forward costs.
         noise: Measures the gradient noise scale; None for no measurement.
+        second_moment: Has Adam's beta2 follow the global batch; None to leave it.
         stored: The :meth:`state_dict` of the run that is resumed, or an empty mapping.
     """
 
@@ -108,11 +112,14 @@ class Growth:
         course: Course,
         execution: Execution,
         noise: NoiseMeter | None,
+        second_moment: SecondMoment | None,
         stored: Mapping[str, Any],
     ) -> None:
         self.course = course
         self.noise = noise
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
+        self._second_moment = second_moment
+        self._configured_window = run.window
         self._loader = host.loader
         self._execution = execution
         self._is_warm = False
@@ -178,6 +185,15 @@ class Growth:
             self._apply(decision)
         return decision
 
+    @contextlib.contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Give the optimizers what a checkpoint holds, inside: the rate as scheduled, and beta2 as configured."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.learning_rate.unscaled())
+            if self._second_moment is not None:
+                stack.enter_context(self._second_moment.unscaled())
+            yield
+
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
         metrics: dict[str, float] = {
@@ -196,6 +212,7 @@ class Growth:
             "losses": self._losses,
             "interval": dataclasses.asdict(self._interval),
             **({} if self.noise is None else {"noise_scale": self.noise.scale.state_dict()}),
+            **({} if self._second_moment is None else {"second_moment": self._second_moment.state_dict()}),
         }
 
     def _apply(self, decision: Decision) -> None:
@@ -209,6 +226,8 @@ class Growth:
         """Have loader and learning rate follow the present size."""
         self._loader.set_batch_size(self.course.controller.batch_size)
         self.learning_rate.set_scale(self.course.lr_scale)
+        if self._second_moment is not None:
+            self._second_moment.follow(self.course.window / self._configured_window)
 
     def _observe(self) -> dict[str, Any]:
         interval, noise = self._interval, self.noise
@@ -325,7 +344,29 @@ def make_growth(
     )
     every = increase.noise_scale_every
     noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
-    return Growth(host, run, course, execution, noise, stored.get("growth", {}))
+    state = stored.get("growth", {})
+    moment = state.get("second_moment")
+    second_moment = None
+    if settings.keep_beta2_half_life or moment is not None:
+        second_moment = SecondMoment(host.optimizers, moment or {}, follows=settings.keep_beta2_half_life)
+    return Growth(host, run, course, execution, noise, second_moment, state)
+
+
+def warn_of_lora(host: Host, largest: int, configured: int) -> None:
+    """Say what is known of LoRA where the optimizer will see more samples in a step than configured.
+
+    Args:
+        host: The recipe.
+        largest: The most samples of a step on this device.
+        configured: Those of a step of the configured run.
+    """
+    if largest > configured and get_adapter_params(host.model):
+        log.warning(
+            "the batch grows to as much as %.3g times the configured one, and LoRA loses more to a large batch than "
+            "training all weights does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the loss on "
+            "held-out samples with that of a run at the configured size",
+            largest / configured,
+        )
 
 
 def _size_before_this_run(configured: int, stored: Mapping[str, Any]) -> int:

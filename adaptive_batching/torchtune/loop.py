@@ -116,7 +116,7 @@ class TrainingLoop:
         if by_steps and not is_last and not self._is_step_to_save:
             return
         start = time.perf_counter()
-        with contextlib.nullcontext() if self._growth is None else self._growth.learning_rate.unscaled():
+        with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
             if by_steps:
                 self._outlet.save_step(self.global_step, is_last=is_last)
             else:

@@ -31,12 +31,14 @@ from adaptive_batching.torchtune.growing import (
     accumulation_of,
     make_controller,
     make_growth,
+    warn_of_lora,
 )
 from adaptive_batching.torchtune.host import Host, Outlet, StockRun
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
 from adaptive_batching.torchtune.probing import Circumstances, find_maximum
 from adaptive_batching.torchtune.recovery import Recovery
+from adaptive_batching.torchtune.second_moment import check_that_beta2_can_follow
 from adaptive_batching.torchtune.step import batch_dependent_module
 from adaptive_batching.values import ByLength, ConfigError, CutSize, Explore, Whole
 
@@ -95,6 +97,8 @@ class Session:
         # if it cannot start.
         tqdm(disable=True).close()
         check_that_noise_has_a_meaning(host, increase)
+        if settings.keep_beta2_half_life:
+            check_that_beta2_can_follow(host.optimizers)
         check_that_cutting_is_exact(settings, increase, self._batch_dependent)
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
@@ -102,6 +106,7 @@ class Session:
         accumulation = accumulation_of(settings, run)
         probed = find_maximum(host, run, settings, circumstances, report)
         controller = make_controller(host, run, settings, increase, accumulation, probed, stored)
+        warn_of_lora(host, accumulation.window(controller.maximum), run.window)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)

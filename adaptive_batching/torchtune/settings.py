@@ -17,7 +17,7 @@ from adaptive_batching.values import ConfigError, Fixed, Whole
 log = logging.getLogger(__name__)
 
 _OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
-_OF_ANY: tuple[str, ...] = ("lr_scaling", "noise_scale_every", "keep_global_batch")
+_OF_ANY: tuple[str, ...] = ("lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch")
 FIELDS = (
     "use_maximum_batch_size",
     "batch_increase_function",

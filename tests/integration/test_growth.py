@@ -161,6 +161,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
     if kind != "full":
         common += ["model.lora_dropout=0.1"]
+    else:
+        common += ["adaptive_batching.keep_beta2_half_life=True"]
     whole = tune_run(kind, *common, name="whole")
 
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 2)

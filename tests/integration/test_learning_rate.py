@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.conftest import Run, TuneRun
+from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
 
 GROW = [
@@ -61,3 +61,16 @@ def test_scaling_reaches_optimizers_in_the_backward_pass(tune_run: TuneRun) -> N
     sizes = [step["global_batch_size"] for step in scaled.metrics]
     expected = {seen: rate * math.sqrt(size / 4) for (seen, rate), size in zip(grown.items(), sizes, strict=True)}
     assert by_samples(scaled) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_kept_half_life_of_beta2_is_stocks_run_with_that_beta2(tune_run: TuneRun) -> None:
+    constant = {"lr_scheduler": {"_component_": "tests.support.lr_schedules.constant"}}
+    data = ["dataset.split=train[:64]", "epochs=2"]
+    beta2 = f"optimizer.betas=[0.9,{0.95**4!r}]"
+    stock = tune_run("full", *data, beta2, "batch_size=16", name="stock", replaced=constant, stock=True)
+    maximum = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16"]
+    maximum += ["adaptive_batching.memory_limit=8GiB", "optimizer.betas=[0.9,0.95]"]
+    kept = ["adaptive_batching.keep_beta2_half_life=True"]
+    ours = tune_run("full", *data, *maximum, *kept, name="ours", replaced=constant)
+    assert [step["loss"] for step in ours.metrics] == [step["loss"] for step in stock.metrics]
+    assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))

@@ -28,7 +28,10 @@ GROW = [
     *FUNCTION, "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=16",
     "dataset.split=train[:100]", "save_every_n_steps=4",
 ]  # fmt: skip
-NOISE = ["adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt"]
+NOISE = [
+    "adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt",
+    "adaptive_batching.keep_beta2_half_life=True",
+]  # fmt: skip
 KINDS = {
     "full": NOISE,
     "lora": [*NOISE, "model.lora_dropout=0.1"],

@@ -15,6 +15,10 @@ def constant_with_warmup(optimizer: Optimizer, num_training_steps: int, last_epo
     return lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 20), last_epoch)
 
 
+def constant(optimizer: Optimizer, num_training_steps: int, last_epoch: int) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 1.0, last_epoch)
+
+
 def stepwise(optimizer: Optimizer, num_training_steps: int, last_epoch: int, steps: int = 7) -> Any:
     """It computes a rate from the last one, as many do."""
     return lr_scheduler.StepLR(optimizer, steps, gamma=0.5, last_epoch=last_epoch)

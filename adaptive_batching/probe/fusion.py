@@ -1,0 +1,229 @@
+"""Which operations of a graph Inductor would run as one kernel, in what order, and what is alive meanwhile.
+
+A kernel reads what it needs from memory, keeps what only itself reads in registers, and makes all of its results before
+any of its inputs can be freed. Results that share inputs come from one kernel, so that one that the graph computes
+later is made with the first. A result takes the place of an input that nothing reads after it.
+
+The rules are those of ``torch/_inductor/scheduler.py``, without what depends on a device: nodes are fused if one reads
+the other or they share an input, if they run over as many elements, and if no other kernel has to run in between
+(``can_fuse``, ``will_fusion_create_cycle``); a kernel runs where the first of its nodes stood
+(``topological_sort_schedule``); ``decide_inplace_update`` says what is made in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the nodes of a graph are run."""
+
+    order: list[Node]
+    """All nodes but placeholders and the output."""
+
+    last_uses: dict[Node, list[Node]]
+    """By node, those whose values nothing needs once it has run."""
+
+    in_place: dict[Node, Node]
+    """By node, the one whose memory its result is written to."""
+
+
+def schedule(
+    graph: Graph, stored: set[Node], is_view: Callable[[Node], bool], is_library_call: Callable[[Node], bool]
+) -> Schedule:
+    """Lay out a graph as Inductor would run it.
+
+    Args:
+        graph: Forward or backward of a compiled region, as AOTAutograd has cut it.
+        stored: Nodes whose results are written to memory.
+        is_view: True for a node that shares its input's memory.
+        is_library_call: True for a node that is a kernel of its own.
+    """
+    return _Scheduler(graph, stored, is_view, is_library_call).schedule()
+
+
+class _Scheduler:
+    def __init__(
+        self, graph: Graph, stored: set[Node], is_view: Callable[[Node], bool], is_library_call: Callable[[Node], bool]
+    ) -> None:
+        self._nodes = list(graph.nodes)
+        self._index = {node: number for number, node in enumerate(self._nodes)}
+        self._is_view, self._is_library_call = is_view, is_library_call
+        called = [node for node in self._nodes if node.op == "call_function"]
+        self._written = {n for n in called if n in stored and not is_view(n) and n.target is not operator.getitem}
+        self._written |= {n for n in called if is_library_call(n)}
+        self._reads = {node: list(self._sources(node.all_input_nodes)) for node in self._written}
+        self._kernel = {node: number for number, node in enumerate(sorted(self._written, key=self._index.__getitem__))}
+        self._members = {number: [node] for node, number in self._kernel.items()}
+
+    def schedule(self) -> Schedule:
+        self._fuse()
+        order = self._order()
+        position = {node: number for number, node in enumerate(order)}
+        return Schedule(order, self._last_uses(order, position), self._in_place(position))
+
+    def _through(self, node: Node) -> bool:
+        """True for a node that takes no memory of its own: a view, or what stays in registers."""
+        return node.op == "call_function" and node not in self._written and node.target is not operator.getitem
+
+    def _sources(self, nodes: list[Node], seen: set[Node] | None = None) -> Iterator[Node]:
+        """Yield what is read from memory to compute with ``nodes``, each once."""
+        seen = set() if seen is None else seen
+        for node in nodes:
+            if node in seen:
+                continue
+            seen.add(node)
+            if self._through(node):
+                yield from self._sources(node.all_input_nodes, seen)
+            else:
+                yield node
+
+    def _before(self, kernel: int) -> set[int]:
+        """Return the kernels whose results a kernel reads."""
+        sources = itertools.chain.from_iterable(self._reads[node] for node in self._members[kernel])
+        made = (source.args[0] if source.target is operator.getitem else source for source in sources)
+        return {self._kernel[node] for node in made if node in self._kernel} - {kernel}
+
+    def _fuse(self) -> None:
+        candidates = [n for n in self._kernel if not self._is_library_call(n) and _elements(n)]
+        pairs = []
+        for first, second in itertools.combinations(candidates, 2):
+            shared = {*self._reads[first], first} & {*self._reads[second], second}
+            size = sum(_elements(node) for node in shared)
+            if size and self._domain(first) == self._domain(second):
+                pairs.append((-size, self._index[second] - self._index[first], first, second))
+        for _, _, first, second in sorted(pairs, key=lambda pair: pair[:2]):
+            one, other = self._kernel[first], self._kernel[second]
+            if one != other and not self._separated(one, other) and not self._separated(other, one):
+                self._members[one] = sorted(self._members[one] + self._members.pop(other), key=self._index.__getitem__)
+                self._kernel.update(dict.fromkeys(self._members[one], one))
+
+    def _domain(self, node: Node) -> int:
+        """Return over how many elements a node runs: those of its result, or of what it reduces."""
+        return max([_elements(node), *(_elements(each) for each in node.all_input_nodes if _is_reduced(each, node))])
+
+    def _separated(self, first: int, last: int) -> bool:
+        """True if another kernel reads the first and is read, through however many, by the last."""
+        left = [kernel for kernel in self._before(last) if kernel != first]
+        seen = set(left)
+        while left:
+            kernel = left.pop()
+            for each in self._before(kernel):
+                if each == first:
+                    return True
+                if each not in seen:
+                    seen.add(each)
+                    left.append(each)
+        return False
+
+    def _order(self) -> list[Node]:
+        order: list[Node] = []
+        emitted: set[Node] = set()
+        done: set[int] = set()
+
+        def emit(node: Node) -> None:
+            if node in emitted or node.op != "call_function":
+                return
+            for needed in node.all_input_nodes:
+                if needed not in self._written:
+                    emit(needed)
+            emitted.add(node)
+            order.append(node)
+            for user in node.users:  # parts of a result are told apart at once
+                if user.target is operator.getitem:
+                    emit(user)
+
+        def run(kernel: int) -> None:
+            if kernel in done:
+                return
+            done.add(kernel)
+            for each in sorted(self._before(kernel), key=lambda k: self._index[self._members[k][0]]):
+                run(each)
+            for node in self._members[kernel]:
+                emit(node)
+
+        for kernel in sorted(self._members, key=lambda k: self._index[self._members[k][0]]):
+            run(kernel)
+        for node in self._nodes:
+            emit(node)
+        return order
+
+    def _last_uses(self, order: list[Node], position: dict[Node, int]) -> dict[Node, list[Node]]:
+        end = len(order)
+        last: dict[Node, int] = {}
+
+        def last_use(node: Node) -> int:
+            if node not in last:
+                last[node] = max((use_of(user) for user in node.users), default=position.get(node, -1))
+            return last[node]
+
+        def use_of(user: Node) -> int:
+            if user.op == "output":
+                return end
+            if user in self._kernel:  # nothing that a kernel reads is free before all of its results are there
+                return max(position[node] for node in self._members[self._kernel[user]])
+            return max(position[user], last_use(user) if self._through(user) else -1)
+
+        uses: dict[Node, list[Node]] = {}
+        for node in reversed(self._nodes):
+            if node.op != "output" and 0 <= last_use(node) < end:
+                uses.setdefault(order[last_use(node)], []).append(node)
+        return uses
+
+    def _in_place(self, position: dict[Node, int]) -> dict[Node, Node]:
+        in_place: dict[Node, Node] = {}
+        readers: dict[Node, list[Node]] = {}
+        for node, reads in self._reads.items():
+            for read in reads:
+                readers.setdefault(read, []).append(node)
+        returned = set(self._sources(self._nodes[-1].all_input_nodes))
+        for node in self._kernel:
+            if self._is_library_call(node):
+                continue
+            for read in self._reads[node]:
+                is_free = read not in returned and not read.name.startswith(("primals", "tangents"))
+                alike = _elements(read) == _elements(node) and read.meta["val"].dtype == node.meta["val"].dtype
+                others = [each for each in readers[read] if each is not node]
+                over = all(
+                    position[each] < position[node]
+                    and (self._kernel[each] != self._kernel[node] or self._reaches(each, node))
+                    for each in others
+                )
+                if is_free and alike and over and read not in in_place.values():
+                    in_place[node] = read
+                    break
+        return in_place
+
+    def _reaches(self, first: Node, last: Node) -> bool:
+        """True if ``last`` is computed from ``first``."""
+        left, seen = [last], {last}
+        while left:
+            for source in self._reads.get(left.pop(), []):
+                if source is first:
+                    return True
+                if source not in seen:
+                    seen.add(source)
+                    left.append(source)
+        return False
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
+
+
+def _is_reduced(source: Node, node: Node) -> bool:
+    """True if ``node`` runs over all of ``source``: a sum, say, and not a lookup in it."""
+    value, result = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(result, torch.Tensor):
+        return False
+    name = str(node.target)
+    return any(word in name for word in ("sum", "mean", "amax", "amin", "prod", "argmax", "var", "any", "all"))
