@@ -1,13 +1,17 @@
-"""Find the largest batch that fits, and grow it while training.
+"""Find the largest batch that fits, grow it while training, and go on when a step runs out of memory.
 
-Nothing here needs torchtune; :mod:`adaptive_batching.torchtune` is what its recipes use.
+What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batching.growth`. It needs torch alone;
+:mod:`adaptive_batching.torchtune` is what the recipes use.
 """
 
+from adaptive_batching import growth
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.growth.accumulation import FixedAccumulation, KeepGlobal
+from adaptive_batching.growth.by_epoch import plan_batch_sizes
 from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.growth.course import Course, RunShape
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching.loop.step import AdaptiveStep
 from adaptive_batching.memory import is_out_of_memory, memory_meter
 from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.probe.find import find_maximum_batch_size
@@ -19,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveBatchingConfig",
+    "AdaptiveStep",
     "BatchController",
     "ConfigError",
     "Course",
@@ -32,6 +37,8 @@ __all__ = [
     "RunShape",
     "TrainingStep",
     "find_maximum_batch_size",
+    "growth",
     "is_out_of_memory",
     "memory_meter",
+    "plan_batch_sizes",
 ]

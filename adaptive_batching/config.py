@@ -113,7 +113,7 @@ class AdaptiveBatchingConfig:
     """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
 
     report_dir: str | None = None
-    """Folder for the record, the probe's result and the pictures."""
+    """Folder for the record, the page and the probe's result."""
 
     def __post_init__(self) -> None:
         require_bool("use_maximum_batch_size", self.use_maximum_batch_size)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 
 @contextlib.contextmanager
 def unchanged_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random state of Python, numpy and torch on exit, on the CPU and on ``device``."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
+    python_state = random.getstate()
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
     on_cpu = device.type == "cpu"
     try:
         with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
             yield
     finally:
         random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

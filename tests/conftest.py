@@ -198,6 +198,9 @@ def _tune_run(
     return Run(directory)
 
 
+makes_pages = False
+"""True to have the page of each run made, as users do."""
+
 probes_by_speed = False
 """True to probe for forwards that are large enough, as users do; see :func:`all_that_fits`."""
 
@@ -215,10 +218,15 @@ def _main(*arguments: str) -> None:
     for module in [name for name in sys.modules if name == "recipes" or name.startswith("recipes.")]:
         del sys.modules[module]
     torch._dynamo.reset()
-    no_pictures = mock.patch.object(Report, "_draw")  # each takes a process of its own, and a second
+    # Each takes a process of its own; tests/integration/test_report.py has them made.
+    no_pages = (
+        contextlib.nullcontext()
+        if makes_pages
+        else mock.patch.multiple(Report, _start_page=mock.DEFAULT, _make_page=mock.DEFAULT)
+    )
     argv = mock.patch.object(sys, "argv", ["tune", *arguments])
     fits = contextlib.nullcontext() if probes_by_speed else all_that_fits()
-    with argv, fits, no_pictures, contextlib.suppress(_Success):
+    with argv, fits, no_pages, contextlib.suppress(_Success):
         try:
             main()
         except SystemExit as end:

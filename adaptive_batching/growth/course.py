@@ -43,12 +43,18 @@ class RunShape:
     reference_samples: int = 1
     """Samples of each of them, on one replica."""
 
+    run_samples: int | None = None
+    """Samples after which the run ends, on one replica, be it within an epoch; None to train on all epochs."""
+
 
 @dataclass
 class _Epoch:
     """Progress of an epoch in samples, optimizer steps and steps of the schedule."""
 
     shape: RunShape
+    run_samples_left: int | None = None
+    """Samples that the run may still take when the epoch begins, on one replica; None for no limit."""
+
     seen: int = 0
     """Samples on one replica."""
 
@@ -65,10 +71,13 @@ class _Epoch:
     _rate: Fraction = field(default_factory=lambda: Fraction(1))
 
     @classmethod
-    def resumed(cls, shape: RunShape, progress: Mapping[str, Any]) -> _Epoch:
+    def resumed(cls, shape: RunShape, progress: Mapping[str, Any], left: int | None) -> _Epoch:
         used = Fraction(*progress["schedule"]) * shape.reference_steps
         seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
-        epoch = cls(shape, seen, progress["steps"], reference=int(used), _exact=used * shape.reference_samples)
+        epoch = cls(
+            shape, None if left is None else left + seen, seen, progress["steps"], reference=int(used),
+            _exact=used * shape.reference_samples,
+        )  # fmt: skip
         epoch.decided = epoch.due + 1
         return epoch
 
@@ -77,8 +86,13 @@ class _Epoch:
         """Part of the epoch's schedule that is used up."""
         return min(self._exact / (self.shape.reference_steps * self.shape.reference_samples), Fraction(1))
 
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch on one replica."""
+        return self.shape.samples if self.run_samples_left is None else min(self.shape.samples, self.run_samples_left)
+
     def steps_left(self, window: int) -> int:
-        left = (self.shape.samples - self.seen) // window
+        left = (self.samples - self.seen) // window
         return left if self.shape.max_steps is None else min(left, self.shape.max_steps - self.steps)
 
     def set_window(self, window: int) -> None:
@@ -203,6 +217,17 @@ class Course:
         """Optimizer steps of this epoch that are behind."""
         return self._epoch.steps
 
+    @property
+    def run_is_over(self) -> bool:
+        """True if the run may not take the samples of another step, whatever epochs are left."""
+        left = self._run_samples_left
+        return left is not None and left < self.window
+
+    @property
+    def _run_samples_left(self) -> int | None:
+        of_run = self.shape.run_samples
+        return None if of_run is None else max(of_run - self.samples_seen // self.shape.replicas, 0)
+
     def start_epoch(self, number: int, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision:
         """Decide on the size that an epoch starts with.
 
@@ -211,7 +236,7 @@ class Course:
             observe: Gives values for the fields of :class:`GrowthState` that training alone can tell.
         """
         self._number = number
-        self._epoch = _Epoch(self.shape)
+        self._epoch = _Epoch(self.shape, self._run_samples_left)
         return self._decide(number, observe)
 
     def progress(self) -> dict[str, Any] | None:
@@ -239,7 +264,7 @@ class Course:
             How many steps the schedule takes at once: all of the epoch's, if another size leaves no room for a step.
         """
         self._number = number
-        self._epoch = _Epoch.resumed(self.shape, progress)
+        self._epoch = _Epoch.resumed(self.shape, progress, self._run_samples_left)
         self._epoch.set_window(self.window)
         if not self.history or self.history[-1][1] != self.controller.batch_size:
             self.history.append((number + self._epoch.seen / self.shape.samples, self.controller.batch_size))
@@ -261,11 +286,12 @@ class Course:
 
     def plan(self, first_epoch: int = 0) -> list[PlannedEpoch]:
         """Plan the rest of the run, with all decisions that can be made before training."""
-        trial = self._trial()
+        trial, planned = self._trial(), []
         resumed = self._number if self._epoch.seen else None
-        return [
-            trial._plan_epoch(number, is_resumed=number == resumed) for number in range(first_epoch, self.shape.epochs)
-        ]
+        for number in range(first_epoch, self.shape.epochs):
+            if number == resumed or not trial.run_is_over:
+                planned.append(trial._plan_epoch(number, is_resumed=number == resumed))
+        return planned
 
     def expected(self) -> PlannedEpoch:
         """Return this epoch from its start, as far as it is decided."""
@@ -303,7 +329,7 @@ class Course:
         end = min((number + 1) * self.shape.reference_steps, len(self._rates) - 1)
         return PlannedEpoch(
             number, sizes, [window * replicas for window in windows], self._epoch.steps, seen,
-            self.shape.samples * replicas - seen, self._rates[end] * self.lr_scale,
+            self._epoch.samples * replicas - seen, self._rates[end] * self.lr_scale,
         )  # fmt: skip
 
     def _decide(self, epoch: float, observe: Callable[[], Mapping[str, Any]]) -> Decision:
@@ -336,8 +362,8 @@ class Course:
             history=tuple(self.history),
         )
         room = None
-        if self._epoch.seen > 0:
-            room = self.shape.accumulation.room(self.shape.samples - self._epoch.seen)
+        if self._epoch.seen > 0 or self._epoch.samples < self.shape.samples:
+            room = self.shape.accumulation.room(self._epoch.samples - self._epoch.seen)
         return self.controller.decide(dataclasses.replace(state, **observed), room)
 
 

@@ -56,6 +56,9 @@ class Estimate:
     """Probability that no other candidate is faster by more than the noise."""
     fastest: float
     """Probability of being the fastest."""
+    speedup_low: float
+    """With :attr:`speedup_high`, the interval that holds the speed with a probability of 95 %."""
+    speedup_high: float
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ class Timings:
         expected = draws.mean(axis=0)
         chances = dict(zip(possible, self._chances(draws[:, possible]), strict=True))
         fastest_rival = draws[:, possible].min(axis=1)
+        # Logarithm of the speed relative to the first candidate.
+        ratios = {index: np.quantile(draws[:, 0] - draws[:, index], (0.025, 0.975)) for index in possible}
         level = np.mean([seconds - expected[index] for index, _, seconds in self._measured])
         estimates = {
             index: Estimate(
@@ -167,6 +172,8 @@ class Timings:
                 speedup=float(np.exp(expected[0] - expected[index])),
                 confidence=float(np.mean(draws[:, index] <= fastest_rival + noise)),
                 fastest=float(chances[index]),
+                speedup_low=float(np.exp(ratios[index][0])),
+                speedup_high=float(np.exp(ratios[index][1])),
             )
             for index in possible
             if runs[index]

@@ -1,4 +1,4 @@
-"""Limit on the size of a micro-batch, learned from running out of memory."""
+"""Limit on the size of a micro-batch, learned from running out of memory, and how a step runs again."""
 
 from __future__ import annotations
 
@@ -88,3 +88,47 @@ class TokenLimit:
         if wanted > self.max_tokens:
             log.info("limit on padded tokens per micro-batch raised to %d, was %d", wanted, self.max_tokens)
             self.max_tokens = wanted
+
+
+class Attempts:
+    """Attempts at the samples of an optimizer step, and how they run again after one has run out of memory.
+
+    If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
+    samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half.
+
+    Args:
+        limit: Lowered when samples run again in smaller micro-batches.
+        largest_that_ran: Padded tokens of the largest micro-batch known to fit.
+    """
+
+    def __init__(self, limit: TokenLimit, largest_that_ran: int = 0) -> None:
+        self.failures = 0
+        """How often the current step has run out of memory."""
+
+        self._limit = limit
+        self._largest_that_ran = largest_that_ran
+
+    def start_step(self) -> None:
+        """Begin with the samples of the next step."""
+        self.failures = 0
+
+    def note(self, tokens: int) -> None:
+        """Record that a micro-batch of ``tokens`` padded tokens has run."""
+        self._largest_that_ran = max(self._largest_that_ran, tokens)
+
+    def has_fitted(self, tokens: int) -> bool:
+        """Return True if a micro-batch of ``tokens`` has run before, and has not failed twice in this step."""
+        return tokens <= self._largest_that_ran and self.failures < 2
+
+    def fail(self, tokens: int, *, fitted_before: bool) -> bool:
+        """Record that a micro-batch of ``tokens`` ran out of memory.
+
+        Returns:
+            True if the samples run again as they were, False if in smaller micro-batches.
+        """
+        self.failures += 1
+        if fitted_before and self.failures == 1:
+            self._limit.keep()
+            return True
+        self._limit.shrink(tokens, fitted_before=fitted_before)
+        return False

@@ -229,6 +229,9 @@ def find_maximum_batch_size(
 
     batch_size = sizes.found
     predicted = _calibrated(curve, count, sizes, settled) if curve is not None else []
+    moment, kinds = "", dict[str, int]()
+    if traced is not None and traced.is_uniform:
+        moment, kinds = traced.at(settled or batch_size).at_peak()
     result = ProbeResult(
         batch_size=batch_size,
         reason="what is of use" if settled else upper_reason if batch_size == candidates[-1] else "memory",
@@ -239,6 +242,8 @@ def find_maximum_batch_size(
         measurements=sizes.measurements,
         predicted=predicted,
         enough=settled,
+        peak_moment=moment,
+        peak_kinds=kinds,
     )
     if settled is not None:
         peak = max((at for size, at in predicted if size <= settled), default=0)
@@ -274,6 +279,8 @@ def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
 
 
 def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep | None:
+    if not step.can_be_traced:
+        return None
     start = time.perf_counter()
     log.info("tracing the training step to predict its memory, twice, without taking any")
     try:

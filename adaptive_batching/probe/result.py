@@ -36,6 +36,12 @@ class ProbeResult:
     """Batch size beyond which larger ones would be of little use, if that was asked and it is predicted to fit by far;
     it has not run. :attr:`batch_size` is then the largest that has run."""
 
+    peak_moment: str = ""
+    """Part of the step that the peak falls into, as traced; empty if no trace says."""
+
+    peak_kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes of each kind (:data:`adaptive_batching.probe.recording.KINDS`) that are alive then."""
+
     @property
     def peak_bytes(self) -> int:
         """Measured peak at :attr:`batch_size`."""

@@ -10,9 +10,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,8 @@ from adaptive_batching.host_memory import free_host_bytes
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
+
+_BYTES_AT_ONCE = 2**24
 
 
 @contextlib.contextmanager
@@ -99,7 +100,7 @@ class _Aside:
                     self._copies.append(tensor.detach().to("cpu", copy=True))
                 else:
                     self._copies.append(self._file.tell())
-                    self._file.write(_as_bytes(tensor.cpu()))
+                    self._write(tensor.detach().cpu())
             self._file.flush()
         except OSError as error:  # another process has filled the disk in the meantime
             raise ConfigError(
@@ -114,8 +115,19 @@ class _Aside:
                 tensor.detach().copy_(saved)
                 continue
             self._file.seek(saved)
-            raw = torch.from_numpy(np.fromfile(self._file, np.uint8, tensor.nbytes))
-            tensor.detach().copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+            tensor.detach().copy_(self._read_like(tensor))
+
+    def _write(self, tensor: torch.Tensor) -> None:
+        for part in _bytes_of(tensor.contiguous()):
+            buffer = bytearray(part.numel())
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+            self._file.write(buffer)
+
+    def _read_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for part in _bytes_of(copy):
+            part.copy_(torch.frombuffer(bytearray(self._file.read(part.numel())), dtype=torch.uint8))
+        return copy
 
 
 def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
@@ -158,5 +170,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _as_bytes(tensor: torch.Tensor) -> Any:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+def _bytes_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of the bytes of a contiguous tensor, none of them large, and no empty one."""
+    raw = tensor.view(-1).view(torch.uint8)
+    return torch.split(raw, _BYTES_AT_ONCE) if raw.numel() else []

@@ -58,6 +58,9 @@ class TrainingStep:
     on_cuda: bool = False
     """True if a trace is to count what kernels of CUDA take for the time of a call."""
 
+    can_be_traced: bool = True
+    """False if a trace is not worth its time, or not possible; then real steps alone tell."""
+
 
 class Trial:
     """Context that runs real training steps and restores all state on exit.

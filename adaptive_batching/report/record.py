@@ -1,20 +1,16 @@
-"""Record of a run: every decision as a line of JSON, a summary table, and plots if matplotlib is installed.
+"""Record of a run: every decision as a line of JSON, a summary table, and a page.
 
-Recording never affects training. Once training has begun, any problem, such as a full disk or a missing library, is
-only a warning.
+Recording never affects training. Once training has begun, any problem, such as a full disk, is only a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -22,68 +18,47 @@ from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.growth.noise_scale import NoiseEstimate
 from adaptive_batching.micro_batches.fastest import Exploration
 from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.report.watcher import Watcher
+from adaptive_batching.report.apart import finish_page, start_page
+from adaptive_batching.report.events import RECORD, VERSION, lines_that_count, written
+from adaptive_batching.report.rows import Row
+from adaptive_batching.report.watcher import StepCost, Watcher
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_KINDS = ("maximum", "probe", "exploration", "plan", "epoch", "change", "step", "noise", "resume")
-_WITH_STEP = ("epoch", "change", "step", "noise")
-# Free disk space required to begin a run: a record of some tens of thousands of steps, and plots.
+# Free disk space required to begin a run: a record of some ten thousand steps, and the page.
 _BYTES_NEEDED = 4 * _MIB
-_SECONDS_TO_DRAW = 120
-
-
-@dataclass
-class _Row:
-    """Row of the table: the steps from one decision to the next."""
-
-    epoch: float
-    batch_size: int
-    reason: str
-    steps: int = 0
-    samples: int = 0
-    loss: float = 0.0
-    """Loss summed over samples."""
-
-    last_lr: float = 0.0
-
-    def add(self, step: Mapping[str, Any]) -> None:
-        """Add an optimizer step."""
-        self.steps += 1
-        self.samples += step["samples"]
-        self.loss += step["loss"] * step["samples"]
-        self.last_lr = step["lr"]
-
-    def __str__(self) -> str:
-        mean_loss = self.loss / max(self.samples, 1)
-        return (
-            f"  {self.epoch:>5g} {self.batch_size:>10} {self.steps:>6} {self.samples:>8} {mean_loss:>7.3f} "
-            f"{self.last_lr:>9.2e}  {self.reason}"
-        )
+_SECONDS_FOR_PAGE = 60
 
 
 class Report(Watcher):
     """Collects the decisions of a run, and writes them to ``report.jsonl`` as they are made.
 
     Args:
-        directory: Folder for the record and the plots; created if needed.
+        directory: Folder for the record and the page; created if needed.
         resume: True to append to an existing record. Otherwise the first event replaces it.
         writes: True only on the rank that writes the record.
+        about: What the record says of the run before its first event, in JSON's types.
 
     Raises:
         ConfigError: If ``directory`` cannot be written.
     """
 
-    def __init__(self, directory: Path, *, resume: bool = False, writes: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, resume: bool = False, writes: bool = True, about: Mapping[str, Any] | None = None
+    ) -> None:
         self.directory = directory
-        self.path = directory / "report.jsonl"
+        self.path = directory / RECORD
         self._writes = writes
-        self._warned = False
+        self._about = {"resumed": resume, **(about or {})}
+        self._began = False
+        self._warned = self._warned_of_page = False
         self._mode = "a" if resume else "w"
         self._cut_off = False
-        self._rows: list[_Row] = []
+        self._cost: dict[str, Any] = {}
+        self._page: subprocess.Popen[str] | None = None
+        self._rows: list[Row] = []
         self._maximum: list[tuple[str, str]] = []
         self._explored: list[tuple[str, str]] = []
         self._recoveries = 0
@@ -114,8 +89,8 @@ class Report(Watcher):
         self._write("maximum", batch_size=batch_size, reason=reason)
         self._maximum = [("maximum batch size", f"{batch_size} ({reason})")]
 
-    def probe(self, result: ProbeResult, *, sequence_length: int) -> None:
-        """Record the result of a probe."""
+    def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size") -> None:
+        """Record the result of a probe, ``of`` what the table is to say."""
         self._write("probe", sequence_length=sequence_length, **result.to_dict())
         budget = f"{result.budget_bytes / _MIB:,.0f} MiB"
         too_large = [(b, peak) for b, peak in result.predicted if b > result.batch_size and peak > result.budget_bytes]
@@ -130,7 +105,7 @@ class Report(Watcher):
             ]
             return
         self._maximum = [
-            ("maximum batch size", f"{result.batch_size}, bound by {result.reason}"),
+            (of, f"{result.batch_size}, bound by {result.reason}"),
             (
                 "memory",
                 f"peak {result.peak_bytes / _MIB:,.0f} of {budget} at {sequence_length} tokens per sample{beyond}",
@@ -141,9 +116,19 @@ class Report(Watcher):
             points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
             self._maximum.insert(2, ("shorter samples", points))
 
+    def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
+        """Record the result of a probe of rollouts, after that of training steps."""
+        self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
+        peak, budget = (f"{num_bytes / _MIB:,.0f}" for num_bytes in (result.peak_bytes, result.budget_bytes))
+        at = f"{prompt_length} + {generated} tokens"
+        self._maximum.append(("most in a rollout", f"{result.batch_size}: peak {peak} of {budget} MiB at {at}"))
+
     def epoch(self, **values: Any) -> None:
-        """Record the decision at the start of an epoch."""
+        """Record the decision at the start of an epoch, and show on the page the epochs before it."""
+        has_trained = bool(self._rows and self._rows[-1].steps)
         self._write("epoch", **values)
+        if has_trained and self._writes:
+            self._start_page()
 
     def change(self, **values: Any) -> None:
         """Record a decision for the rest of an epoch."""
@@ -166,11 +151,11 @@ class Report(Watcher):
             for epoch in epochs
         ]  # fmt: skip
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
+        table = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
         total = sum(epoch.steps for epoch in epochs)
         title = "the plan" if decided else "the plan if the batch does not grow, which is decided while training"
         if self._writes:
-            log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(lines))
+            log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
 
     def resume(self, step: int) -> None:
         """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again."""
@@ -186,10 +171,15 @@ class Report(Watcher):
         found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
         self._explored = [("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100")]
 
+    def cost(self, cost: StepCost) -> None:
+        """Keep what a step took until :meth:`step` records it."""
+        self._cost = dataclasses.asdict(cost)
+
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         """Record an optimizer step on ``samples`` samples, and how many steps had to run again so far."""
         self._recoveries = recoveries
-        self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries)
+        cost, self._cost = self._cost, {}
+        self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries, **cost)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Record the noise estimates of an optimizer step, and the noise scale so far, in samples."""
@@ -198,39 +188,40 @@ class Report(Watcher):
             noise_scale=noise_scale,
         )  # fmt: skip
 
+    def end(self) -> None:
+        """Record that training has ended."""
+        self._write("end", time=_now())
+
     def finish(self) -> None:
-        """Log the table of decisions and their reasons, then draw the plots."""
+        """Record the end of the run, log the table of decisions and their reasons, then make the page."""
         if not self._writes:
             return
+        self.end()
         with self._only_warned():
             log.info("what was decided, and why\n%s", "\n".join(self.table()))
-            if self._mode == "a":  # else nothing was written, and an existing record is of another run
-                self._draw()
+        if self._began:  # else nothing could be written, and an existing record is of another run
+            self._make_page()
 
     def table(self) -> list[str]:
         """Return the lines of the summary: the maximum, then every epoch."""
         times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
         recovered = [("out of memory", f"{times}, recovered")] if self._recoveries else []
-        lines = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
-        lines += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
-        return [*lines, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
+        found = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
+        found += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
+        return [*found, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
 
-    def _draw(self) -> None:
-        """Draw in a separate process: if memory is short, a library used by matplotlib ends the process."""
-        if find_spec("matplotlib") is None:
-            log.info("no plots: matplotlib is missing (pip install 'adaptive-batching[plots]')")
-            return
-        script = Path(__file__).with_name("plots.py")
-        code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(script), str(self.directory)],
-            input=json.dumps(read_events(self.path)), capture_output=True, text=True, timeout=_SECONDS_TO_DRAW,
-        )  # fmt: skip
-        if done.returncode == 0:
-            log.info("plots: %s", ", ".join(done.stdout.splitlines()))
-        else:
-            last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            log.warning("no plots: matplotlib failed (%s)", last_line)
+    def _start_page(self) -> None:
+        """Have the page made while training goes on, unless the last one still is."""
+        if self._page is None or self._page.poll() is not None:
+            with self._only_warned_of_page():
+                self._page = start_page(self.directory)
+
+    def _make_page(self) -> None:
+        with self._only_warned_of_page():
+            if self._page is not None:
+                self._page.kill()  # what it shows is out of date
+                self._page.communicate()
+            log.info("the page of this run: %s", finish_page(start_page(self.directory), _SECONDS_FOR_PAGE))
 
     @contextlib.contextmanager
     def _only_warned(self) -> Iterator[None]:
@@ -242,21 +233,32 @@ class Report(Watcher):
                 log.warning("the record of this run, %s, is incomplete (%s); training continues", self.path, error)
             self._warned = True
 
+    @contextlib.contextmanager
+    def _only_warned_of_page(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # as above
+            if not self._warned_of_page:
+                log.warning("no page of this run (%s); 'adaptive-batching report %s' makes it", error, self.directory)
+            self._warned_of_page = True
+
     def _write(self, event: str, **values: Any) -> None:
         if not self._writes:
             return
         with self._only_warned():
             self._note(event, values)
-            start = "\n" if self._cut_off else ""
+            text = "\n" if self._cut_off else ""
+            if not self._began:
+                text += written("run", {"version": VERSION, "time": _now(), **self._about})
             self._cut_off = True  # until the line is complete; a full disk can cut it off
             with self.path.open(self._mode) as file:
-                file.write(start + json.dumps({"event": event, **values}) + "\n")
-            self._cut_off, self._mode = False, "a"
+                file.write(text + written(event, values))
+            self._cut_off, self._began, self._mode = False, True, "a"
 
     def _note_all(self) -> None:
         """Make the table from the record."""
         self._rows = []
-        for kind, values in _lines_that_count(self.path):
+        for kind, values in lines_that_count(self.path):
             self._note(kind, values)
 
     def _note(self, event: str, values: Mapping[str, Any]) -> None:
@@ -264,46 +266,13 @@ class Report(Watcher):
         if event == "epoch":  # an epoch that runs again, as after a resume, counts once
             self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
         if event in ("epoch", "change"):
-            self._rows.append(_Row(values["epoch"], values["batch_size"], values["reason"]))
+            self._rows.append(Row.of(values))
         elif event == "step" and self._rows:
             self._rows[-1].add(values)
 
 
-def read_events(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts.
-
-    Lines that cannot be read, because a full disk or a killed process cut them off, are skipped.
-    """
-    events: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
-    for kind, values in _lines_that_count(path):
-        events[kind].append(values)
-    return events
-
-
-def _lines_that_count(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return (kind, values) of each event, in order, without those of epochs and steps that ran again."""
-    events: list[tuple[str, dict[str, Any]]] = []
-    for kind, values in _lines(path):
-        if kind in ("epoch", "resume"):
-            events = [(k, v) for k, v in events if k not in _WITH_STEP or _came_before(values, v)]
-        events.append((kind, values))
-    return events
-
-
-def _came_before(start: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
-    """Return True if ``event`` came before an epoch, or what is resumed, with the event ``start``."""
-    if "epoch" in start and "epoch" in event:
-        return bool(event["epoch"] < start["epoch"])
-    return bool(event["step"] <= start["step"])
-
-
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (kind, values) of each event that can be read."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if isinstance(event, dict) and event.get("event") in _KINDS:
-                yield event.pop("event"), event
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _span(sizes: Sequence[int]) -> str:

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from adaptive_batching.growth.noise_scale import NoiseEstimate
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What an optimizer step took on this rank."""
+
+    seconds: float
+    """From the end of the step before, so that waiting for data counts."""
+
+    forwards: int
+    """Micro-batches; those of a step that ran again count once."""
+
+    tokens: int | None
+    """Tokens of its samples; None where samples hold more than text."""
+
+    padded_tokens: int | None
+    """Tokens that were computed, padding included; None where ``tokens`` is."""
+
+    peak_bytes: int | None
+    """Most memory that counted against a limit at once; None on a device that does not tell."""
 
 
 class Watcher:
@@ -15,6 +36,9 @@ class Watcher:
 
     def change(self, **values: Any) -> None:
         """Take note of another batch size for the rest of an epoch."""
+
+    def cost(self, cost: StepCost) -> None:
+        """Take note of what the step took that :meth:`step` tells of next; not called with all fields unset."""
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         """Take note of an optimizer step on ``samples`` samples, and of how many have had to run again so far."""

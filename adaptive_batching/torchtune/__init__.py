@@ -4,16 +4,20 @@ from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint, Thro
 from adaptive_batching.torchtune.host import distillation, fake_quantized, preferences
 from adaptive_batching.torchtune.launch import entry_point, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
+from adaptive_batching.torchtune.ppo.recipe import AdaptivePPO
+from adaptive_batching.torchtune.ppo.settings import check_settings as check_ppo_settings
 from adaptive_batching.torchtune.quantization_aware import accept_configs_of_torchao
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
 from adaptive_batching.torchtune.stock import load_stock
 
 __all__ = [
     "AdaptiveBatching",
+    "AdaptivePPO",
     "BatchStateInCheckpoint",
     "ManyDevices",
     "ThroughClient",
     "accept_configs_of_torchao",
+    "check_ppo_settings",
     "distillation",
     "entry_point",
     "fake_quantized",

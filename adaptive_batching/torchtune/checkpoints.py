@@ -135,6 +135,23 @@ def unchanged_weights(model: nn.Module | None) -> Iterator[None]:
             parameter.copy_(before)
 
 
+@contextlib.contextmanager
+def with_batch_state(checkpointer: Any, state: dict[str, Any] | None) -> Iterator[None]:
+    """Have ``checkpointer`` save ``state`` with what it saves inside, where stock saves no state of the loader."""
+    stock_save = checkpointer.save_checkpoint
+
+    def save(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if state is not None and training.OPT_KEY in checkpoint:  # else it is the last one, of weights alone
+            checkpoint[training.DATALOADER_KEY] = {STATE_KEY: state}
+        stock_save(checkpoint, *args, **kwargs)
+
+    checkpointer.save_checkpoint = save
+    try:
+        yield
+    finally:
+        del checkpointer.save_checkpoint
+
+
 class BatchStateInCheckpoint:
     """Mixed into a stock recipe whose checkpoints have no state of the loader, before the recipe: ours have it then."""
 
@@ -142,20 +159,8 @@ class BatchStateInCheckpoint:
     _checkpointer: Any
 
     def save_checkpoint(self, epoch: int) -> None:
-        state = self._state_to_store()  # type: ignore[attr-defined]
-        checkpointer = self._checkpointer
-        stock_save = checkpointer.save_checkpoint
-
-        def save(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            if state is not None and training.OPT_KEY in checkpoint:  # else it is the last one, of weights alone
-                checkpoint[training.DATALOADER_KEY] = {STATE_KEY: state}
-            stock_save(checkpoint, *args, **kwargs)
-
-        checkpointer.save_checkpoint = save
-        try:
+        with with_batch_state(self._checkpointer, self._state_to_store()):  # type: ignore[attr-defined]
             super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
-        finally:
-            del checkpointer.save_checkpoint
 
 
 class ThroughClient:

@@ -108,13 +108,18 @@ class _Indexed(Dataset[Sample]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Sample:
-        sample = _IndexedSample(self._dataset[index])
-        sample.index = index
-        return sample
+        return indexed(self._dataset[index], index)
 
 
 class _IndexedSample(Sample):
-    index: int
+    index: int | None
+
+
+def indexed(sample: Sample, index: int | None) -> Sample:
+    """Return a copy of ``sample`` that knows its number in the data set."""
+    copied = _IndexedSample(sample)
+    copied.index = index
+    return copied
 
 
 def index_of(sample: Sample) -> int | None:

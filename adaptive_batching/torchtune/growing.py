@@ -201,7 +201,7 @@ class Growth:
             "global_batch_size": self.global_batch_size,
         }
         noise_scale = None if self.noise is None else self.noise.scale.samples
-        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale": noise_scale}
+        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale_samples": noise_scale}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
@@ -332,6 +332,7 @@ def make_growth(
         decisions=settings.decisions_per_epoch,
         reference_steps=run.steps_per_epoch,
         reference_samples=run.window,
+        run_samples=run.samples,
     )
     rule = rule_for(settings.lr_scaling, host.optimizers[0])
     course = Course(

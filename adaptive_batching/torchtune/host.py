@@ -21,6 +21,7 @@ from adaptive_batching.ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching.torchtune.data import Sample, SampleLoader
 from adaptive_batching.torchtune.distillation import Distillation
 from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.memory_history import MemoryHistory
 from adaptive_batching.torchtune.objective import NextToken, Objective
 from adaptive_batching.torchtune.preferences import Preferences
 from adaptive_batching.torchtune.quantization_aware import FakeQuantized
@@ -85,14 +86,6 @@ class Host:
 
 
 @dataclass(frozen=True)
-class MemoryHistory:
-    """Batches of the first epoch during which CUDA's allocations are recorded for the profiler."""
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True)
 class StockRun:
     """The run as stock's set-up has laid it out, at the configured batch size."""
 
@@ -120,6 +113,8 @@ class StockRun:
     """True if a step of the profiler is an optimizer step rather than a batch."""
 
     memory_history: MemoryHistory | None = None
+    samples: int | None = None
+    """Samples after which the run ends, be it within an epoch; None to train on all epochs."""
 
     @property
     def window(self) -> int:

@@ -33,6 +33,15 @@ class Gate:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Optimizers of all parameters."""
+        return list(self._optimizers.values())
+
+    def optimizer_of(self, parameter: torch.Tensor) -> Optimizer:
+        """Return the optimizer that steps ``parameter``."""
+        return self._optimizers[parameter]
+
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
         """Let gradients add up inside, without a step."""

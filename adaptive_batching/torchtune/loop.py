@@ -13,15 +13,17 @@ from torchtune import training
 from tqdm import tqdm
 
 from adaptive_batching.random_state import unchanged_random_state
-from adaptive_batching.report.watcher import Watcher
+from adaptive_batching.report.watcher import StepCost, Watcher
 from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching.torchtune.growing import Growth
 from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.memory_history import recorded_memory
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.objective import Sums
 from adaptive_batching.torchtune.recovery import Recovery
+from adaptive_batching.torchtune.step_cost import StepCosts
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class TrainingLoop:
         self._limited = limited
         self._save_every = save_every
         self.global_step = run.first_step
+        self._costs: StepCosts | None = None
         self._start_window()
 
     @property
@@ -98,6 +101,7 @@ class TrainingLoop:
                 optimizer.zero_grad()
         if run.profiler is not None:
             run.profiler.start()
+        self._costs = None if self._growth is None else StepCosts(host)
         for epoch in range(run.first_epoch, run.epochs):
             self._start_epoch(epoch)
             training_of_epoch = self._run_epoch(epoch)
@@ -159,7 +163,7 @@ class TrainingLoop:
         total = self.steps_per_epoch
         with tqdm(total=total, initial=before, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
             for index, batch in enumerate(self._batches()):
-                with self._memory_history(epoch, index):
+                with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1
                     ends_window = batches == self.accumulation
                     self._run_batch(batch, ends_window=ends_window)
@@ -275,15 +279,19 @@ class TrainingLoop:
         if growth is not None:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
+        samples = [sample for batch in self._window for sample in batch]
+        cost = None if self._costs is None else self._costs.of(samples, self._ran, seconds)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
-        progress.set_postfix_str(self._columns())
+        progress.set_postfix_str(self._columns(cost))
         if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
         recoveries = self._recovery.num_recoveries
         for watcher in self._watchers:
-            samples = sum(map(len, self._window)) * host.num_replicas
-            watcher.step(epoch, self.global_step, samples, float(loss), float(self._outlet.learning_rate()), recoveries)
+            if cost is not None:
+                watcher.cost(cost)
+            size = len(samples) * host.num_replicas
+            watcher.step(epoch, self.global_step, size, float(loss), float(self._outlet.learning_rate()), recoveries)
         if growth is not None:
             decision = growth.record_step(loss, seconds, self._ran)
             if decision is not None:
@@ -296,13 +304,11 @@ class TrainingLoop:
                         )  # fmt: skip
         self._start_window()
 
-    def _columns(self) -> str:
+    def _columns(self, cost: StepCost | None) -> str:
         """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
-        objective, samples = self._host.objective, [sample for batch in self._window for sample in batch]
         columns = [] if self._growth is None else [f"batch {len(self._window[-1])}"]
-        real = sum(len(objective.tokens(sample)) for sample in samples)
-        if self._growth is not None and real and objective.is_text(samples[0]):
-            columns.append(f"padded {sum(each.tokens for each in self._ran) / real:.2f}x")
+        if cost is not None and cost.tokens and cost.padded_tokens is not None:
+            columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
         if self._recovery.num_recoveries:
             columns.append(f"recovered {self._recovery.num_recoveries}")
         return ", ".join(columns)
@@ -324,16 +330,3 @@ class TrainingLoop:
         if self._growth is not None or self._recovery.num_recoveries > 0:  # else as in stock
             metrics.update(self._recovery.metrics())
         self._outlet.log_metrics(metrics, self.global_step)
-
-    @contextlib.contextmanager
-    def _memory_history(self, epoch: int, index: int) -> Iterator[None]:
-        """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to."""
-        history = self._run.memory_history
-        if history is None or epoch > 0 or not self._host.ranks.is_first:
-            yield
-            return
-        if index == history.first:
-            torch.cuda.memory._record_memory_history()
-        yield
-        if index == history.last:
-            torch.cuda.memory._record_memory_history(enabled=None)

@@ -72,6 +72,9 @@ class Objective(ABC):
     sums_gradients = True
     """True if the gradient of a step is a sum over tokens until it is divided, which measuring its noise takes."""
 
+    saves_memory_by: frozenset[str] = frozenset({"offloading", "lora"})
+    """Ways to save memory that recipes of this kind have, besides checkpointing of activations."""
+
     # Samples
 
     @abstractmethod
@@ -138,6 +141,10 @@ class Objective(ABC):
 
     def forget(self) -> None:  # noqa: B027
         """Drop what a forward that broke off has left behind."""
+
+    def batch_dependent_part(self) -> str | None:
+        """Name a part of the loss through which the parts of a batch would not add up to it, or return None."""
+        return None
 
     # A step
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,19 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.memory import MemoryMeter, memory_meter
+from adaptive_batching.memory import MemoryMeter
 from adaptive_batching.micro_batches.cut import Capacity
 from adaptive_batching.micro_batches.forward_cost import ForwardTimes
-from adaptive_batching.probe.budget import memory_budget, require_room
 from adaptive_batching.probe.find import find_maximum_batch_size
-from adaptive_batching.probe.result import ProbeResult, load_result, store_result
+from adaptive_batching.probe.result import ProbeResult
 from adaptive_batching.probe.trace import TraceError, trace_peak_memory
 from adaptive_batching.probe.trial import TrainingStep
 from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune.data import Sample, is_packed, worst_case_sample
 from adaptive_batching.torchtune.host import Host, StockRun
-from adaptive_batching.torchtune.step import MakeOptimizers, remedies, training_step
-from adaptive_batching.values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, MicroBatchSize, memory_size
+from adaptive_batching.torchtune.kept_probe import Circumstances, kept_probe, only_cuts, runs_in_parts
+from adaptive_batching.torchtune.step import remedies, training_step
+from adaptive_batching.values import ByLength, Explore, Fixed, MicroBatchSize
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +33,16 @@ log = logging.getLogger(__name__)
 # known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
 _NOT_OF_MEMORY = frozenset(
     {
-        "output_dir", "checkpointer", "resume_from_checkpoint", "save_adapter_weights_only", "save_every_n_steps",
+        "output_dir", "checkpointer", "value_checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "save_every_n_steps",
         "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
         "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
         # What of these matters has entries of its own.
         "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
     }
 )  # fmt: skip
-# Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
-_ADDED_BY_TRAINING = 16 * 2**20
 # Gain in tokens from which a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
-_VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -65,17 +61,6 @@ class Probed:
 
     tokens: int = 0
     """Padded tokens of the largest forward that the probe has seen to fit."""
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """Facts of a run, besides its model and data, that the memory of a step depends on."""
-
-    config: Callable[[], Mapping[str, Any]]
-    """Returns the config's entries that memory may depend on."""
-
-    make_optimizers: MakeOptimizers
-    measures_noise: bool = False
 
 
 def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
@@ -136,6 +121,8 @@ def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> 
         upper, reason = run.window, "the global batch, which is kept"
     if settings.max_batch_size is not None and settings.max_batch_size <= upper:
         upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+    if run.samples is not None and run.samples < upper:
+        upper, reason = run.samples, f"the {run.samples} samples of the run"
     if not settings.use_maximum_batch_size and not settings.grows:
         # A forward could take no more than an optimizer step has.
         upper, reason = run.window, "the samples of an optimizer step"
@@ -190,38 +177,32 @@ def probe_or_stored(
         ConfigError: If the device's memory cannot be measured, or if the limits leave none of it.
         DoesNotFitError: If a batch of one sample does not fit.
     """
-    try:
-        meter = memory_meter(host.device)
-    except NotImplementedError as error:
-        raise ConfigError(str(error)) from error
-    shares_memory = meter.device.type == "cpu"
-    require_room(settings, meter, host.ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
-    if shares_memory:
-        settings = _with_room_for_training(settings, meter)
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
     include = run.batch_size if settings.grows else None
-    ranks, dataset = host.ranks, host.loader.dataset
-    path = folder / "probe.json"
-    key = {**circumstances.config(), **settings_of_memory(settings)}
-    key |= {"include": include, "upper": upper}
-    key |= {"recipe": host.name, "sequence_length": len(host.objective.tokens(sample))}
-    key |= {"measures_noise": circumstances.measures_noise}
-    key |= {"packed": is_packed(dataset)}
-    key |= {"device_name": meter.device_name, "total_bytes": meter.total_bytes}
-    key |= {"allocator_settings": meter.allocator_settings()}
-    key |= {"ranks": ranks.size, "sharded": host.collectives is not None}
-    key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
-    stored = ranks.on_first(lambda: load_result(path, key))
-    if stored is not None:
-        available = int(ranks.smallest(memory_budget(settings, meter)))
-        of_enough = [peak for size, peak in stored.predicted if size <= (stored.enough or 0)]
-        peak = max([stored.peak_bytes, *(peak for *_, peak in stored.shorter), *of_enough])
-        if peak <= available:
-            log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
-            return stored
-        log.info("stored probe result ignored: it takes %s, and %s are left", memory_size(peak), memory_size(available))
+    facts: dict[str, Any] = {"include": include, "upper": upper}
+    facts |= {"recipe": host.name, "sequence_length": len(host.objective.tokens(sample))}
 
+    def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
+        return _probe(host, run, settings, circumstances, sample, upper, reason, folder, include, meter)
+
+    return kept_probe(host, settings, circumstances, facts, folder / "probe.json", find)
+
+
+def _probe(
+    host: Host,
+    run: StockRun,
+    settings: AdaptiveBatchingConfig,
+    circumstances: Circumstances,
+    sample: Sample,
+    upper: int,
+    reason: str,
+    folder: Path,
+    include: int | None,
+    meter: MemoryMeter,
+) -> ProbeResult:
+    """Find the largest batch of copies of ``sample``; see :func:`probe_or_stored`."""
+    dataset = host.loader.dataset
     find = partial(
         find_maximum_batch_size,
         config=settings,
@@ -229,7 +210,7 @@ def probe_or_stored(
         upper=upper,
         upper_reason=reason,
         coarse=settings.fills_memory,  # how much of what fits is best used is another question
-        ranks=ranks,
+        ranks=host.ranks,
         scratch=folder,
     )
     in_parts = accumulates(host, run, settings, circumstances)
@@ -239,40 +220,20 @@ def probe_or_stored(
     result = find(
         step(sample),
         include=include,
-        enough=times.enough if _only_cuts(settings) else None,
+        enough=times.enough if only_cuts(settings) else None,
         remedies=lambda: remedies(host, sample, circumstances.make_optimizers, accumulates=in_parts),
     )
     lengths_vary = not is_packed(dataset) and host.objective.is_text(sample)
     by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
     if by_length and lengths_vary and settings.search == "predict" and result.enough is None:
         result = replace(result, shorter=_at_shorter_lengths(host, sample, result, upper, step, find))
-    ranks.on_first(lambda: store_result(path, key, result))
     return result
 
 
 def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances) -> bool:
     """Return True if a forward and backward can run while the gradients of another are held."""
     in_parts = circumstances.measures_noise and host.num_replicas == 1  # in two at least
-    return run.accumulation > 1 or _runs_in_parts(settings) or in_parts
-
-
-def _only_cuts(settings: AdaptiveBatchingConfig) -> bool:
-    return isinstance(settings.micro_batch_size, ByLength) and not settings.use_maximum_batch_size
-
-
-def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
-    return settings.fills_memory or isinstance(settings.micro_batch_size, Fixed)
-
-
-def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
-    """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
-    log.info("%s are kept free for what training takes besides its steps", memory_size(_ADDED_BY_TRAINING))
-    least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
-    if settings.memory_limit is None:
-        headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
-        return replace(settings, headroom=headroom)
-    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 1)
-    return replace(settings, memory_limit=MemoryAmount(num_bytes=limit))
+    return run.accumulation > 1 or runs_in_parts(settings) or in_parts
 
 
 def config_of_memory(cfg: DictConfig) -> dict[str, Any]:
@@ -282,21 +243,6 @@ def config_of_memory(cfg: DictConfig) -> dict[str, Any]:
     found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
     found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
     return found
-
-
-def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
-    """Return what calls for another probe when it changes in the settings of adaptive batching."""
-    return {
-        "search": settings.search,
-        "round_to_power_of_two": settings.round_to_power_of_two,
-        "memory_limit": repr(settings.memory_limit),
-        "headroom": repr(settings.headroom),
-        "fills_memory": settings.fills_memory,
-        # A forward then runs while the gradients of the one before are held.
-        "runs_in_parts": _runs_in_parts(settings),
-        "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
-        "only_cuts": _only_cuts(settings),
-    }
 
 
 def _at_shorter_lengths(
@@ -344,10 +290,3 @@ def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) ->
     rise = curve.peak_bytes(batch_size + 1) - curve.peak_bytes(batch_size)
     half_rise = half_curve.peak_bytes(2 * batch_size + 2) - half_curve.peak_bytes(2 * batch_size)
     return rise / half_rise if half_rise > 0 else 1.0
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

@@ -30,7 +30,7 @@ from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.probing import circumstances_of
 from adaptive_batching.torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching.torchtune.session import Session
-from adaptive_batching.torchtune.settings import read_settings, report_dir
+from adaptive_batching.torchtune.settings import describe, read_settings, report_dir
 from adaptive_batching.torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
 from adaptive_batching.values import ConfigError
@@ -99,7 +99,8 @@ class AdaptiveBatching:
         settings, report = self._settings, None
         if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
-            report = Report(directory, resume=resume, writes=self.ranks.is_first)
+            about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
+            report = Report(directory, resume=resume, writes=self.ranks.is_first, about=about)
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
                 restore_state(self._checkpoints)
@@ -110,6 +111,11 @@ class AdaptiveBatching:
             refuse_step_checkpoints(cfg)
         with from_last_checkpoint(cfg) if resumes and settings.enabled else contextlib.nullcontext():
             super().setup(cfg=cfg)  # type: ignore[misc]
+        self._settle(cfg, report)
+
+    def _settle(self, cfg: DictConfig, report: Report | None) -> None:
+        """Settle on everything that a run needs, now that stock has set up."""
+        settings = self._settings
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
@@ -186,8 +192,13 @@ class AdaptiveBatching:
         sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
         drops_last = self._settings.enabled or stock_loader.drop_last
         loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
-        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._gradient_accumulation_steps)
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
         return loader if sampler is None else (sampler, loader)
+
+    @property
+    def _batches_of_a_step(self) -> int:
+        """Batches of the loader that an optimizer step takes, at least."""
+        return self._gradient_accumulation_steps
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from adaptive_batching.memory import allocator_advice, is_out_of_memory
-from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching.micro_batches.limits import Attempts, TokenLimit
 from adaptive_batching.micro_batches.run import Outcome
 from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.random_state import random_state, set_random_state
@@ -28,9 +28,8 @@ class Recovery:
     """Lets the batches of an optimizer step run again after one ran out of memory.
 
     Nothing is lost and nothing repeated: the gradients of the whole window are discarded, the random state is put back
-    to the window's beginning, and the same samples run again with at most half of the tokens in a forward. If a forward
-    of that size has run before, memory may only have been scattered, or something else have taken some: then they run
-    again as they were, now that what was cached is given back, and if that fails, with an eighth less.
+    to the window's beginning, and the same samples run again, as they were or in smaller parts: see
+    :class:`~adaptive_batching.micro_batches.limits.Attempts`.
 
     Args:
         host: The recipe.
@@ -54,8 +53,7 @@ class Recovery:
         self._batch_dependent_module = batch_dependent_module
         self._enabled = enabled
         self._random_state: dict[str, Any] = {}
-        self._largest_that_ran = probed_tokens
-        self._recovered_since_start = 0
+        self._attempts = Attempts(limit, probed_tokens)
         self._recovered_in_row = 0
         self._recovered_in_step = False
         self._warned = False
@@ -68,13 +66,13 @@ class Recovery:
         """Keep the random state that a window begins with."""
         if self._host.gate is not None:
             self._host.gate.updated = False
-        self._recovered_since_start = 0
+        self._attempts.start_step()
         if self._enabled:
             self._random_state = random_state(self._host.device)
 
     def note(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
         """Take note of micro-batches that have run."""
-        self._largest_that_ran = max(self._largest_that_ran, *(each.tokens for each in micro_batches))
+        self._attempts.note(max((each.tokens for each in micro_batches), default=0))
         self._retried_in_step |= outcome.retried
         if outcome.retried:
             self._unit = self._unit_of(micro_batches[0])
@@ -95,10 +93,8 @@ class Recovery:
         ranks = self._host.ranks
         if failed is not None and not self._host.recovers_together:
             raise DoesNotFitError(self._why_not(failed)) from outcome.error  # the others wait elsewhere
-        ran_before = bool(
-            ranks.all(failed is None or failed.tokens <= self._largest_that_ran) and self._recovered_since_start < 2
-        )
-        again_as_it_was = ran_before and self._recovered_since_start == 0
+        ran_before = bool(ranks.all(failed is None or self._attempts.has_fitted(failed.tokens)))
+        again_as_it_was = ran_before and self._attempts.failures == 0
         is_smallest = failed is not None and len(failed.samples) == 1 and not again_as_it_was
         hopeless = failed is not None and (not self._enabled or self._is_updated or is_smallest)
         if ranks.any(hopeless):
@@ -107,19 +103,16 @@ class Recovery:
             raise DoesNotFitError("out of memory on another rank, which says what would help")
         self._check_that_running_again_is_exact()
         self._host.objective.equalize_collectives()
-        self._recovered_since_start += 1
         # The same limit everywhere: from the largest that has failed.
         tokens = int(ranks.largest(0 if failed is None else failed.tokens))
         self._unit = self._unit_of(micro_batches[0])
-        if again_as_it_was:
-            self._limit.keep()
+        if self._attempts.fail(tokens, fitted_before=ran_before):
             # Where that goes on step after step, forwards become smaller.
             self._retried_in_step = True
             can_be_cut = failed is not None and len(failed.samples) > 1
             self._tokens_to_lower = max(self._tokens_to_lower, tokens if can_be_cut else 0)
             how = "as they were"
         else:
-            self._limit.shrink(tokens, fitted_before=ran_before)
             self._recovered_in_step = True
             how = f"with at most {self._limit.max_tokens} {self._unit} in a forward"
             if self._host.steps_in_backward:
@@ -137,7 +130,7 @@ class Recovery:
             self._limit.note_clean_step()
         self._retried_in_step = False
         self._tokens_to_lower = 0
-        self._recovered_in_row = self._recovered_in_row + 1 if self._recovered_since_start else 0
+        self._recovered_in_row = self._recovered_in_row + 1 if self._attempts.failures else 0
         self._recovered_in_step = False
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
@@ -262,6 +255,9 @@ def remedy(host: Host) -> str:
     """Return the next setting that saves memory, of those that ``host`` does not use yet."""
     if not host.checkpoints_activations:
         return "enable_activation_checkpointing=True"
-    if not host.offloads_activations and host.device.type != "cpu":
+    ways = host.objective.saves_memory_by
+    if "offloading" in ways and not host.offloads_activations and host.device.type != "cpu":
         return "enable_activation_offloading=True"
+    if "lora" not in ways:
+        return "a smaller model"
     return "a model with quantized weights, as in QLoRA"

@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from adaptive_batching.config import AdaptiveBatchingConfig
+from adaptive_batching.growth.accumulation import Accumulation
 from adaptive_batching.memory import memory_meter
 from adaptive_batching.random_state import random_state, set_random_state
 from adaptive_batching.report.record import Report
@@ -34,9 +35,10 @@ from adaptive_batching.torchtune.growing import (
     warn_of_lora,
 )
 from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.kept_probe import Circumstances
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
-from adaptive_batching.torchtune.probing import Circumstances, find_maximum
+from adaptive_batching.torchtune.probing import Probed, find_maximum
 from adaptive_batching.torchtune.recovery import Recovery
 from adaptive_batching.torchtune.second_moment import check_that_beta2_can_follow
 from adaptive_batching.torchtune.step import batch_dependent_module
@@ -103,8 +105,8 @@ class Session:
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
         stored = stored or {}
-        accumulation = accumulation_of(settings, run)
-        probed = find_maximum(host, run, settings, circumstances, report)
+        accumulation = self._accumulation()
+        probed = self._find_maximum(circumstances, report)
         controller = make_controller(host, run, settings, increase, accumulation, probed, stored)
         warn_of_lora(host, accumulation.window(controller.maximum), run.window)
         if stored:
@@ -125,6 +127,14 @@ class Session:
             report.resume(run.first_step)
         plan = self.growth.course.plan(run.first_epoch)
         report.plan(plan, decided=controller.decides_early)
+
+    def _accumulation(self) -> Accumulation:
+        """Return how optimizer steps are made up as the batch grows."""
+        return accumulation_of(self.settings, self.run)
+
+    def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
+        """Find the largest batch size."""
+        return find_maximum(self.host, self.run, self.settings, circumstances, report)
 
     def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> TrainingLoop:
         """Return the loop that trains.

@@ -8,9 +8,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import training
 
+import adaptive_batching
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.values import ConfigError, Fixed, Whole
 
@@ -127,6 +130,23 @@ def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatc
 def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
     """Return the folder for the record of a run."""
     return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
+
+
+def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """Return what the record says of a run before it begins, in JSON's types."""
+    try:
+        whole = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for
+        whole = OmegaConf.to_container(cfg, resolve=False)
+    module = torch.get_device_module(device)
+    has_name = device.type != "cpu" and hasattr(module, "get_device_name")
+    return {
+        "adaptive_batching": adaptive_batching.__version__,
+        "recipe": recipe,
+        "device": str(module.get_device_name(device)) if has_name else device.type,
+        "ranks": num_ranks,
+        "config": whole,
+    }
 
 
 def _plain(cfg: DictConfig, key: str) -> Any:

@@ -110,7 +110,8 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
     found = []
     if not host.checkpoints_activations:
         found.append(Remedy("enable_activation_checkpointing=True", step, _checkpoint_activations))
-    if not host.offloads_activations and host.device.type == "cuda":
+    ways = host.objective.saves_memory_by
+    if "offloading" in ways and not host.offloads_activations and host.device.type == "cuda":
         found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
     weights = [p for p in host.model.parameters() if p.dim() > 1]
     trains_all = all(p.requires_grad for p in weights)
@@ -119,9 +120,10 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
         if not host.steps_in_backward and not accumulates:
             in_backward = _in_backward_step(host, make_optimizers, step)
             found.append(Remedy("optimizer_in_bwd=True (with clip_grad_norm=null)", in_backward))
-        lora = _frozen_step(host, make_optimizers, step)
-        found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
-        found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
+        if "lora" in ways:
+            lora = _frozen_step(host, make_optimizers, step)
+            found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
+            found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
     elif not any("NF4" in type(p).__name__ for p in weights):
         found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
     length = len(host.objective.tokens(sample))
@@ -134,7 +136,10 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
 
 
 def batch_dependent_module(host: Host) -> str | None:
-    """Name a module of the model that computes over the batch dimension, or return None."""
+    """Name a part of the loss or of the model that computes over the batch dimension, or return None."""
+    of_loss = host.objective.batch_dependent_part()
+    if of_loss is not None:
+        return of_loss
     tokens = torch.arange(1, 41, device=host.device).reshape(5, 8)  # [samples, tokens]; any text will do
     is_text = host.objective.is_text(host.loader.dataset[0])
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
-from adaptive_batching.growth.accumulation import FixedAccumulation, KeepGlobal
+from adaptive_batching.growth.accumulation import FixedAccumulation, InParts, KeepGlobal
 from adaptive_batching.growth.controller import BatchController
 from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
 from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
@@ -312,6 +312,40 @@ def test_a_global_batch_that_is_kept_is_accumulated_from_fewer_batches() -> None
     assert all(epoch.steps == 4 for epoch in run.plan())
     run.start_epoch(1)
     assert run.accumulation == 2
+
+
+@given(
+    run_samples=st.integers(1, 400), samples=st.integers(1, 150), start=st.integers(1, 8), parts=st.integers(1, 4),
+    gamma=st.floats(1.1, 4),
+)  # fmt: skip
+def test_a_run_of_so_many_samples_ends_when_less_than_a_step_is_left_and_as_planned(
+    run_samples: int, samples: int, start: int, parts: int, gamma: float
+) -> None:
+    accumulation = InParts(parts)
+    size, maximum = start * parts, accumulation.allowed(min(samples, run_samples))
+    if size > maximum:
+        return
+    shape = RunShape(epochs=3, samples=samples, accumulation=accumulation, decisions=3, run_samples=run_samples)
+
+    def new_course() -> Course:
+        increase = step(every=0.4, gamma=gamma)
+        return Course(BatchController(size, maximum, increase=increase, accumulation=accumulation), shape)
+
+    plan, run, steps = new_course().plan(), new_course(), []
+    for epoch in range(shape.epochs):
+        if run.run_is_over:
+            break
+        run.start_epoch(epoch)
+        steps.append(0)
+        while not run.epoch_is_over:
+            assert run.controller.batch_size % parts == 0
+            run.take_step()
+            steps[-1] += 1
+            run.decide_if_due()
+    assert [epoch.steps for epoch in plan] == steps and min(steps) >= 1
+    assert sum(epoch.samples for epoch in plan) == run.samples_seen <= run_samples
+    assert run.run_is_over or len(steps) == shape.epochs
+    assert all(epoch.dropped_samples < epoch.batch_sizes[-1] for epoch in plan)
 
 
 def test_the_rate_follows_the_batch_as_asked() -> None:

@@ -32,7 +32,8 @@ from torch import nn
 from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching.host_memory import CpuMeter, _status
-from adaptive_batching.report.record import Report, read_events
+from adaptive_batching.report.events import read_events
+from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune import probing, session
 from adaptive_batching.torchtune.data import index_of
 from adaptive_batching.torchtune.loop import TrainingLoop

@@ -60,8 +60,8 @@ def test_the_estimate_is_right_on_average(
     assert len(measured) == 60
     assert {(each.tokens, each.samples) for each in measured} == {(10, 10)}
     assert mean_of(measured) == pytest.approx(truths[0], rel=0.05)
-    assert "gradient_noise_scale" in finished.metrics[-1]
-    assert "gradient_noise_scale" not in finished.metrics[0], "not known yet"
+    assert "gradient_noise_scale_samples" in finished.metrics[-1]
+    assert "gradient_noise_scale_samples" not in finished.metrics[0], "not known yet"
     assert len(events(finished, "noise")) == 60
 
 

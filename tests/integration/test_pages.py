@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import shlex
 import socket
 from collections.abc import Mapping
@@ -21,12 +22,15 @@ import torch
 from omegaconf import OmegaConf
 
 from adaptive_batching.ranks.fsdp import can_drain
+from adaptive_batching.report.record import Report
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small
-from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text
+from tests.support.environment import OF_THE_RECIPES
+from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text, loops
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events, without_sizes
+from tests.support.runs import write_run
 
 TABLE = "what was decided, and why"
 MY_CONFIG = "adaptive-batching cp quickstart/full_single_device my_config.yaml"
@@ -85,7 +89,7 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "adaptive-batching validate my_config.yaml": Here(
         "Config is well-formed!", first="adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml"
     ),
-    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run}", added=""),
+    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", added=""),
     # tests/torchtune/test_plan_command.py has one that is not slow.
     "adaptive-batching plan --config llama3_1/8B_lora_single_device --gpu 'RTX 4090' --sequence-length 2048": Shell(
         "fits: a forward of 2 x 2,048 tokens needs at most", added=""
@@ -128,7 +132,14 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True": Shell(
         instead={"--nproc_per_node 8": "--nproc_per_node 1", "node0:29500": "127.0.0.1:{port}"}, agents=2
     ),
-    "pip install .": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
+    "pip install '.[torchtune]'": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
+    "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
+    "pip install '.[examples]'": Elsewhere("test_an_example_runs"),
+    "python examples/hugging_face_trainer.py": Elsewhere("test_an_example_runs"),
+    "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere("test_reports_are_made_as_shown"),
+    "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(
+        "test_reports_are_made_as_shown"
+    ),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
     "PYTHONPATH=. python benchmarks/growth_quality.py --samples 256": Elsewhere("test_a_benchmark_is_repeated"),
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
@@ -164,7 +175,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Makefile", "adaptive_batching", "benchmarks", "pyproject.toml", "recipes", "tests"):
         (folder / name).symlink_to(ROOT / name)
     make_environment(folder / ".venv", checkout=folder)
-    for extra in ("plots", "dev", "bench"):
+    for extra in ("alone", "dev", "bench"):
         (folder / ".venv" / f".{extra}").touch()
     return folder
 
@@ -174,8 +185,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a ``.venv`` that the page's command has installed the package into."""
     folder = tmp_path_factory.mktemp("installed")
     make_environment(folder / ".venv")
-    [command] = [command for command in COMMANDS if command.startswith("pip")]
-    assert "Collecting torch" not in finish(in_shell(command, ROOT, folder / ".venv")), "torch is there"
+    assert "Collecting torch" not in finish(in_shell("pip install '.[torchtune]'", ROOT, folder / ".venv"))
     return folder
 
 
@@ -231,13 +241,24 @@ def test_a_command_that_starts_no_run(
     assert way.says in capsys.readouterr().out
 
 
+def test_reports_are_made_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (command for command in COMMANDS if command.startswith("adaptive-batching report")):
+        for folder in (word for word in command.split() if word.startswith("outputs/")):
+            write_run(Report(Path(folder, "adaptive_batching")), all_there_is=False)
+        assert in_this_process(*shlex.split(command)[1:]) == 0
+        assert "<title>" in Path(capsys.readouterr().out.strip()).read_text()
+
+
 @pytest.mark.parametrize("command", sorted(command for command in COMMANDS if command.startswith("make ")))
 def test_a_target_runs_what_there_is(command: str, checkout: Path) -> None:
     """With an environment to make, and with one that is there already, where nothing is installed."""
     for added, installs in (("VENV=nowhere", True), ("PYTHON=python3", False)):
         lines = finish(in_shell(f"{command} --dry-run {added}", checkout, checkout / ".venv"))
-        extras = re.findall(r"pip install .* --editable '\.\[(\w+)\]'", lines)
-        assert bool(extras) == installs and set(extras) <= optional_dependencies(), lines
+        extras = re.findall(r"pip install .* --editable '\.(?:\[(\w+)\])?'", lines)
+        assert bool(extras) == installs and set(extras) <= {"", *optional_dependencies()}, lines
         modules = set(re.findall(r"python3? -m ([\w.]+)", lines)) - {"venv", "pip"}
         files = re.findall(r"\S+\.py\b", lines)
         assert modules or files
@@ -263,7 +284,34 @@ def test_pip_installs_what_works_from_an_empty_folder(installed: Path, inputs: P
     (tmp_path / "my_schedules.py").write_text(schedules())
     line = "adaptive-batching run full_finetune_single_device --config my_config.yaml epochs=2"
     line += " batch_increase_function=my_schedules.add_eight batch_size=4"
-    assert "batch size grows from 4 to 12 at epoch 1" in run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+    output = run(f"{line} {small(line, inputs, tmp_path / 'out')}")
+    assert "batch size grows from 4 to 12 at epoch 1" in output and "the page of this run: " in output
+
+
+@pytest.mark.slow
+def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing(tmp_path: Path) -> None:
+    venv = tmp_path / ".venv"
+    make_environment(venv)
+    for name in OF_THE_RECIPES:
+        for path in (venv / "packages").glob(f"{name}*"):
+            path.unlink()
+    assert "Collecting" not in finish(in_shell("pip install .", ROOT, venv))
+    (tmp_path / "loop.py").write_text("\n".join(loops()))
+    (tmp_path / "model.py").write_text((ROOT / "tests" / "support" / "small_model.py").read_text())
+    (tmp_path / "train.py").write_text(
+        "import torch\nfrom model import make_data, make_model\ndata, model = make_data(), make_model()\n"
+        "optimizer = torch.optim.SGD(model.parameters())\nexec(open('loop.py').read())\nstep(data)\n"
+    )
+    assert finish(in_shell("python train.py", tmp_path, venv)).count("tensor(") == 32
+    missing = finish(in_shell("adaptive-batching ls", tmp_path, venv), status=1)
+    assert "is not installed; pip install 'adaptive-batching[torchtune]'" in missing
+    assert "Traceback" not in missing
+
+
+def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (the extra examples)")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "hugging_face_trainer.py"), run_name="__main__")
 
 
 @pytest.mark.slow

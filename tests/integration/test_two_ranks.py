@@ -235,7 +235,7 @@ def test_ranks_grow_together_by_what_they_measure_together(finished: Finished) -
     run = finished("by_noise")
     sizes = [step["batch_size"] for step in run.metrics]
     assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
-    assert "gradient_noise_scale" in run.metrics[-1]
+    assert "gradient_noise_scale_samples" in run.metrics[-1]
 
 
 @of_launch("recovery")

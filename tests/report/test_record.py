@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from adaptive_batching.growth.course import PlannedEpoch
-from adaptive_batching.report.plots import draw
-from adaptive_batching.report.record import Report, read_events
+from adaptive_batching.report.apart import finish_page
+from adaptive_batching.report.events import read_events
+from adaptive_batching.report.record import Report
 from adaptive_batching.values import ConfigError
 from tests.support.examples import RESULT
+from tests.support.html import read_page
 
 
 def write_run(report: Report, epochs: range, changes: bool = False) -> None:
@@ -85,7 +87,7 @@ def test_every_line_of_the_record_is_json(tmp_path: Path) -> None:
     report.maximum(16, "max_batch_size=16")
     write_run(report, range(1))
     kinds = [json.loads(line)["event"] for line in report.path.read_text().splitlines()]
-    assert kinds == ["maximum", "epoch", "step", "step"]
+    assert kinds == ["run", "maximum", "epoch", "step", "step"]
 
 
 @pytest.mark.parametrize("cut_off", ['{"event": "step", "epoch": 0, "st', "\x00\x00", "[]", '{"event": "other"}'])
@@ -122,24 +124,41 @@ def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
     assert len(read_events(report.path)["step"]) == 2, "it goes on when there is room again"
 
 
-def test_pictures_that_cannot_be_drawn_end_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     report = Report(tmp_path)
+    (tmp_path / "report.html").mkdir()
     write_run(report, range(1))
-    (tmp_path / "training.png").mkdir()
     report.finish()
+    report.finish()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "what was decided, and why" in caplog.text
-    assert "no plots: matplotlib failed (IsADirectoryError" in caplog.text
-    (tmp_path / "training.png").rmdir()
+    assert len(warnings) == 1 and "no page of this run (IsADirectoryError" in warnings[0]
+    assert f"'adaptive-batching report {tmp_path}' makes it" in warnings[0]
+    (tmp_path / "report.html").rmdir()
     report.finish()
-    assert f"plots: {tmp_path / 'training.png'}" in caplog.text
+    assert f"the page of this run: {tmp_path / 'report.html'}" in caplog.text
 
 
-def test_pictures_are_drawn_of_what_the_record_holds(tmp_path: Path) -> None:
+def test_no_process_for_the_page_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
     report = Report(tmp_path)
-    report.probe(RESULT, sequence_length=64)
     write_run(report, range(3))
-    paths = draw(read_events(report.path), tmp_path)
-    assert [path.name for path in paths] == ["training.png", "probe.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    assert draw({"step": [], "probe": [], "epoch": []}, tmp_path) == []
+    report.finish()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "no page of this run ([Errno 2] No such file" in warnings[0]
+    assert len(read_events(report.path)["step"]) == 6
+
+
+def test_the_page_shows_each_epoch_once_it_is_over(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    write_run(report, range(1))
+    assert report._page is None, "nothing has been trained when the first epoch begins"
+    report.epoch(
+        epoch=1, step=2, batch_size=8, global_batch_size=8, steps=2, samples=16, dropped_samples=1, reason="kept"
+    )
+    assert report._page is not None
+    assert finish_page(report._page, seconds=60) == str(tmp_path / "report.html")
+    assert len(read_page(tmp_path / "report.html").data["runs"][0]["columns"]["step"]) == 2

@@ -46,6 +46,11 @@ def blocks(language: str) -> list[Block]:
     return found
 
 
+def loops() -> list[str]:
+    """The whole training loops among the blocks of Python."""
+    return [block.text for block in blocks("python") if "AdaptiveStep" in block.text]
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """Yield (place, command) of each line in a block of bash, without comments."""
     for block in blocks("bash"):

@@ -16,11 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.report.record import Report, read_events
+from adaptive_batching.report.events import read_events
+from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune.growing import Increase
 from adaptive_batching.torchtune.host import Host, StockRun
+from adaptive_batching.torchtune.kept_probe import Circumstances
 from adaptive_batching.torchtune.objective import Batch, Counts, Objective, Sums
-from adaptive_batching.torchtune.probing import Circumstances
 from adaptive_batching.torchtune.session import Session
 from tests.support.hosts import host, loader_of
 

@@ -10,7 +10,8 @@ import torchtune
 from omegaconf import OmegaConf
 
 from adaptive_batching.micro_batches.forward_cost import ForwardTimes
-from adaptive_batching.torchtune.probing import config_of_memory, settings_of_memory
+from adaptive_batching.torchtune.kept_probe import settings_of_memory
+from adaptive_batching.torchtune.probing import config_of_memory
 from adaptive_batching.torchtune.settings import read_settings
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"

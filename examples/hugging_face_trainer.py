@@ -1,0 +1,253 @@
+"""A Hugging Face ``Trainer`` that fills its forwards by tokens, grows its batch, and survives running out of memory.
+
+    pip install '.[examples]'
+    python examples/hugging_face_trainer.py
+
+Five small classes to copy and to change: a collator, a sampler and a data loader, a callback, and a ``Trainer``.
+
+- The optimizer sees ``per_device_train_batch_size`` samples, and more from epoch to epoch if ``increase`` says so. The
+  learning-rate schedule and the number of steps are laid out for that.
+- Before training, real steps of the trainer find how many of the longest samples fit in a forward. From then on a
+  forward holds samples of similar length, up to as many tokens, and a batch has as many forwards as it takes.
+- If memory runs out all the same, because another process takes some, the same samples run again in smaller forwards.
+
+It trains in one process on one device, with models that take ``num_items_in_batch``, as causal language models do.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, Sampler
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from adaptive_batching import (
+    AdaptiveBatchingConfig,
+    AdaptiveStep,
+    ConfigError,
+    IncreaseFunction,
+    growth,
+    plan_batch_sizes,
+)
+
+IGNORED = -100  # the label of a token that is no target
+Features = dict[str, Any]
+
+
+def length(sample: Features) -> int:
+    """Return the tokens of a sample."""
+    return len(sample["input_ids"])
+
+
+class PaddingCollator:
+    """Pads ``input_ids`` and ``labels`` to the longest sample of a forward."""
+
+    def __call__(self, samples: list[Features]) -> dict[str, torch.Tensor]:
+        def padded(rows: Iterable[Any], value: int) -> torch.Tensor:  # [b, s]
+            return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+        return {
+            "input_ids": padded((sample["input_ids"] for sample in samples), 0),
+            "attention_mask": padded((torch.ones(length(sample), dtype=torch.long) for sample in samples), 0),
+            "labels": padded((sample["labels"] for sample in samples), IGNORED),
+        }
+
+
+class GrowingBatches(Sampler[list[int]]):
+    """Batches of the indices that a sampler draws, of a size for each epoch; the last of an epoch may be smaller."""
+
+    def __init__(self, sampler: Any, sizes: list[int]) -> None:
+        self.sampler = sampler
+        self.sizes = sizes
+        self.epoch = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.sizes[self.epoch]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return sum(math.ceil(len(self.sampler) / size) for size in self.sizes)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.sampler) / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        for start in range(0, len(indices), self.batch_size):
+            yield indices[start : start + self.batch_size]
+
+
+class SampleLoader(DataLoader[Features]):
+    """Hands out the samples of a batch as they are: they are collated when they run, in parts that fit."""
+
+    def __init__(self, data: Any, batches: GrowingBatches, **settings: Any) -> None:
+        self.batches = batches
+        super().__init__(data, batch_sampler=batches, collate_fn=list, **settings)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the size of ``epoch``; ``Trainer`` calls this."""
+        self.batches.epoch = epoch
+
+
+class AdaptiveCallback(TrainerCallback):
+    """Probes once everything is on its device, and keeps count of the epoch."""
+
+    def __init__(self, trainer: AdaptiveTrainer) -> None:
+        self._trainer = trainer
+        self._steps = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.prepare(kwargs["optimizer"])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._steps += 1
+        batches = kwargs["train_dataloader"].batches
+        state.epoch = batches.epoch + self._steps / len(batches)  # Trainer takes all epochs to have as many steps
+
+
+class AdaptiveTrainer(Trainer):
+    """A ``Trainer`` whose optimizer step is an :class:`~adaptive_batching.AdaptiveStep`.
+
+    Args:
+        increase: An increase function, asked at the start of each epoch; None for batches of one size.
+        max_batch_size: The size that a growing batch stays within; None for the number of samples.
+        max_tokens: Padded tokens of a forward; None to probe how many fit.
+        settings: Settings of the probe, such as ``memory_limit``.
+
+    Raises:
+        ConfigError: If a setting of ``Trainer`` cannot be used with it.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        increase: IncreaseFunction | None = None,
+        max_batch_size: int | None = None,
+        max_tokens: int | None = None,
+        settings: AdaptiveBatchingConfig = AdaptiveBatchingConfig(round_to_power_of_two=False),  # noqa: B008
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.step: AdaptiveStep[Features] | None = None
+        self._increase = growth.constant() if increase is None else increase
+        self._max_batch_size = max_batch_size
+        self._max_tokens = max_tokens
+        self._settings = settings
+        if self.args.gradient_accumulation_steps > 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.args.gradient_accumulation_steps} must be 1: set "
+                f"per_device_train_batch_size to all samples of a step, which runs in as many forwards as it takes"
+            )
+        if self.args.world_size > 1 or self.args.n_gpu > 1:
+            raise ConfigError("AdaptiveTrainer trains on one device; set CUDA_VISIBLE_DEVICES to one of them")
+        if not self.model_accepts_loss_kwargs:
+            raise ConfigError(f"{type(self.model).__name__} takes no num_items_in_batch, so its losses are not summed")
+        self.add_callback(AdaptiveCallback(self))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint and len(set(self._sizes())) > 1:
+            raise ConfigError("resume_from_checkpoint: Trainer takes all epochs to have as many steps, and these grow")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def get_train_dataloader(self) -> SampleLoader:
+        batches = GrowingBatches(self._get_train_sampler(self.train_dataset), self._sizes())
+        return SampleLoader(self.train_dataset, batches, num_workers=self.args.dataloader_num_workers)
+
+    def set_initial_training_values(self, args: Any, dataloader: SampleLoader) -> Any:
+        """Lay out the run for the sizes of its epochs, the first of which has most steps."""
+        _, *values, max_steps = super().set_initial_training_values(args, dataloader)
+        batches = dataloader.batches
+        return (len(batches.sizes), *values, max_steps if args.max_steps > 0 else batches.num_steps)
+
+    def prepare(self, optimizer: Any) -> None:
+        """Make the step, and probe how many tokens a forward holds."""
+        self.step = AdaptiveStep(
+            self.model_wrapped,
+            optimizer.optimizer,  # without Accelerate's wrapper, whose steps are counted
+            self._losses,
+            self.data_collator,
+            length=length,
+            clip_norm=self.args.max_grad_norm or None,
+            backward=self.accelerator.backward,
+        )
+        self.step.max_tokens = self._max_tokens
+        if self._max_tokens is None:
+            longest = max(self.train_dataset, key=length)
+            found = self.step.find_maximum_batch_size(
+                longest, upper=len(self.train_dataset), in_parts=True, settings=self._settings
+            )
+            self.step.max_tokens = found.batch_size * length(longest)
+
+    def training_step(self, model: Any, inputs: list[Features], num_items_in_batch: Any = None) -> torch.Tensor:
+        assert self.step is not None
+        model.train()
+        return self.step.gradients(inputs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.step is not None:
+            logs["out_of_memory_recoveries"] = self.step.num_recoveries
+        super().log(logs, *args, **kwargs)
+
+    def _losses(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        number = (batch["labels"][:, 1:] != IGNORED).sum()  # the first token is predicted from nothing
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, batch, num_items_in_batch=torch.ones_like(number)), number
+
+    def _sizes(self) -> list[int]:
+        samples, epochs = len(self.train_dataset), math.ceil(self.args.num_train_epochs)
+        start = min(self.args.per_device_train_batch_size, samples)
+        return plan_batch_sizes(start, self._increase, epochs=epochs, samples=samples, maximum=self._max_batch_size)
+
+
+def make_model() -> LlamaForCausalLM:
+    """Return a small model with random weights."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, pad_token_id=0, **sizes))
+
+
+def make_data(num_samples: int = 64) -> list[Features]:
+    """Return samples of many lengths that count up from a random number, which is the prompt, and no target."""
+    chance = random.Random(0)
+    data = []
+    for _ in range(num_samples):
+        start, num_tokens = chance.randrange(1, 64), chance.randrange(4, 60)
+        ids = [(start + i) % 128 for i in range(num_tokens)]
+        data.append({"input_ids": ids, "labels": [IGNORED, *ids[1:]]})
+    return data
+
+
+def main() -> None:
+    """Train the small model, with a batch that doubles each epoch."""
+    args = TrainingArguments(
+        output_dir="outputs/hugging_face_trainer",
+        per_device_train_batch_size=4,
+        num_train_epochs=3,
+        learning_rate=3e-3,
+        logging_steps=4,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+    )
+    trainer = AdaptiveTrainer(
+        make_model(),
+        args,
+        train_dataset=make_data(),
+        data_collator=PaddingCollator(),
+        increase=growth.step(every=1, gamma=2),
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What a real run leaves: a record as documented, a page that equals it, and metrics in the logger of the config."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from adaptive_batching.report.events import read_events
+from adaptive_batching.report.page import write_page
+from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching.torchtune.settings import read_settings
+from tests import conftest
+from tests.conftest import ROOT, Run, TuneRun
+from tests.integration.faults import disarm, plan
+from tests.report.test_page import check_that_it_asks_for_nothing
+from tests.support.html import read_page
+
+GROW = [
+    "batch_increase_function._component_=adaptive_batching.growth.fixed_increase", "batch_increase_function.increase=4",
+    "~batch_increase_function.every", "adaptive_batching.noise_scale_every=2",
+    "model._component_=tests.integration.faults.full_model",
+]  # fmt: skip
+PROBED = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=8"]
+PAGE = (ROOT / "docs" / "report.md").read_text()
+
+
+@pytest.fixture
+def one_failure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have the fifth forward of training run out of memory."""
+    train = TrainingLoop.run
+
+    def armed(loop: TrainingLoop) -> None:
+        plan.update(where="backward", layer=0, calls=0, call=5, times=1)
+        train(loop)
+
+    disarm()
+    plan.update(where="backward", layer=0, calls=0, call=2**40, times=0)
+    monkeypatch.setattr(TrainingLoop, "run", armed)
+    yield
+    disarm()
+
+
+@pytest.mark.usefixtures("one_failure")
+def test_a_run_leaves_a_record_and_a_page_that_say_the_same(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "makes_pages", True)
+    run = tune_run("full", *GROW, *PROBED)
+    folder = run.output_dir / "adaptive_batching"
+    assert sorted(path.name for path in folder.iterdir()) == ["probe.json", "report.html", "report.jsonl"]
+    record = read_events(folder / "report.jsonl")
+    check_the_page(folder, record)
+    check_the_schema(record)
+    check_the_metrics(dict(enumerate(run.metrics, 1)), record)
+    check_what_is_pasted(folder, record)
+    check_that_it_is_made_again(run)
+
+
+@pytest.mark.usefixtures("one_failure")
+def test_tensorboard_gets_the_metrics(tune_run: TuneRun) -> None:
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed (extra dev)"
+    )
+    logger = {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "${output_dir}/logs"}
+    run = tune_run("full", *GROW, "adaptive_batching.max_batch_size=8", replaced={"metric_logger": logger})
+    [folder] = {path.parent for path in (run.output_dir / "logs").rglob("events.out.tfevents.*")}
+    read = reader.EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    read.Reload()
+    metrics: dict[int, dict[str, float]] = {}
+    for name in read.Tags()["tensors"]:  # as stock writes numbers
+        for event in read.Tensors(name):
+            metrics.setdefault(event.step, {})[name] = event.tensor_proto.float_val[0]
+    check_the_metrics(metrics, read_events(run.output_dir / "adaptive_batching" / "report.jsonl"))
+
+
+def check_the_page(folder: Path, record: dict[str, Any]) -> None:
+    page = read_page(folder / "report.html")
+    check_that_it_asks_for_nothing(page)
+    [drawn] = page.data["runs"]
+    columns, steps = drawn["columns"], record["step"]
+    assert columns["loss"] == pytest.approx([step["loss"] for step in steps], rel=1e-5)
+    assert columns["batch"] == [step["samples"] for step in steps]
+    assert columns["padding"] == pytest.approx([step["padded_tokens"] / step["tokens"] for step in steps], rel=1e-5)
+    assert {"lr", "noise", "seconds", "memory"} <= set(columns) and len(drawn["recoveries"]) == 1
+    assert page.facts["Out of memory"] == "once" and page.facts["Batch size"] == "4 → 8"
+    assert "ended 20" in page.words["summary"] and "What sets the peak at" in page.words["probe"]
+    shares = [float(row[2].rstrip(" %")) for row in page.tables["probe"][0][1:]]
+    assert sum(shares) == pytest.approx(100, abs=3)
+
+
+def documented(text: str) -> dict[str, set[str]]:
+    """The names in the last column of each row of a table, by the name in its first."""
+    rows = re.findall(r"^\| `(\w+)` \|(?:.*\|)?([^|]*)\|$", text, flags=re.MULTILINE)
+    return {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in rows}
+
+
+def check_the_schema(record: dict[str, Any]) -> None:
+    """Each field of a record stands in the page on it, and no other."""
+    fields_of = documented(PAGE.split("## The record")[1].split("## Metrics")[0])
+    assert set(fields_of) == set(record)
+    for kind, found in record.items():
+        if found:  # of those that this run has
+            values = [each for event in found for each in event.values() if isinstance(each, list)]
+            inner = {key for each in values for value in each if isinstance(value, dict) for key in value}
+            assert {key for event in found for key in event} | inner == fields_of[kind], kind
+
+
+def check_the_metrics(logged: dict[int, dict[str, float]], record: dict[str, Any]) -> None:
+    """What a logger got is what the record says, under the names that are documented."""
+    epochs = {epoch["epoch"]: epoch["batch_size"] for epoch in record["epoch"]}
+    noise = {event["step"]: event["noise_scale"] for event in record["noise"]}
+    ours = set(documented(PAGE.split("## Metrics")[1]))
+    assert set(logged) == {step["step"] for step in record["step"]}
+    for step in record["step"]:
+        metrics = logged[step["step"]]
+        assert metrics["loss"] == pytest.approx(step["loss"], rel=1e-6)
+        assert metrics["lr"] == pytest.approx(step["lr"], rel=1e-6)
+        assert metrics["batch_size"] == epochs[step["epoch"]] and metrics["global_batch_size"] == step["samples"]
+        assert metrics["out_of_memory_recoveries"] == step["recoveries"]
+        known = noise.get(step["step"])
+        assert known is None or metrics["gradient_noise_scale_samples"] == pytest.approx(known, rel=1e-6)
+        assert set(metrics) - ours <= {"loss", "lr", "grad_norm", "tokens_per_second_per_gpu"}
+    assert ours <= set(logged[max(logged)]) and max(step["recoveries"] for step in record["step"]) == 1
+
+
+def check_what_is_pasted(folder: Path, record: dict[str, Any]) -> None:
+    pasted: Any = OmegaConf.merge(
+        record["run"][0]["config"], OmegaConf.create(read_page(folder / "report.html").codes[0])
+    )
+    settings = read_settings(pasted)
+    assert not settings.probes and settings.max_batch_size == record["probe"][0]["batch_size"]
+
+
+def check_that_it_is_made_again(run: Run) -> None:
+    page = run.output_dir / "adaptive_batching" / "report.html"
+    before = page.read_text()
+    page.unlink()
+    assert write_page([run.output_dir]) == page and page.read_text() == before

@@ -1,0 +1,120 @@
+"""The page in a real browser: light and dark, on a desk and on a phone, without a complaint or a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptive_batching.report.page import write_page
+from adaptive_batching.report.record import Report
+from tests.report.test_events import OLD
+from tests.support.browser import Browser, browser, chromium
+from tests.support.runs import about, write_run
+
+DESK, PHONE = (1280, 900), (390, 844)
+PROGRAM = chromium()
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium (Debian: apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with browser(PROGRAM) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A page of all there is, one of a record of the first version, and one of both."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_run(Report(folder / "run", about=about()), steps=40)
+    paths = {"run": [folder / "run"], "old": [OLD], "both": [folder / "run", OLD]}
+    return {name: write_page(records, folder / f"{name}.html") for name, records in paths.items()}
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize("name", ["run", "old", "both"])
+def test_it_is_drawn_without_a_complaint_or_a_request(
+    name: str, size: tuple[int, int], dark: bool, window: Browser, pages: dict[str, Path]
+) -> None:
+    seen = window.open(pages[name], width=size[0], height=size[1], dark=dark)
+    assert seen.complaints == []
+    assert seen.requests == [pages[name].resolve().as_uri()]
+    assert window.run("performance.getEntriesByType('resource').length") == 0
+    drawn = window.run("[...document.querySelectorAll('.plot')].map(plot => plot.querySelectorAll('canvas').length)")
+    assert drawn == [1] * len(drawn) and len(drawn) == {"run": 8, "old": 4, "both": 9}[name]
+    fits = "document.documentElement.scrollWidth === document.documentElement.clientWidth"
+    assert window.run(fits), "nothing is wider than the window"
+    fills = "[...document.querySelectorAll('.plot')].every(plot => plot.firstChild.clientWidth === plot.clientWidth)"
+    assert window.run(fills), "each chart is as wide as its place"
+    paper = window.run("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, paper.strip("rgb()").split(","))) < 3 * 64) == dark
+    widths = window.run("[...document.querySelectorAll('.charts .plot')].map(plot => plot.clientWidth)")
+    in_columns = len({round(width / 10) for width in widths}) > 1
+    assert in_columns == (size == DESK), "one column on a phone"
+
+
+def test_no_text_lies_over_another(window: Browser, pages: dict[str, Path]) -> None:
+    overlapping = """
+        (() => {
+          const boxes = [...document.querySelectorAll("figcaption > *, dt, dd > *, h1, h2, th, td, .u-legend tr, p")]
+            .filter(each => each.textContent.trim() && each.getClientRects().length === 1)
+            .map(each => [each, each.getBoundingClientRect(), each.closest(".scroll")?.getBoundingClientRect()])
+            .map(([each, box, scroll]) => [each, {  // a table that is too wide scrolls
+              left: box.left, top: box.top, bottom: box.bottom, right: Math.min(box.right, scroll?.right ?? box.right),
+            }]);
+          return boxes.flatMap(([a, one]) => boxes.filter(([b, other]) => a !== b && !a.contains(b) && !b.contains(a)
+            && one.left + 1 < other.right && other.left + 1 < one.right
+            && one.top + 1 < other.bottom && other.top + 1 < one.bottom).map(([b]) => [a.textContent, b.textContent]));
+        })()
+    """
+    for name, path in pages.items():
+        for width, height in (DESK, PHONE):
+            window.open(path, width=width, height=height, dark=False)
+            assert window.run(overlapping) == [], (name, width)
+
+
+def test_colours_follow_the_scheme_while_the_page_is_open(window: Browser, pages: dict[str, Path]) -> None:
+    window.open(pages["run"], width=DESK[0], height=DESK[1], dark=False)
+    pixels = "[...document.querySelector('.loss canvas').getContext('2d').getImageData(0, 0, 60, 300).data].join()"
+    light = window.run(pixels)
+    window.set_scheme(dark=True)
+    window.settle()
+    assert window.run(pixels) != light
+    window.set_scheme(dark=False)
+    window.settle()
+    assert window.run(pixels) == light
+
+
+def test_charts_are_zoomed_and_read_together(window: Browser, pages: dict[str, Path]) -> None:
+    window.open(pages["run"], width=DESK[0], height=DESK[1], dark=False)
+    box = window.run(
+        "(() => { const over = document.querySelector('.loss .u-over'); over.scrollIntoView({block: 'center'});"
+        " const box = over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
+    )
+    left, middle, width = box[0], box[1] + box[3] / 2, box[2]
+    window.press("mouseMoved", left + 0.5 * width, middle)
+    window.settle()
+    legends = window.run(
+        "[...document.querySelectorAll('.charts .u-legend tr:first-child .u-value')].map(e => e.textContent)"
+    )
+    assert len(set(legends)) == 1 and legends[0], "all at the same samples"
+    canvas = "document.querySelector('.lr canvas').toDataURL()"
+    before = window.run(canvas)
+    window.press("mousePressed", left + 0.2 * width, middle)
+    window.press("mouseMoved", left + 0.6 * width, middle)
+    window.press("mouseReleased", left + 0.6 * width, middle)
+    window.settle()
+    assert window.run(canvas) != before, "another chart is zoomed as well"
+
+
+def test_it_can_be_read_without_javascript(window: Browser, pages: dict[str, Path]) -> None:
+    window.run_scripts(on=False)
+    seen = window.open(pages["run"], width=DESK[0], height=DESK[1], dark=False, draws=False)
+    words = window.run("document.body.innerText")
+    window.run_scripts(on=True)
+    assert seen.complaints == [] and "The curves need JavaScript" in words
+    assert "max_batch_size: 8" in words and "A step of 16 would take about 2 MiB" in words

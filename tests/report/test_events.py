@@ -1,0 +1,83 @@
+"""Records as they are read: of this version, of an older one, of a later one, and cut off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adaptive_batching.report.events import VERSION, RecordError, find_record, read_events, read_runs
+from adaptive_batching.report.record import Report
+from tests.support.runs import about, write_run
+
+OLD = Path(__file__).parent / "version_1.jsonl"
+
+
+def test_a_record_begins_with_its_version_and_what_the_run_is(tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about())
+    write_run(report)
+    first = json.loads(report.path.read_text().splitlines()[0])
+    assert first["event"] == "run" and first["version"] == VERSION and first["time"].endswith("+00:00")
+    assert first["resumed"] is False and first["config"]["batch_size"] == 4
+    assert read_events(report.path)["run"] == [{key: value for key, value in first.items() if key != "event"}]
+
+
+def test_each_start_of_a_resumed_run_is_recorded(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(2))
+    write_run(Report(tmp_path, resume=True), range(1, 3))
+    events = read_events(tmp_path / "report.jsonl")
+    assert [run["resumed"] for run in events["run"]] == [False, True]
+    assert len(events["end"]) == 1, "the first end was none"
+
+
+def test_a_value_that_json_does_not_know_does_not_cost_the_record(tmp_path: Path) -> None:
+    report = Report(tmp_path, about={"config": {"path": Path("data")}})
+    write_run(report)
+    assert read_events(report.path)["run"][0]["config"] == {"path": "data"}
+
+
+def test_a_record_of_the_first_version_is_read() -> None:
+    events = read_events(OLD)
+    assert [len(events[kind]) for kind in ("run", "probe", "epoch", "step", "end")] == [0, 1, 3, 84, 0]
+
+
+def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    path.write_text(json.dumps({"event": "run", "version": VERSION + 1}) + "\n")
+    with pytest.raises(RecordError, match=f"version {VERSION + 1}, .* reads up to version {VERSION}; install"):
+        read_events(path)
+
+
+@pytest.mark.parametrize("left", [0.3, 0.71, 0.995])
+def test_a_record_that_ends_within_a_line_is_read_up_to_it(left: float, tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about())
+    write_run(report)
+    whole = report.path.read_bytes()
+    cut = whole[: int(left * len(whole))]
+    assert not cut.endswith(b"\n")
+    (tmp_path / "cut.jsonl").write_bytes(cut)
+    kept = sum(map(len, read_events(tmp_path / "cut.jsonl").values()))
+    assert kept == cut.count(b"\n") == len(cut.splitlines()) - 1
+
+
+def test_a_run_is_found_by_its_folder_the_folder_of_its_record_or_the_record(tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "adaptive_batching"
+    report = Report(folder)
+    write_run(report)
+    assert {find_record(path) for path in (tmp_path / "out", folder, report.path)} == {report.path}
+    with pytest.raises(RecordError, match=r"there is no record of a run in .*; give the output_dir of a run"):
+        find_record(tmp_path)
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    def names(*folders: str) -> list[str]:
+        for folder in folders:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / "report.jsonl").write_text("")
+        return [run.name for run in read_runs([tmp_path / folder for folder in folders])]
+
+    assert names("a/adaptive_batching") == ["a"]
+    assert names("a/adaptive_batching", "b/adaptive_batching", "c") == ["a", "b", "c"]
+    assert names("x/run/adaptive_batching", "y/run/adaptive_batching") == ["x/run", "y/run"]
+    assert len(set(names("a/adaptive_batching", "a/adaptive_batching"))) == 2

@@ -1,0 +1,198 @@
+"""The page of a run: what it says is what the record holds, and it asks nothing of a network."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptive_batching.report import page as pages
+from adaptive_batching.report.events import read_events
+from adaptive_batching.report.page import write_page
+from adaptive_batching.report.record import Report
+from tests.conftest import ROOT
+from tests.report.test_events import OLD
+from tests.support.html import Page, read_page
+from tests.support.runs import EXPLORED, about, write_run
+
+MIB = 2**20
+UPLOT = ROOT / "adaptive_batching" / "report" / "assets" / "uplot"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a record that has all there is."""
+    write_run(Report(tmp_path / "run", about=about()))
+    return tmp_path / "run"
+
+
+def check_that_it_asks_for_nothing(page: Page) -> None:
+    assert "default-src 'none'" in page.text
+    links = [(tag, value) for tag, name, value in page.attributes if name in ("src", "href", "action", "srcset")]
+    assert links == [("link", "data:,")]
+    own = page.text.replace((UPLOT / "uPlot.iife.min.js").read_text(), "")
+    assert not re.search(r"https?://|//\w+\.\w+/|url\(|@import|fetch\(|XMLHttpRequest|sendBeacon|WebSocket", own)
+    assert len(page.text.encode()) < 300_000
+
+
+def test_the_page_asks_nothing_of_a_network_and_is_small(run: Path) -> None:
+    check_that_it_asks_for_nothing(read_page(write_page([run])))
+    check_that_it_asks_for_nothing(read_page(write_page([OLD, run], run / "both.html")))
+
+
+def test_the_decisions_are_those_of_the_record(run: Path) -> None:
+    [[header, *rows]] = read_page(write_page([run])).tables["decisions"]
+    assert header == [
+        "epoch", "batch size", "global batch", "steps", "samples", "mean loss", "last rate", "padding", "s / step",
+        "why",
+    ]  # fmt: skip
+    events = read_events(run / "report.jsonl")
+    for row, epoch in zip(rows, events["epoch"], strict=True):
+        steps = [step for step in events["step"] if step["epoch"] == epoch["epoch"]]
+        samples = sum(step["samples"] for step in steps)
+        loss = sum(step["loss"] * step["samples"] for step in steps) / samples
+        assert row == [
+            str(epoch["epoch"]), str(epoch["batch_size"]), str(epoch["global_batch_size"]), str(len(steps)),
+            f"{samples}", f"{loss:.3f}", f"{steps[-1]['lr']:.3g}", "1.30", f"{steps[0]['seconds']:.3g}",
+            epoch["reason"],
+        ]  # fmt: skip
+
+
+def test_the_curves_are_the_steps_of_the_record(run: Path) -> None:
+    [drawn] = read_page(write_page([run])).data["runs"]
+    events, columns = read_events(run / "report.jsonl"), drawn["columns"]
+    steps = events["step"]
+    assert columns["step"] == [step["step"] for step in steps]
+    assert columns["seen"] == [sum(each["samples"] for each in steps[: number + 1]) for number in range(len(steps))]
+    for column, key, unit in (
+        ("loss", "loss", 1), ("batch", "samples", 1), ("lr", "lr", 1), ("seconds", "seconds", 1),
+        ("memory", "peak_bytes", MIB),
+    ):  # fmt: skip
+        assert columns[column] == pytest.approx([step[key] / unit for step in steps], rel=1e-5), column
+    assert columns["padding"] == pytest.approx([1.3] * len(steps))
+    noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
+    assert columns["noise"] == [noise.get(step["step"]) for step in steps]
+    assert drawn["epochs"] == [32, 96] and drawn["recoveries"] == [48], "the first step of the second epoch"
+
+
+def test_the_facts_are_those_of_the_record(run: Path) -> None:
+    facts = read_page(write_page([run])).facts
+    assert facts["Batch size"] == "4 → 16"
+    assert facts["Largest that fits"] == "8"
+    assert facts["Optimizer steps"] == "12" and facts["Samples"] == "224"
+    assert facts["Time in steps"] == "7.0 s" and facts["Padding"] == "1.30"
+    assert facts["Peak memory"] == "112 MiB" and facts["Out of memory"] == "once"
+    assert facts["Loss"] == "5.375"
+
+
+def test_the_probe_and_the_exploration_are_those_of_the_record(run: Path) -> None:
+    page = read_page(write_page([run]))
+    [probe] = read_events(run / "report.jsonl")["probe"]
+    assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
+        ["2", "0.3 KiB", "yes"], ["8", "0.9 KiB", "yes"], ["16", "out of memory", "no"],
+    ]  # fmt: skip
+    [drawn] = page.data["probes"]
+    assert drawn["chosen"] == 8 and drawn["failed"] == [16] and len(drawn["predicted"]) == len(probe["predicted"])
+    assert "A step of 16 would take about 2 MiB" in page.words["probe"]
+    [[_, *rows]] = page.tables["exploration"]
+    assert [row[0] for row in rows] == [str(each.candidate) for each in EXPLORED]
+    assert [row[2] for row in rows] == [f"{each.speedup:.2f}" for each in EXPLORED]
+    assert [row[3] for row in rows] == ["", "1.61 to 1.79", "1.38 to 1.55"]
+    assert "micro_batch_size 4 is the fastest" in page.words["exploration"]
+
+
+def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
+    events = [line.rstrip("}") for line in OLD.read_text().splitlines() if '"event": "probe"' in line]
+    kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 3145728, "logits": 1048576, "other": 0}'
+    (tmp_path / "report.jsonl").write_text(f"{events[0]}, {kinds}}}\n")
+    page = read_page(write_page([tmp_path]))
+    assert page.tables["probe"][0][1:] == [["weights", "3 MiB", "75 %"], ["logits", "1 MiB", "25 %"]]
+    assert "What sets the peak at 32 samples: the backward." in page.words["probe"]
+
+
+def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
+    record = run / "report.jsonl"
+    record.write_bytes(record.read_bytes()[:-900])
+    page = read_page(write_page([run]))
+    assert "the record ends here: the run goes on, or was cut off; about 12 planned" in page.words["summary"]
+    assert page.facts["Optimizer steps"] == str(len(read_events(record)["step"])) != "12"
+
+
+def test_a_record_of_the_first_version_has_a_page(tmp_path: Path) -> None:
+    page = read_page(write_page([OLD], tmp_path / "old.html"))
+    assert page.facts["Batch size"] == "8 → 32" and page.facts["Out of memory"] == "once"
+    assert page.facts["Time in steps"] == page.facts["Padding"] == page.facts["Peak memory"] == "not recorded"
+    assert "config" not in page.tables and "exploration" not in page.tables
+    assert len(page.data["runs"][0]["columns"]["trend"]) == 84
+
+
+def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
+    other = Report(tmp_path / "other", about=about(batch_size=5, output_dir="outputs/other"))
+    write_run(other, range(2), all_there_is=False)
+    page = read_page(write_page([run, tmp_path / "other"], tmp_path / "both.html"))
+    facts, differences = page.tables["summary"]
+    assert facts[0] == ["", "run", "other"]
+    sizes = next(row for row in facts if row[0] == "Batch size")
+    assert [cell.split("samples")[0] for cell in sizes[1:]] == ["4 → 16", "4 → 8"]
+    assert differences[1:] == [["batch_size", "4", "5"]], "folders are no settings"
+    assert [len(each["columns"]["step"]) for each in page.data["runs"]] == [12, 8]
+    assert len(page.tables["decisions"]) == 2 and page.data["probes"][1] is None
+
+
+def test_what_a_record_says_is_no_html(tmp_path: Path) -> None:
+    bad = "</script><script>alert(1)</script><b onclick=x>"
+    report = Report(tmp_path / bad.replace("/", "-"), about=about(batch_size=bad))
+    write_run(report)
+    report.change(epoch=2.5, step=12, batch_size=32, global_batch_size=64, reason=bad)
+    page = read_page(write_page([report.path]))
+    assert page.tables["decisions"][0][-1][-1] == bad
+    assert len(page.scripts) == 2 and not any(name == "onclick" for _, name, _ in page.attributes)
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.epoch(
+        epoch=0, step=0, batch_size=4, global_batch_size=4, steps=3, samples=12, dropped_samples=0, reason="kept"
+    )
+    for step, loss in enumerate([2.0, math.nan, math.inf], 1):
+        report.step(0, step, 4, loss, 0.1)
+    page = read_page(write_page([tmp_path]))
+    assert page.data["runs"][0]["columns"]["loss"] == [2.0, None, None]
+    assert page.tables["decisions"][0][1][5] == "nan"
+
+
+def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report(tmp_path)
+    write_run(report, range(3), steps=50)
+    monkeypatch.setattr(pages, "MOST_POINTS", 40)
+    page = read_page(write_page([tmp_path]))
+    [drawn], steps = page.data["runs"], read_events(report.path)["step"]
+    columns: dict[str, Any] = drawn["columns"]
+    assert len(columns["loss"]) == 38 and "the mean of up to 4 steps" in page.words["training"]
+    first = steps[:4]
+    assert columns["loss"][0] == pytest.approx(sum(each["loss"] for each in first) / 4, rel=1e-5)
+    assert columns["seen"][-1] == sum(step["samples"] for step in steps)
+    assert columns["memory"][-1] == pytest.approx(max(step["peak_bytes"] for step in steps[-2:]) / MIB, rel=1e-5)
+    assert columns["trend"][:2] == [None, 7.0625 - 0.0] or columns["trend"][0] is None
+
+
+def test_what_makes_the_page_loads_nothing_large(run: Path) -> None:
+    """So that it takes a fifth of a second, and little memory, while training goes on."""
+    from adaptive_batching.report import apart
+
+    code = apart._CODE + "\nlarge = {'torch', 'numpy', 'torchtune', 'matplotlib'} & set(sys.modules)\nassert not large"
+    package = str(ROOT / "adaptive_batching")
+    done = subprocess.run([sys.executable, "-I", "-c", code, package, str(run)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
+
+
+def test_the_library_is_the_one_that_its_note_says() -> None:
+    note = (UPLOT / "README.md").read_text()
+    [version] = re.findall(r"uPlot (\d+\.\d+\.\d+)", note)
+    assert f"v{version})" in (UPLOT / "uPlot.iife.min.js").read_text()[:200]
+    assert "MIT License" in (UPLOT / "LICENSE").read_text()

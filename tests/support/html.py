@@ -1,0 +1,85 @@
+"""A page of a run, taken apart: its tables, its data, and what it refers to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+_VOID = {"meta", "link", "line", "circle"}
+
+
+@dataclass
+class Page(HTMLParser):
+    """The parts of a page that a test looks at."""
+
+    text: str
+    tables: dict[str, list[list[list[str]]]] = field(default_factory=dict)
+    """Of each section, by its anchor: rows of cells."""
+
+    words: dict[str, str] = field(default_factory=dict)
+    """All text of each section."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    codes: list[str] = field(default_factory=list)
+    data: Any = None
+    scripts: list[str] = field(default_factory=list)
+    attributes: list[tuple[str, str, str]] = field(default_factory=list)
+    """(element, attribute, value) of all there is."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._open: list[str] = []
+        self._section = ""
+        self.feed(self.text)
+        assert not self._open, f"not closed: {self._open}"
+        self.data = json.loads(self.scripts.pop(0), parse_constant=lambda name: 1 / 0)  # NaN is not JSON
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in _VOID:
+            self._open.append(tag)
+        if tag == "section":
+            self._section = dict(attrs)["id"] or ""
+            self.tables[self._section], self.words[self._section] = [], ""
+        elif tag == "table":
+            self.tables[self._section].append([])
+        elif tag == "tr":
+            self.tables[self._section][-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[self._section][-1][-1].append("")
+        elif tag == "code":
+            self.codes.append("")
+        elif tag == "script":
+            self.scripts.append("")
+        elif tag == "dt":
+            self._fact = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in _VOID:
+            assert self._open.pop() == tag, tag
+        if tag == "section":
+            self._section = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._open:
+            return
+        if self._open[-1] == "script":
+            self.scripts[-1] += data
+        elif "code" in self._open:
+            self.codes[-1] += data
+        elif self._section:
+            self.words[self._section] += data + " "
+        if {"td", "th"} & set(self._open):
+            self.tables[self._section][-1][-1][-1] += data
+        if self._open[-1] == "dt":
+            self._fact = data
+        elif self._open[-2:] == ["dd", "span"]:
+            self.facts[self._fact] = data
+
+
+def read_page(path: Path) -> Page:
+    """Take a page apart."""
+    return Page(path.read_text(encoding="utf-8"))

@@ -1,0 +1,59 @@
+"""Records of made-up runs, written by the report itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptive_batching.growth.course import PlannedEpoch
+from adaptive_batching.growth.noise_scale import NoiseEstimate
+from adaptive_batching.micro_batches.fastest import Estimate, Exploration
+from adaptive_batching.report.record import Report
+from adaptive_batching.report.watcher import StepCost
+from tests.support.examples import RESULT
+
+CONFIG: dict[str, Any] = {
+    "output_dir": "outputs/run",
+    "batch_size": 4,
+    "use_maximum_batch_size": True,
+    "batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": 1},
+    "micro_batch_size": None,
+    "adaptive_batching": {"memory_limit": "1.5GiB", "max_batch_size": None},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+}
+EXPLORED = [
+    Estimate(1, 4, 0.512, 1.0, 0.0, 0.0, 1.0, 1.0),
+    Estimate(4, 9, 0.301, 1.7, 0.99, 0.98, 1.61, 1.79),
+    Estimate("auto", 8, 0.35, 1.46, 0.03, 0.02, 1.38, 1.55),
+]
+
+
+def about(**changes: Any) -> dict[str, Any]:
+    """What a record says of a run before it begins."""
+    config = {**CONFIG, **changes}
+    return {"adaptive_batching": "0.1.0", "recipe": "Recipe", "device": "cpu", "ranks": 1, "config": config}
+
+
+def write_run(
+    report: Report, epochs: range = range(3), steps: int = 4, *, all_there_is: bool = True, ends: bool = True
+) -> None:
+    """Record a run whose batch doubles each epoch, and which runs out of memory once in the second."""
+    if all_there_is:
+        report.probe(RESULT, sequence_length=64)
+        report.exploration(Exploration(EXPLORED[1], EXPLORED, 0.02))
+        planned = [PlannedEpoch(e, [4 * 2**e], [8 * 2**e], steps, 8 * 2**e * steps, 3, 1e-4) for e in epochs]
+        report.plan(planned, decided=True)
+    for epoch in epochs:
+        size = 4 * 2**epoch
+        report.epoch(
+            epoch=epoch, step=steps * epoch, batch_size=size, global_batch_size=2 * size, steps=steps,
+            samples=2 * size * steps, dropped_samples=3, reason="kept" if epoch == 0 else f"<lambda> added {size // 2}",
+        )  # fmt: skip
+        for number in range(1, steps + 1):
+            step = steps * epoch + number
+            if all_there_is:
+                if number % 2:
+                    report.noise(step, NoiseEstimate(1e-3, 1e-2, 100.0, 10), 1234.5 + step)
+                report.cost(StepCost(0.25 * 2**epoch, epoch + 1, 1000 * size, 1300 * size, (100 + step) * 2**20))
+            report.step(epoch, step, 2 * size, 8.0 - 0.25 * step, 1e-3 / step, recoveries=int(step > steps))
+    if ends:
+        report.end()
