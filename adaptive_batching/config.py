@@ -29,7 +29,7 @@ from adaptive_batching.values import (
 LR_SCALINGS = ("none", "sqrt", "linear", "auto")
 """``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
 
-_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size")
+_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps")
 _FLAGS = (
     "round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "keep_beta2_half_life",
     "recover_from_oom",
@@ -58,6 +58,10 @@ class AdaptiveBatchingConfig:
     """Samples of one forward and backward: the whole batch (null), a number, by length (``"auto"``: as many tokens as
     is fastest within what fits), or the fastest of these, measured before training (``"explore"``). It changes how a
     batch runs, not its gradient."""
+
+    save_every_n_steps: int | None = None
+    """Optimizer steps from one checkpoint to the next, each a folder ``step_N``, from which a run goes on within the
+    epoch. None for one at the end of each epoch, ``epoch_N``, as in stock."""
 
     search: str = "predict"
     """How the probe looks for the maximum; a key of :data:`adaptive_batching.probe.search.SEARCHES`."""
@@ -115,6 +119,8 @@ class AdaptiveBatchingConfig:
         require_bool("use_maximum_batch_size", self.use_maximum_batch_size)
         _check_increase_field(self.batch_increase_function)
         self._set("micro_batch_size", parse_micro_batch_size(self.micro_batch_size))
+        if self.save_every_n_steps is not None:
+            require_positive_int("save_every_n_steps", self.save_every_n_steps)
         for key in _FLAGS:
             require_bool(f"adaptive_batching.{key}", getattr(self, key))
         for key in ("max_batch_size", "sequence_length", "noise_scale_every"):
@@ -176,8 +182,9 @@ class AdaptiveBatchingConfig:
 
     @property
     def enabled(self) -> bool:
-        """False for a run with the batches of stock."""
-        return self.use_maximum_batch_size or self.grows or not isinstance(self.micro_batch_size, Whole)
+        """False for a run as stock's, its checkpoints included."""
+        sizes = self.use_maximum_batch_size or self.grows or not isinstance(self.micro_batch_size, Whole)
+        return sizes or self.save_every_n_steps is not None
 
     @property
     def probes(self) -> bool:
@@ -193,15 +200,17 @@ class AdaptiveBatchingConfig:
         use_maximum_batch_size: Any = False,
         batch_increase_function: Any = None,
         micro_batch_size: Any = None,
+        save_every_n_steps: Any = None,
         batch_size: Any = 1,
     ) -> AdaptiveBatchingConfig:
-        """Validate the three top-level fields and the ``adaptive_batching`` section of a config.
+        """Validate the top-level fields and the ``adaptive_batching`` section of a config.
 
         Args:
             section: The ``adaptive_batching`` section, or None. A null in it means the default.
             use_maximum_batch_size: The top-level field.
             batch_increase_function: The top-level field.
             micro_batch_size: The top-level field.
+            save_every_n_steps: The top-level field.
             batch_size: The configured batch size, which bounds are checked against.
 
         Raises:
@@ -220,6 +229,7 @@ class AdaptiveBatchingConfig:
             use_maximum_batch_size=use_maximum_batch_size,
             batch_increase_function=batch_increase_function,
             micro_batch_size=micro_batch_size,
+            save_every_n_steps=save_every_n_steps,
             **{key: value for key, value in (section or {}).items() if value is not None},
         )
         size, maximum = settings.micro_batch_size, settings.max_batch_size

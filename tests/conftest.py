@@ -106,11 +106,21 @@ class Run:
 
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
         """The saved weights of ``epoch``."""
+        return self.weights_in(f"epoch_{epoch}")
+
+    def weights_in(self, folder: str) -> dict[str, torch.Tensor]:
+        """The weights saved in a folder of checkpoints."""
         found: dict[str, torch.Tensor] = {}
-        for path in sorted((self.output_dir / f"epoch_{epoch}").glob("*model*.safetensors")):
+        for path in sorted((self.output_dir / folder).glob("*model*.safetensors")):
             found |= load_file(path)
-        assert found, f"no weights in {self.output_dir}/epoch_{epoch}"
+        assert found, f"no weights in {self.output_dir}/{folder}"
         return found
+
+    @property
+    def by_step(self) -> dict[int, dict[str, float]]:
+        """The metrics of every step that is logged; of one that ran twice, as after a crash, those of the last time."""
+        lines = [line for log in sorted((self.output_dir / "logs").glob("*.txt")) for line in log.open()]
+        return dict(zip((int(line.split()[1]) for line in lines), self.metrics, strict=True))
 
 
 TuneRun = Callable[..., Run]

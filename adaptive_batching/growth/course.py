@@ -70,6 +70,22 @@ class _Epoch:
 
     _rate: Fraction = field(default_factory=lambda: Fraction(1))
 
+    @classmethod
+    def resumed(cls, shape: RunShape, progress: Mapping[str, Any], left: int | None) -> _Epoch:
+        used = Fraction(*progress["schedule"]) * shape.reference_steps
+        seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
+        epoch = cls(
+            shape, None if left is None else left + seen, seen, progress["steps"], reference=int(used),
+            _exact=used * shape.reference_samples,
+        )  # fmt: skip
+        epoch.decided = epoch.due + 1
+        return epoch
+
+    @property
+    def schedule(self) -> Fraction:
+        """Part of the epoch's schedule that is used up."""
+        return min(self._exact / (self.shape.reference_steps * self.shape.reference_samples), Fraction(1))
+
     @property
     def samples(self) -> int:
         """Samples of this epoch on one replica."""
@@ -192,6 +208,16 @@ class Course:
         return self._epoch.steps_left(self.window) <= 0
 
     @property
+    def seen_in_epoch(self) -> int:
+        """Samples of this epoch that are behind, on one replica."""
+        return self._epoch.seen
+
+    @property
+    def steps_in_epoch(self) -> int:
+        """Optimizer steps of this epoch that are behind."""
+        return self._epoch.steps
+
+    @property
     def run_is_over(self) -> bool:
         """True if the run may not take the samples of another step, whatever epochs are left."""
         left = self._run_samples_left
@@ -213,6 +239,37 @@ class Course:
         self._epoch = _Epoch(self.shape, self._run_samples_left)
         return self._decide(number, observe)
 
+    def progress(self) -> dict[str, Any] | None:
+        """Return how far this epoch is, for :meth:`resume`; None at its end.
+
+        Samples are those of all replicas, and the schedule's part is a fraction, so that a run may go on with another
+        number of devices or another batch size.
+        """
+        if self.epoch_is_over:
+            return None
+        return {
+            "samples": self._epoch.seen * self.shape.replicas,
+            "steps": self._epoch.steps,
+            "schedule": list(self._epoch.schedule.as_integer_ratio()),
+        }
+
+    def resume(self, number: int, progress: Mapping[str, Any]) -> int:
+        """Go on within the epoch ``number``, at the present size; what was due up to there has been decided.
+
+        Args:
+            number: The epoch, from 0.
+            progress: The :meth:`progress` of the run that is resumed.
+
+        Returns:
+            How many steps the schedule takes at once: all of the epoch's, if another size leaves no room for a step.
+        """
+        self._number = number
+        self._epoch = _Epoch.resumed(self.shape, progress, self._run_samples_left)
+        self._epoch.set_window(self.window)
+        if not self.history or self.history[-1][1] != self.controller.batch_size:
+            self.history.append((number + self._epoch.seen / self.shape.samples, self.controller.batch_size))
+        return self.shape.reference_steps - self._epoch.reference if self.epoch_is_over else 0
+
     def take_step(self) -> int:
         """Record an optimizer step and return how many steps the schedule takes with it."""
         self.samples_seen += self.window * self.shape.replicas
@@ -230,9 +287,10 @@ class Course:
     def plan(self, first_epoch: int = 0) -> list[PlannedEpoch]:
         """Plan the rest of the run, with all decisions that can be made before training."""
         trial, planned = self._trial(), []
+        resumed = self._number if self._epoch.seen else None
         for number in range(first_epoch, self.shape.epochs):
-            if not trial.run_is_over:
-                planned.append(trial._plan_epoch(number))
+            if number == resumed or not trial.run_is_over:
+                planned.append(trial._plan_epoch(number, is_resumed=number == resumed))
         return planned
 
     def expected(self) -> PlannedEpoch:
@@ -248,6 +306,7 @@ class Course:
     def _trial(self) -> Course:
         """Return a copy to run ahead with; decisions that can be made early are made once, for both."""
         trial = copy.copy(self)
+        trial._epoch = copy.copy(self._epoch)
         trial.history = []
         if self.controller.decides_early:
             trial.controller = copy.copy(self.controller)
@@ -256,15 +315,17 @@ class Course:
             trial._decisions = {}
         return trial
 
-    def _plan_epoch(self, number: int) -> PlannedEpoch:
-        self.start_epoch(number)
-        sizes, windows, seen = [self.controller.batch_size], [self.window], self.samples_seen
+    def _plan_epoch(self, number: int, *, is_resumed: bool = False) -> PlannedEpoch:
+        if not is_resumed:
+            self.start_epoch(number)
+        sizes, windows = [self.controller.batch_size], [self.window]
         while not self.epoch_is_over:
             self.take_step()
             if self.decide_if_due() is not None and sizes[-1] != self.controller.batch_size:
                 sizes.append(self.controller.batch_size)
                 windows.append(self.window)
-        seen, replicas = self.samples_seen - seen, self.shape.replicas
+        replicas = self.shape.replicas
+        seen = self._epoch.seen * replicas
         end = min((number + 1) * self.shape.reference_steps, len(self._rates) - 1)
         return PlannedEpoch(
             number, sizes, [window * replicas for window in windows], self._epoch.steps, seen,

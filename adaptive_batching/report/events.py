@@ -17,8 +17,9 @@ VERSION = 2
 
 KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan",
-    "epoch", "change", "step", "validation", "noise", "end",
+    "epoch", "change", "step", "validation", "noise", "resume", "end",
 )  # fmt: skip
+_OF_STEPS = ("epoch", "change", "step", "validation", "noise")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
 """Folder of the record within the output directory of a run, unless ``report_dir`` names another."""
@@ -87,7 +88,7 @@ def _names(records: list[Path]) -> list[str]:
 
 
 def read_events(path: Path) -> Events:
-    """Return the events of a record by kind. If an epoch ran twice, as after a resume, the last run counts.
+    """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts.
 
     Lines that cannot be read, because a full disk or a killed process cut them off, are skipped, and so are events of
     a kind that is not known.
@@ -96,19 +97,31 @@ def read_events(path: Path) -> Events:
         RecordError: If a later version wrote it.
     """
     events: Events = {kind: [] for kind in KINDS}
-    for kind, values in lines(path):
+    for kind, values in lines_that_count(path):
         if kind == "run" and values.get("version", VERSION) > VERSION:
             raise RecordError(
                 f"{path} is a record of version {values['version']}, and this adaptive-batching reads up to version "
                 f"{VERSION}; install the one that wrote it, or a later one"
             )
-        if kind == "epoch":
-            for repeated in ("epoch", "change", "step", "validation"):
-                events[repeated] = [e for e in events[repeated] if e["epoch"] < values["epoch"]]
-            events["noise"] = [e for e in events["noise"] if e["step"] <= values["step"]]
-            events["end"] = []
         events[kind].append(values)
     return events
+
+
+def lines_that_count(path: Path) -> list[tuple[str, Event]]:
+    """Return (kind, values) of each event, in order, without those of epochs and steps that ran again."""
+    events: list[tuple[str, Event]] = []
+    for kind, values in lines(path):
+        if kind in ("epoch", "resume"):
+            events = [(k, v) for k, v in events if k != "end" and (k not in _OF_STEPS or _came_before(values, v))]
+        events.append((kind, values))
+    return events
+
+
+def _came_before(start: Event, event: Event) -> bool:
+    """Return True if ``event`` came before an epoch, or what is resumed, with the event ``start``."""
+    if "epoch" in start and "epoch" in event:
+        return bool(event["epoch"] < start["epoch"])
+    return bool(event["step"] <= start["step"])
 
 
 def lines(path: Path) -> Iterator[tuple[str, Event]]:

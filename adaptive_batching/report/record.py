@@ -19,7 +19,7 @@ from adaptive_batching.growth.noise_scale import NoiseEstimate
 from adaptive_batching.micro_batches.fastest import Exploration
 from adaptive_batching.probe.result import ProbeResult
 from adaptive_batching.report.apart import finish_page, start_page
-from adaptive_batching.report.events import RECORD, VERSION, lines, written
+from adaptive_batching.report.events import RECORD, VERSION, lines_that_count, written
 from adaptive_batching.report.rows import Row
 from adaptive_batching.report.watcher import StepCost, Watcher
 from adaptive_batching.values import ConfigError
@@ -66,8 +66,7 @@ class Report(Watcher):
         if writes:
             self._check_room()
         if writes and resume and self.path.exists():
-            for kind, values in lines(self.path):
-                self._note(kind, values)
+            self._note_all()
             self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
 
     def _check_room(self) -> None:
@@ -158,6 +157,13 @@ class Report(Watcher):
         title = "the plan" if decided else "the plan if the batch does not grow, which is decided while training"
         if self._writes:
             log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
+
+    def resume(self, step: int) -> None:
+        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again."""
+        self._write("resume", step=step)
+        if self._writes:
+            with self._only_warned():
+                self._note_all()
 
     def exploration(self, result: Exploration) -> None:
         """Record the timings of an exploration."""
@@ -258,6 +264,12 @@ class Report(Watcher):
             with self.path.open(self._mode) as file:
                 file.write(text + written(event, values))
             self._cut_off, self._began, self._mode = False, True, "a"
+
+    def _note_all(self) -> None:
+        """Make the table from the record."""
+        self._rows = []
+        for kind, values in lines_that_count(self.path):
+            self._note(kind, values)
 
     def _note(self, event: str, values: Mapping[str, Any]) -> None:
         """Update the table with an event."""

@@ -25,6 +25,7 @@ from adaptive_batching.torchtune.host import optimizers_of
 
 log = logging.getLogger(__name__)
 
+_NOT_READ_BACK = "recipe.pt"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_MESSAGES = (
     "No space left on device",
@@ -59,7 +60,7 @@ def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _says_that_disk_is_full(error):
+        if not says_that_disk_is_full(error):
             raise
         if is_new:  # half a checkpoint would be taken for the last one on resume
             shutil.rmtree(folder, ignore_errors=True)
@@ -90,7 +91,8 @@ def _aside(state: Path) -> Path:
     return state.with_suffix(".before")
 
 
-def _says_that_disk_is_full(error: BaseException) -> bool:
+def says_that_disk_is_full(error: BaseException) -> bool:
+    """Return True if ``error``, or what it came of, says that there is no room on a disk."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError) and link.errno in _FULL:
@@ -176,25 +178,30 @@ class ThroughClient:
     _optimizer_in_bwd: bool
     _enable_async_checkpointing: bool
     seed: int
+    global_step: int
     epochs_run: int
     total_epochs: int
     max_steps_per_epoch: int | None
 
     def __init__(self, cfg: DictConfig) -> None:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
-        self._async = AsyncCheckpoint(self._checkpoint_client) if self._enable_async_checkpointing else None
+        by_step = cfg.get("save_every_n_steps") is not None
+        client = self._checkpoint_client
+        self._async = AsyncCheckpoint(client, by_step=by_step) if self._enable_async_checkpointing else None
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         if self._async is not None:
-            epoch = ckpt_dict[training.EPOCHS_KEY] - 1
-            ckpt_dict[training.DATALOADER_KEY] = self._async.load(epoch, optimizers_of(self))
+            ckpt_dict[training.DATALOADER_KEY] = self._async.load(optimizers_of(self))
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
 
     def save_checkpoint(self, epoch: int) -> None:
         loader_state = self._dataloader.state_dict()
+        save = self._checkpoint_client.save_checkpoint
         if self._async is not None and self.epochs_run < self.total_epochs:  # the last one is not asynchronous
+            epoch = self.global_step if self._async.by_step else epoch  # names the folder
             self._async.save(epoch, loader_state, optimizers_of(self))
-        self._checkpoint_client.save_checkpoint(
+            save = self._checkpoint_client._save_checkpoint_async
+        save(
             model=self._model,
             optimizer=self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer,
             training_progress=TrainingProgress(
@@ -213,37 +220,43 @@ class AsyncCheckpoint:
 
     Args:
         client: The recipe's checkpoint client, which saves asynchronously.
+        by_step: Name checkpoints by optimizer steps, ``dist_step_N``, rather than by epochs.
     """
 
-    def __init__(self, client: Any) -> None:
-        checkpointer = client._get_dcp_checkpointer()
+    def __init__(self, client: Any, *, by_step: bool) -> None:
+        self.by_step = by_step
+        self._checkpointer = checkpointer = client._get_dcp_checkpointer()
+        of_epochs = checkpointer._checkpoint_dir_prefix
+        if by_step:
+            checkpointer._checkpoint_dir_prefix = "dist_step"
         # A thread saves while training goes on: on the group of the training, their collectives would mix.
         checkpointer._process_group = dist.new_group(backend="gloo")
-        self._prefix = Path(checkpointer._output_dir, checkpointer._checkpoint_dir_prefix)
+        self._prefix = checkpointer._checkpoint_dir_prefix
+        if checkpointer._get_latest_intermediate_checkpoint() is None:  # the run to resume may have saved at epochs
+            checkpointer._checkpoint_dir_prefix = of_epochs
 
-    def save(self, epoch: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Store, next to the checkpoint of ``epoch``, what stock does not read back from it."""
+    def save(self, number: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Store, next to the checkpoint of an epoch or a step that is saved next, what stock does not read back."""
+        self._checkpointer._checkpoint_dir_prefix = self._prefix
         if dist.get_rank() == 0:
-            path = self._file(epoch)
+            path = Path(self._checkpointer._output_dir, f"{self._prefix}_{number}", _NOT_READ_BACK)
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save({"loader": loader_state, "initial_lr": _initial_lr(optimizers)}, path)
 
-    def load(self, epoch: int, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    def load(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Give the optimizers the rates that a schedule starts from.
 
         Returns:
-            The loader's state that was saved with the checkpoint of ``epoch``; nothing if stock's recipe saved it.
+            The loader's state that was saved with the last checkpoint; nothing if stock's recipe saved it.
         """
-        if not self._file(epoch).exists():
+        last = self._checkpointer._get_latest_intermediate_checkpoint()
+        if last is None or not Path(last, _NOT_READ_BACK).exists():
             return {}
-        stored = torch.load(self._file(epoch), weights_only=True)
+        stored = torch.load(Path(last, _NOT_READ_BACK), weights_only=True)
         for group, initial_lr in zip(_groups(optimizers), stored["initial_lr"], strict=True):
             group["initial_lr"] = initial_lr
         loader_state: dict[str, Any] = stored["loader"]
         return loader_state
-
-    def _file(self, epoch: int) -> Path:
-        return Path(f"{self._prefix}_{epoch}") / "recipe.pt"
 
 
 def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:

@@ -69,6 +69,14 @@ class SampleLoader:
     def __iter__(self) -> Iterator[list[Sample]]:
         return iter(self._loader)
 
+    def iter_from(self, start: int) -> Iterator[list[Sample]]:
+        """Iterate over the batches of an epoch from its ``start``-th sample on; those before it are not loaded."""
+        self._batches.start = start
+        try:
+            return iter(self._loader)
+        finally:
+            self._batches.start = 0
+
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._loader.state_dict()
         extra = self._extra_state()
@@ -80,10 +88,13 @@ class _Batches(BatchSampler):
 
     def __init__(self, sampler: Any, batch_size: int, drops_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last=drops_last)
+        self.start = 0
         self._iterator: Any = None
 
     def __iter__(self) -> Any:
         self._iterator = super().__iter__()
+        for _ in range(self.start):
+            next(self._iterator.sampler_iter)
         return self._iterator
 
     def set_batch_size(self, batch_size: int) -> None:

@@ -131,6 +131,10 @@ class Growth:
         self._interval = _Interval(**stored.get("interval", {}))
         course.samples_seen, course.steps = stored.get("samples_seen", 0), run.first_step
         course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
+        within_epoch = stored.get("within_epoch")
+        self._resumes_epoch = within_epoch is not None
+        if within_epoch is not None:
+            self.learning_rate.advance(course.resume(run.first_epoch, within_epoch))
         if noise is not None and "noise_scale" in stored:
             noise.scale.load_state_dict(stored["noise_scale"])
 
@@ -139,8 +143,21 @@ class Growth:
         """Samples that the optimizer sees in a step."""
         return self.course.window * self.course.shape.replicas
 
-    def start_epoch(self, number: int) -> Decision:
-        """Decide on the size that an epoch starts with."""
+    def start_epoch(self, number: int) -> Decision | None:
+        """Decide on the size that an epoch starts with; None for one that is resumed, whose size is known."""
+        if self._resumes_epoch:
+            self._resumes_epoch = False
+            course = self.course
+            seen, samples = course.seen_in_epoch, course.shape.samples
+            log.info(
+                "epoch %d goes on after %d of %d samples; batch size %d",
+                number,
+                seen,
+                samples,
+                course.controller.batch_size,
+            )
+            self._follow()
+            return None
         decision = self.course.start_epoch(number, self._observe)
         self._apply(decision)
         return decision
@@ -198,6 +215,7 @@ class Growth:
         """Return what a checkpoint holds."""
         return {
             "samples_seen": self.course.samples_seen,
+            "within_epoch": self.course.progress(),
             "history": [list(change) for change in self.course.history],
             "losses": self._losses,
             "val_losses": self._val_losses,
@@ -209,12 +227,16 @@ class Growth:
     def _apply(self, decision: Decision) -> None:
         course = self.course
         course.controller.announce(decision)
-        self._loader.set_batch_size(decision.batch_size)
-        self.learning_rate.set_scale(course.lr_scale)
-        if self._second_moment is not None:
-            self._second_moment.follow(course.window / self._configured_window)
+        self._follow()
         if decision.batch_size != decision.previous and not course.controller.decides_early:
             log.info("about %d optimizer steps are left, if the size stays", course.steps_left())
+
+    def _follow(self) -> None:
+        """Have loader and learning rate follow the present size."""
+        self._loader.set_batch_size(self.course.controller.batch_size)
+        self.learning_rate.set_scale(self.course.lr_scale)
+        if self._second_moment is not None:
+            self._second_moment.follow(self.course.window / self._configured_window)
 
     def _observe(self) -> dict[str, Any]:
         interval, noise = self._interval, self.noise

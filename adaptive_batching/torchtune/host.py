@@ -134,6 +134,9 @@ class Outlet(Protocol):
     def save_epoch(self, epoch: int) -> None:
         """Save the checkpoint that ends ``epoch``."""
 
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoint after the ``step``-th optimizer step of the run, which may be the last."""
+
     def learning_rate(self) -> float:
         """Return the learning rate that stock would log."""
 
@@ -292,6 +295,17 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
     merges = not getattr(recipe, "_save_adapter_weights_only", True)
     model: nn.Module = recipe._model
     return model if merges and recipe._device.type == "cpu" and not is_sharded(model) else None
+
+
+def checkpointer_of(recipe: Any) -> Any:
+    """Return the checkpointer that the recipe saves with, directly or through a client."""
+    client = getattr(recipe, "_checkpoint_client", None)
+    return recipe._checkpointer if client is None else client._get_checkpointer()
+
+
+def saves_asynchronously(recipe: Any) -> bool:
+    """Return True if all checkpoints but the last are saved by threads while training goes on."""
+    return bool(getattr(recipe, "_enable_async_checkpointing", False))
 
 
 def initial_learning_rate(recipe: Any) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -96,3 +97,16 @@ def set_rate(group: dict[str, Any], rate: Any) -> None:
         group["lr"].copy_(rate)
     else:
         group["lr"] = rate
+
+
+def scheduled_steps(epochs_run: int, stored: Mapping[str, Any], steps_per_epoch: int) -> int:
+    """Return how many steps the schedule of a resumed run has taken.
+
+    Args:
+        epochs_run: Epochs that are complete.
+        stored: What the checkpoint holds of the batch, or an empty mapping.
+        steps_per_epoch: Steps of the schedule in an epoch.
+    """
+    within_epoch = stored.get("growth", {}).get("within_epoch")
+    part = Fraction(0) if within_epoch is None else Fraction(*within_epoch["schedule"])
+    return int((epochs_run + part) * steps_per_epoch)

@@ -12,6 +12,7 @@ import torch
 from torchtune import training
 from tqdm import tqdm
 
+from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.report.watcher import StepCost, Watcher
 from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
@@ -47,7 +48,8 @@ class TrainingLoop:
         growth: Makes the batch follow its course; None for the batches of stock.
         together: Sort the samples of all batches of a step and cut them together.
         watchers: Are told what happens.
-        limited: Gives a context for the training of an epoch, in which memory is limited.
+        limited: Gives a context for training, in which memory is limited; checkpoints are saved outside of it.
+        save_every: Optimizer steps from one checkpoint to the next; None for one at the end of each epoch.
         validation: Computes the loss on data that are held out; None for no validation.
     """
 
@@ -64,6 +66,7 @@ class TrainingLoop:
         watchers: Sequence[Watcher] = (),
         limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         validation: Validation | None = None,
+        save_every: int | None = None,
     ) -> None:
         self._host = host
         self._run = run
@@ -75,6 +78,7 @@ class TrainingLoop:
         self._watchers = watchers
         self._limited = limited
         self._validation = validation
+        self._save_every = save_every
         self.global_step = run.first_step
         self._costs: StepCosts | None = None
         self._start_window()
@@ -90,7 +94,7 @@ class TrainingLoop:
         return self._run.steps_per_epoch if self._growth is None else self._growth.course.steps_per_epoch
 
     def run(self) -> None:
-        """Train all epochs that are left, and save a checkpoint after each."""
+        """Train all epochs that are left, and save checkpoints."""
         host, run = self._host, self._run
         if host.ranks.size > 1 and host.device.type != "cpu":
             training.cleanup_before_training()  # as stock does on many devices
@@ -104,27 +108,47 @@ class TrainingLoop:
         self._costs = None if self._growth is None else StepCosts(host)
         for epoch in range(run.first_epoch, run.epochs):
             self._start_epoch(epoch)
-            with self._limited():
-                self._run_epoch(epoch)
-            self._note_progress(epochs_run=epoch + 1)
-            start = time.perf_counter()
-            with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
-                self._outlet.save_epoch(epoch)
-            log.info("checkpoint of epoch %d saved in %.1f s", epoch, time.perf_counter() - start)
+            training_of_epoch = self._run_epoch(epoch)
+            is_over = False
+            while not is_over:
+                with self._limited():
+                    is_over = next(training_of_epoch, True)
+                self._note_progress(epochs_run=epoch + is_over)
+                self._save_if_due(epoch, is_over=is_over)
         if run.profiler is not None:
             run.profiler.stop()
+
+    def _save_if_due(self, epoch: int, *, is_over: bool) -> None:
+        """Save a checkpoint at the end of ``epoch``, or within it."""
+        by_steps, is_last = self._save_every is not None, is_over and epoch + 1 == self._run.epochs
+        if by_steps and not is_last and not self._is_step_to_save:
+            return
+        start = time.perf_counter()
+        with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
+            if by_steps:
+                self._outlet.save_step(self.global_step, is_last=is_last)
+            else:
+                self._outlet.save_epoch(epoch)
+        what, number = ("step", self.global_step) if by_steps else ("epoch", epoch)
+        go_on = "" if is_last or self._growth is None else "; to go on from it, add resume_from_checkpoint=True"
+        log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
+
+    @property
+    def _is_step_to_save(self) -> bool:
+        return self._save_every is not None and self.global_step % self._save_every == 0
 
     def _start_epoch(self, epoch: int) -> None:
         if self._growth is None:
             return
         decision = self._growth.start_epoch(epoch)
-        expected = self._growth.course.expected()
-        for watcher in self._watchers:
-            watcher.epoch(
-                epoch=epoch, step=self.global_step, batch_size=decision.batch_size,
-                global_batch_size=self._growth.global_batch_size, steps=expected.steps, samples=expected.samples,
-                dropped_samples=expected.dropped_samples, reason=decision.reason,
-            )  # fmt: skip
+        if decision is not None:
+            expected = self._growth.course.expected()
+            for watcher in self._watchers:
+                watcher.epoch(
+                    epoch=epoch, step=self.global_step, batch_size=decision.batch_size,
+                    global_batch_size=self._growth.global_batch_size, steps=expected.steps, samples=expected.samples,
+                    dropped_samples=expected.dropped_samples, reason=decision.reason,
+                )  # fmt: skip
         self._note_progress(epochs_run=epoch)
 
     def _note_progress(self, *, epochs_run: int) -> None:
@@ -132,14 +156,17 @@ class TrainingLoop:
             epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=self.steps_per_epoch
         )
 
-    def _run_epoch(self, epoch: int) -> None:
+    def _run_epoch(self, epoch: int) -> Iterator[bool]:
+        """Train an epoch; yield False where a checkpoint within it is due."""
         host, run, growth = self._host, self._run, self._growth
         host.loader.sampler.set_epoch(epoch)
         steps_done = batches = 0
         if growth is not None:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
-        with tqdm(total=self.steps_per_epoch, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
-            for index, batch in enumerate(host.loader):
+        before = 0 if growth is None else growth.course.steps_in_epoch
+        total = self.steps_per_epoch
+        with tqdm(total=total, initial=before, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
+            for index, batch in enumerate(self._batches()):
                 with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1
                     ends_window = batches == self.accumulation
@@ -152,6 +179,19 @@ class TrainingLoop:
                     run.profiler.step()
                 if growth.course.epoch_is_over if growth is not None else steps_done == run.max_steps_per_epoch:
                     break
+                if ends_window and self._is_step_to_save:
+                    yield False
+                    self._window_start = time.perf_counter()
+
+    def _batches(self) -> Iterator[list[Sample]]:
+        """Return the batches of this epoch that are left."""
+        loader, course = self._host.loader, None if self._growth is None else self._growth.course
+        if course is None or not course.seen_in_epoch:
+            return iter(loader)
+        if course.epoch_is_over:  # as another batch size leaves no room for a step
+            return iter(())
+        with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
+            return loader.iter_from(course.seen_in_epoch)
 
     def _start_window(self) -> None:
         """Begin the batches of an optimizer step."""

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _NOT_OF_MEMORY = frozenset(
     {
         "output_dir", "checkpointer", "value_checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "save_every_n_steps",
         "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
         "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
         "dataset_val", "batch_size_val", "run_val_every_n_steps",

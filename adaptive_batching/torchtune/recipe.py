@@ -26,12 +26,14 @@ from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full, restor
 from adaptive_batching.torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching.torchtune.growing import resolve_increase
 from adaptive_batching.torchtune.in_backward import Gate
-from adaptive_batching.torchtune.learning_rate import scheduled_rates, set_rate
+from adaptive_batching.torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
 from adaptive_batching.torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.probing import circumstances_of
+from adaptive_batching.torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching.torchtune.session import Session
 from adaptive_batching.torchtune.settings import describe, read_settings, read_validation, report_dir
+from adaptive_batching.torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
 from adaptive_batching.torchtune.validating import HeldOut, check_validation
 from adaptive_batching.values import ConfigError
@@ -113,7 +115,11 @@ class AdaptiveBatching:
                 restore_state(self._checkpoints)
             if self.ranks.size > 1:
                 dist.barrier()
-        super().setup(cfg=cfg)  # type: ignore[misc]
+        resumes = cfg.resume_from_checkpoint and not hosts.saves_asynchronously(self)
+        if resumes and not settings.enabled:
+            refuse_step_checkpoints(cfg)
+        with from_last_checkpoint(cfg) if resumes and settings.enabled else contextlib.nullcontext():
+            super().setup(cfg=cfg)  # type: ignore[misc]
         self._settle(cfg, report)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
@@ -168,13 +174,21 @@ class AdaptiveBatching:
 
     def save_epoch(self, epoch: int) -> None:
         """Save the checkpoint that ends ``epoch``, as stock does."""
+        is_first = self.ranks.is_first
+        self._save(epoch, kept_if_disk_is_full(self._checkpoints, epoch) if is_first else contextlib.nullcontext())
+
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
+        writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
+        checkpointer = hosts.checkpointer_of(self)
+        around = saved_as_step(checkpointer, self._checkpoints, step) if writes else contextlib.nullcontext()
+        self._save(self.total_epochs - 1 if is_last else WITHIN_TRAINING, around)
+
+    def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:
         assert self._session is not None, "set up first"
         self._session.note_random_state()
-        with contextlib.ExitStack() as stack:
-            if self._settings.enabled:
-                stack.enter_context(unchanged_weights(hosts.model_in_checkpoint(self)))
-            if self.ranks.is_first:
-                stack.enter_context(kept_if_disk_is_full(self._checkpoints, epoch))
+        merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
+        with unchanged_weights(merged_into), around:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
     def cleanup(self) -> None:
@@ -236,13 +250,16 @@ class AdaptiveBatching:
         enabled = self._settings.enabled
         if enabled:
             # The stock LoRA recipe starts the schedule from its beginning on resume.
-            last_epoch = self.epochs_run * self._steps_per_epoch - 1
+            last_epoch = scheduled_steps(self.epochs_run, self._stored, self._steps_per_epoch) - 1
             initial_lr = hosts.initial_learning_rate(self)
             rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
+            if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
+                for group in (group for optimizer in hosts.optimizers_of(self) for group in optimizer.param_groups):
+                    set_rate(group, initial_lr)
         scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
             num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
         )
-        if enabled and self.epochs_run > 0 and scheduler is not None:
+        if enabled and last_epoch >= 0 and scheduler is not None:
             # Some of torch's schedulers take the step that they resume at a second time.
             for optimizer in hosts.optimizers_of(self):
                 for group in optimizer.param_groups:

@@ -129,6 +129,8 @@ class Session:
         else:
             self.execution.size = probed.micro_batch_size
         self.growth = make_growth(host, run, settings, increase, controller, accumulation, self.execution, stored)
+        if self.growth.course.seen_in_epoch:
+            report.resume(run.first_step)
         plan = self.growth.course.plan(run.first_epoch)
         report.plan(plan, decided=controller.decides_early)
 
@@ -166,6 +168,7 @@ class Session:
             together=isinstance(execution.size, ByLength),
             watchers=[*watchers] if self._report is None else [self._report, *watchers],
             limited=self._within_memory_limit,
+            save_every=self.settings.save_every_n_steps,
             validation=None if self._held_out is None else self._validation(self._held_out),
         )
 

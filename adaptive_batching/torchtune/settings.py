@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 _OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
 _OF_ANY: tuple[str, ...] = ("lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch")
-FIELDS = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
+FIELDS = (
+    "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps", "adaptive_batching",
+)  # fmt: skip
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")
 """Top-level keys of a validation, as on torchtune's main branch."""
 
@@ -64,6 +66,7 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
         use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],
         batch_increase_function=values["batch_increase_function"],
         micro_batch_size=values["micro_batch_size"],
+        save_every_n_steps=values["save_every_n_steps"],
         batch_size=cfg.batch_size,
     )
     collate_fn = cfg.get("collate_fn", "")

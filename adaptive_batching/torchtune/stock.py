@@ -36,14 +36,19 @@ def load_stock(name: str) -> ModuleType:
     return module
 
 
-@contextlib.contextmanager
-def replaced_in_torchtune(**functions: Callable[..., Any]) -> Iterator[None]:
+def replaced_in_torchtune(**functions: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
     """Replace functions of ``torchtune.training`` as the stock recipes see them."""
-    replaced = {name: getattr(training, name) for name in functions}
+    return replaced_in(training, **functions)
+
+
+@contextlib.contextmanager
+def replaced_in(module: ModuleType, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of a module."""
+    replaced = {name: getattr(module, name) for name in functions}
     for name, function in functions.items():
-        setattr(training, name, function)
+        setattr(module, name, function)
     try:
         yield
     finally:
         for name, function in replaced.items():
-            setattr(training, name, function)
+            setattr(module, name, function)

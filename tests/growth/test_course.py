@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,68 @@ def test_what_is_planned_is_what_happens(
             assert shape["samples"] - seen < in_epoch[-1] * shape["accumulation"], "less than a step is dropped"
     else:
         assert max(steps) <= shape["max_steps"]
+
+
+def steps_of(run: Course, number: int, *, resumed: bool = False) -> Iterator[tuple[int, int, int, Any, int]]:
+    """Yield epoch, size, schedule steps, progress and next size of each optimizer step from the epoch ``number`` on."""
+    for epoch in range(number, run.shape.epochs):
+        if epoch > number or not resumed:
+            run.start_epoch(epoch)
+        while not run.epoch_is_over:
+            size, moved = run.controller.batch_size, run.take_step()
+            run.decide_if_due()
+            yield epoch, size, moved, run.progress(), run.controller.batch_size
+
+
+@given(
+    shape=shapes, size=st.integers(1, 64), maximum=st.integers(1, 512),
+    increases=st.lists(st.integers(0, 40), min_size=1, max_size=12), where=st.integers(0, 1000), early=st.booleans(),
+)  # fmt: skip
+def test_a_course_that_is_resumed_within_an_epoch_is_that_of_the_whole_run(
+    shape: dict[str, Any], size: int, maximum: int, increases: list[int], where: int, early: bool
+) -> None:
+    most = shape["samples"] // shape["accumulation"]
+    if size > min(most, maximum):
+        return
+    steps = min(most // size, shape["max_steps"] or most)
+    shape |= {"reference_steps": steps, "reference_samples": size * shape["accumulation"]}
+
+    def increase(epoch: float, current_batch_size: int) -> int:
+        return increases[int(epoch * shape["decisions"]) % len(increases)]
+
+    def asked_while_training(epoch: float, current_batch_size: int, state: Any) -> int:
+        return increase(epoch, 0)
+
+    def a_course(batch_size: int) -> Course:
+        return course(increase if early else asked_while_training, batch_size, min(most, maximum), **shape)
+
+    whole = list(steps_of(a_course(size), 0))
+    stopped = where % len(whole)
+    epoch, _, _, progress, batch_size = whole[stopped]
+    if progress is None:  # at the end of an epoch
+        return
+    run = a_course(batch_size)
+    assert run.resume(epoch, progress) == 0
+    if early:
+        planned = sum(planned.steps for planned in run.plan(epoch))
+        assert planned - progress["steps"] == len(whole) - stopped - 1
+    assert list(steps_of(run, epoch, resumed=True)) == whole[stopped + 1 :]
+
+
+def test_a_course_goes_on_with_other_devices_and_sizes_at_the_same_sample() -> None:
+    four = {"replicas": 4, "samples": 100, "reference_steps": 10, "reference_samples": 10}
+    run = course(None, 10, 10, **four)
+    run.start_epoch(0)
+    for _ in range(3):
+        run.take_step()
+    progress = run.progress()
+    assert progress == {"samples": 120, "steps": 3, "schedule": [3, 10]}
+    fewer = course(None, 20, 20, replicas=2, samples=200, reference_steps=20, reference_samples=10)
+    assert fewer.resume(0, progress) == 0
+    assert (fewer.seen_in_epoch, fewer.steps_per_epoch, fewer.take_step()) == (60, 3 + 7, 2)
+    larger = course(None, 80, 80, **four)
+    assert larger.resume(0, progress) == 7, "the rest of the schedule"
+    assert larger.epoch_is_over
 
 
 @given(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     common = [*common, *VALIDATE, "run_val_every_n_steps=4"] if "val_loss" in name else common
     run_epoch = TrainingLoop._run_epoch
 
-    def interrupted(self: TrainingLoop, epoch: int) -> None:
+    def interrupted(self: TrainingLoop, epoch: int) -> Iterator[bool]:
         if epoch == 1:  # what is on the disk if the power goes out here
             shutil.copytree(tmp_path / "whole", tmp_path / "part")
-        run_epoch(self, epoch)
+        return run_epoch(self, epoch)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "_run_epoch", interrupted)

@@ -19,7 +19,7 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights, made_once
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAILING_COLLECTIVES, OTHERS, REAL_LIMITS, same_everywhere
+from tests.integration.two_ranks import FAILING_COLLECTIVES, IN_TWO, OTHERS, REAL_LIMITS, same_everywhere
 from tests.support.environment import TAME_MALLOC
 from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events, without_sizes
@@ -309,6 +309,31 @@ def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_
     assert [epoch["batch_size"] for epoch in events(whole, "epoch")] == [4, 8, 16]
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(2), whole.weights(2))
+
+
+def assert_went_on(directory: Path, name: str, folder: str) -> None:
+    """A run that was cut off within its second epoch went on from its sixth step."""
+    whole, resumed = Run(directory / f"{name}_whole"), Run(directory / name)
+    assert "the power went out" in (directory / name / "error_0.txt").read_text()
+    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 4
+    assert [event["step"] for event in events(resumed, "resume")] == [5]
+    assert len(resumed.metrics) == 6 + 2
+    assert resumed.by_step == whole.by_step
+    assert_same_weights(resumed.weights_in(folder), whole.weights_in(folder))
+
+
+@of_launch("growth")
+@pytest.mark.parametrize("name", ["full_steps", "async_steps"])
+def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
+    name: str, launched: tuple[Path, str]
+) -> None:
+    assert_went_on(launched[0], name, "step_7")
+
+
+@of_launch("others_resume")
+@pytest.mark.parametrize("kind", IN_TWO)
+def test_other_recipes_go_on_within_an_epoch(kind: str, launched: tuple[Path, str]) -> None:
+    assert_went_on(launched[0], f"{kind}_steps", "step_7")
 
 
 @of_launch("cut")

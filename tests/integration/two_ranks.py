@@ -55,7 +55,7 @@ def adds_what_its_rank_says(epoch: int, current_batch_size: int) -> int:
     return 2 + 2 * RANK if epoch else 0
 
 
-fail_at_epoch: int | None = None
+fail_at_epoch: float | None = None
 
 
 def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:
@@ -279,6 +279,22 @@ def runs_that_grow(run: Runner) -> None:
     fail_at_epoch = None
     run("full", "async_resumed", *save_async, "resume_from_checkpoint=True")
 
+    run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
+    run_in_two(run, "full", "enable_async_checkpointing=True", name="async_steps")
+
+
+def run_in_two(run: Runner, kind: str, *added: str, name: str = "") -> None:
+    """Run as a whole, and cut off within the second epoch, to go on from a checkpoint within it."""
+    global fail_at_epoch
+    name = name or f"{kind}_steps"
+    every = ["adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8", "save_every_n_steps=5"]
+    common = [*GROW[:-1], "epochs=2", *every, *added]
+    run(kind, f"{name}_whole", *common)
+    fail_at_epoch = 1.5
+    run(kind, name, *common)
+    fail_at_epoch = None
+    run(kind, name, *common, "resume_from_checkpoint=True")
+
 
 def runs_of_other_recipes(run: Runner) -> None:
     """Against the model without adapters, or a second one, which is sharded on its own; and with rounded weights."""
@@ -313,8 +329,11 @@ def runs_of_other_recipes_that_resume(run: Runner) -> None:
         fail_at_epoch = None
         files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
         run(kind, f"{kind}_resumed", *growing, "resume_from_checkpoint=True", *([files] if kind == "qat" else []))
+    for kind in IN_TWO:
+        run_in_two(run, kind, *([] if kind == "full_dpo" else ["model.lora_dropout=0.1"]))
 
 
+IN_TWO = ("lora", "full_dpo", "kd", "qat_lora")
 NO_ADAPTERS = (
     "model._component_=torchtune.models.llama2.llama2", "~model.lora_attn_modules", "~model.apply_lora_to_mlp",
     "~model.apply_lora_to_output", "~model.lora_rank", "~model.lora_alpha", "~model.lora_dropout",

@@ -23,6 +23,7 @@ _MEMORY = 'bytes, `"40GiB"`, `"512 MB"`, `"90%"`, or a fraction of the device (`
 _VALUES = {
     "batch_increase_function": '`"pkg.module.function"`, or `{_component_: pkg.module.factory, ...arguments}`',
     "micro_batch_size": f"{_NUMBER}, `auto`, `explore`",
+    "save_every_n_steps": _NUMBER,
     "search": ", ".join(f"`{name}`" for name in SEARCHES),
     "max_batch_size": _NUMBER,
     "memory_limit": _MEMORY,

@@ -42,6 +42,17 @@ def test_the_size_of_a_batch_can_change_while_an_epoch_is_loaded() -> None:
     assert [sample for batch in batches for sample in batch] == order
 
 
+def test_an_epoch_goes_on_from_a_sample_and_the_next_begins_at_its_first() -> None:
+    whole = SampleLoader(stock_loader(1))
+    whole.sampler.set_epoch(1)
+    expected = [batch[0] for batch in whole]
+    loader = SampleLoader(stock_loader(2))
+    for _ in range(2):
+        loader.sampler.set_epoch(1)
+        assert [sample for batch in loader.iter_from(3) for sample in batch] == expected[3:7]
+        assert [sample for batch in loader for sample in batch] == expected[:6]
+
+
 def test_a_checkpoint_holds_stocks_state_and_what_is_added_to_it() -> None:
     stock, off, on = stock_loader(2), SampleLoader(stock_loader(2)), SampleLoader(stock_loader(2), lambda: {"a": 1})
     for loader in (stock, off, on):

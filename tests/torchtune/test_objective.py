@@ -84,6 +84,9 @@ class Outlet:
     def save_epoch(self, epoch: int) -> None:
         pass
 
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        pass
+
     def learning_rate(self) -> float:
         return 0.1
 

@@ -43,6 +43,11 @@ def config(*overrides: str) -> DictConfig:
         (["adaptive_batching.lr_scaling=cube"], "lr_scaling='cube' is unknown; Known: auto, linear, none, sqrt"),
         (["adaptive_batching.max_lr_scale=0"], "max_lr_scale=0 must be a number of at least 1"),
         (["batch_size=0"], "batch_size=0 must be a whole number"),
+        (["save_every_n_steps=0"], "save_every_n_steps=0 must be a whole number of at least 1"),
+        (["save_every_n_steps=-5"], "save_every_n_steps=-5 must be a whole number of at least 1"),
+        (["save_every_n_steps=2.5"], r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
+        (["save_every_n_steps=epoch"], "save_every_n_steps='epoch' must be a whole number of at least 1"),
+        (["save_every_step=5"], "save_every_step is unknown; did you mean 'save_every_n_steps'"),
         (["collate_fn=torchtune.data.left_pad_sequence"], "left_pad_sequence' pads on the left"),
     ],
 )  # fmt: skip

@@ -133,6 +133,7 @@ class PPOLoop:
         if self._growth is None:
             return
         decision = self._growth.start_epoch(epoch)
+        assert decision is not None, "checkpoints are saved at the ends of epochs"
         expected = self._growth.course.expected()
         for watcher in self._watchers:
             watcher.epoch(

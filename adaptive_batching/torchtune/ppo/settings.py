@@ -28,6 +28,11 @@ def check_settings(cfg: DictConfig) -> None:
             "adaptive_batching.keep_global_batch=True is not for PPO: ppo_batch_size, which the optimizer sees, grows "
             "with batch_size; set keep_global_batch=False"
         )
+    if settings.save_every_n_steps is not None:
+        raise ConfigError(
+            f"save_every_n_steps={settings.save_every_n_steps} is not for PPO, whose checkpoints are saved "
+            f"at the ends of epochs; leave it unset"
+        )
     increase = resolve_increase(settings)
     if increase.noise_scale_every is not None:
         raise ConfigError(
