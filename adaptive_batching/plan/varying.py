@@ -33,10 +33,12 @@ class TracedLengths:
         """Return the record of a step whose forward has ``shape``.
 
         Raises:
-            TraceError: If the order of allocations depends on the shape.
+            TraceError: If the order of allocations depends on the shape, or if a step keeps what has a shape.
         """
         samples, length = shape
         one, other = (step.at(samples) for step in self._steps)
+        if one.kept_bytes:
+            raise TraceError("a step keeps tensors of its samples for the next one, whose samples have other lengths")
         if one.events != other.events or one.kinds != other.kinds:
             raise TraceError("the order in which memory is allocated and freed depends on the length of samples")
         start, end = self._lengths

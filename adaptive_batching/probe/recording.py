@@ -64,6 +64,9 @@ class StepRecord:
     num_resting: int
     """Storages alive before the step."""
 
+    kept_bytes: int
+    """Bytes alive before the step that the one before has made, and that it replaces."""
+
     flops: int
     """Floating-point operations of matrix products and attention, those of recomputed activations included."""
 
@@ -109,6 +112,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._on_cuda = on_cuda
         self._sum: tuple[weakref.ref[Any], int] | None = None
+        self._equality: weakref.ref[Any] | None = None
+        """Last result of a comparison of two numbers for equality."""
+
         self._current = 0
         self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._moment = BETWEEN
@@ -118,8 +124,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kinds: list[str] = []
         self.begin()
 
-    def begin(self) -> None:
-        """Start the record of a step here. What is alive now rests between steps."""
+    def begin(self, *, kept_bytes: int = 0) -> None:
+        """Start the record of a step here. What is alive now rests between steps.
+
+        Args:
+            kept_bytes: Bytes of that which a step before has made.
+        """
         alive = [number for _, number in self._seen.values()]
         self._sizes = [self._sizes[number] for number in alive]
         self._kinds = [self._kinds[number] for number in alive]
@@ -128,16 +138,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for new, (key, (reference, _)) in enumerate(self._seen.items())
         }
         self._num_resting = len(alive)
+        self._kept_bytes = kept_bytes
         self._events: list[int] = []
         self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
         self._flops = self._recomputed_flops = self._attention_flops = 0
         self._moment = BETWEEN
 
+    @property
+    def current_bytes(self) -> int:
+        """Bytes alive now."""
+        return self._current
+
     def record(self) -> StepRecord:
         """Return what has been recorded since :meth:`begin`."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, self._flops, self._recomputed_flops, self._attention_flops,
+            tuple(self._kinds), self._num_resting, self._kept_bytes, self._flops, self._recomputed_flops,
+            self._attention_flops,
         )  # fmt: skip
 
     def hold(self, tensor: torch.Tensor, kind: str, *, counts: bool = True) -> None:
@@ -158,13 +175,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def watching(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], *, steps_elsewhere: bool = False
+        self, models: Sequence[nn.Module], parameters: Sequence[nn.Parameter], *, steps_elsewhere: bool = False
     ) -> Iterator[None]:
         """Tell forward, loss, backward and optimizer step apart, and gradients from what else a backward makes.
 
         Args:
-            model: The model that is trained.
-            parameters: What its optimizers step.
+            models: The model that is trained, and others that the loss needs.
+            parameters: What the optimizers step.
             steps_elsewhere: The optimizers step on another device, whose memory does not count.
         """
 
@@ -195,14 +212,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         handles: list[Any] = [
             register_module_forward_pre_hook(enter_forward),
             register_module_forward_hook(leave_forward, always_call=True),
-            model.register_forward_pre_hook(lambda *_: set_moment(FORWARD), prepend=True),
-            model.register_forward_hook(lambda *_: set_moment(LOSS)),
             register_optimizer_step_pre_hook(before_optimizer),
             register_optimizer_step_post_hook(after_optimizer),
         ]
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                handles.append(parameter.register_post_accumulate_grad_hook(after_gradient))  # type: ignore[no-untyped-call]
+        for model in models:
+            handles.append(model.register_forward_pre_hook(lambda *_: set_moment(FORWARD), prepend=True))
+            handles.append(model.register_forward_hook(lambda *_: set_moment(LOSS)))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(after_gradient))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -281,8 +299,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
-            # depend on the value, the verifying step will show it.
-            return 1 if args[0].dtype != torch.bool else True
+            # depend on the value, the verifying step will show it. Asked whether it equals another, it does not: there
+            # are targets, and losses are not 0.
+            if args[0].dtype == torch.bool:
+                return self._equality is None or self._equality() is not args[0]
+            return 1
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for more often than anything is computed
         if any(issubclass(each, DTensor) for each in types):
@@ -290,6 +311,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         self._sum = None  # what has not died by now lives on
         out = func(*args, **kwargs)
+        if func in (torch.ops.aten.eq.Scalar, torch.ops.aten.eq.Tensor) and out.dim() == 0:
+            self._equality = weakref.ref(out)
         in_backward = torch._C._current_graph_task_id() != -1
         recomputes = in_backward and self._depth > 0
         if in_backward:

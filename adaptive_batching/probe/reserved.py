@@ -86,8 +86,15 @@ def replay(allocator: Any, step: Recorded, late: frozenset[int] = frozenset(), l
 def _steps(
     allocator: Any, step: Recorded, count: int, late: frozenset[int] = frozenset(), late_at: int = 0
 ) -> Iterator[None]:
-    """Run ``count`` equal steps on ``allocator``, and stop after each."""
+    """Run ``count`` equal steps on ``allocator``, and stop after each.
+
+    What a step leaves behind takes the place of what it frees of those before, where there are as many of both.
+    """
     resting = {n: allocator.take(step.sizes[n]) for n in range(step.num_resting) if step.sizes[n] and n not in late}
+    freed = {~event for event in step.events if event < 0}
+    replaced = sorted(number for number in freed if number < step.num_resting)
+    left = [event for event in step.events if event >= 0 and event not in freed]
+    replaces = len(replaced) == len(left)
     for number in range(count):
         held: dict[int, Any] = {}
         for index, event in enumerate(step.events):
@@ -97,10 +104,13 @@ def _steps(
                 held[event] = allocator.take(step.sizes[event])
             elif ~event in held:
                 allocator.give_back(held.pop(~event))
-            elif ~event in resting and number == count - 1:
+            elif ~event in resting and (replaces or number == count - 1):
                 allocator.give_back(resting.pop(~event))
-        for block in held.values():
-            allocator.give_back(block)
+        if replaces:
+            resting |= zip(replaced, held.values(), strict=True)
+        else:
+            for block in held.values():
+                allocator.give_back(block)
         yield
 
 

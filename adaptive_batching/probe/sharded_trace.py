@@ -26,25 +26,24 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from adaptive_batching.probe.recording import GRADIENTS, WEIGHTS, labelled
+from adaptive_batching.probe.trial import kept_tensors, models_of
 from adaptive_batching.ranks.fsdp import is_sharded
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class ShardedCopy:
-    """Fake copies of a sharded model and its optimizers, all on the CPU.
+    """Fake copies of sharded models and of the optimizers, all on the CPU.
 
     Args:
-        model: The root FSDP module.
-        optimizers: Its optimizers; their copies step the shards.
+        model: The root FSDP module, or a list of several, each with all-gathers of its own.
+        optimizers: The optimizers; their copies step the shards.
         fake: The fake tensor mode of the copies.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode) -> None:
         self._fake = fake
-        named = list(model.named_modules())
-        units: dict[str, nn.Module] = {name: module for name, module in named if is_sharded(module)}
-        groups = [group for module in units.values() if (group := _group(module)) is not None]
+        groups = [group for module in model.modules() if (group := _group(module)) is not None]
         self.offloads = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
         """True if shards, their gradients and the optimizer states are on the host."""
 
@@ -57,7 +56,7 @@ class ShardedCopy:
             gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_part(part, fake)
             whole[id(parameter)] = self._parameter(parameter, gathered)
             shards[id(parameter)] = self._parameter(parameter, _fake_like(shard, shard.shape, fake))
-        for buffer in model.buffers():
+        for buffer in [*model.buffers(), *kept_tensors(model)]:
             whole[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
         for optimizer in optimizers:
             for state in optimizer.state.values():
@@ -71,18 +70,30 @@ class ShardedCopy:
             self.optimizers: list[Optimizer] = copy.deepcopy(list(optimizers), dict(shards))
         self.model = _plain_copy(model, whole, fake)
         of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
-        modules = dict(self.model.named_modules())
+        for root, copied in zip(models_of(model), models_of(self.model), strict=True):
+            self._simulate(root, copied, of_copy)
+
+    def _simulate(self, root: nn.Module, copied: nn.Module, shards: dict[int, nn.Parameter]) -> None:
+        """Have the copy of a root take what FSDP takes.
+
+        Args:
+            root: The FSDP module.
+            copied: Its copy.
+            shards: The shard of each whole parameter of the copy, by its id.
+        """
+        units: dict[str, nn.Module] = {name: module for name, module in root.named_modules() if is_sharded(module)}
+        modules = dict(copied.named_modules())
         managed: set[int] = set()
         streams = _Streams()
         for name in reversed(units):  # a unit manages the parameters that no nested unit does
             parameters = [p for p in modules[name].parameters() if id(p) not in managed]
             managed.update(map(id, parameters))
             if parameters:
-                pairs = [(p, of_copy[id(p)]) for p in parameters]
+                pairs = [(p, shards[id(p)]) for p in parameters]
                 reshards = bool(getattr(_group(units[name]), "_reshard_after_forward", True))
                 unit = _Unit(modules[name], pairs, streams, reshards=reshards, offloads=self.offloads)
                 streams.units.insert(0, unit)
-        self.model.register_forward_hook(lambda *_: setattr(streams, "gathered_before", None))
+        copied.register_forward_hook(lambda *_: setattr(streams, "gathered_before", None))
 
     def _parameter(self, original: torch.Tensor, copied: torch.Tensor) -> nn.Parameter:
         with self._fake:
@@ -90,7 +101,7 @@ class ShardedCopy:
 
 
 class _Streams:
-    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units."""
+    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root."""
 
     def __init__(self) -> None:
         self.units: list[_Unit] = []

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from adaptive_batching.probe.recording import STATES, WEIGHTS, Recorder, StepRecord
 from adaptive_batching.probe.sharded_trace import ShardedCopy
-from adaptive_batching.probe.trial import TrainingStep, has_states
+from adaptive_batching.probe.trial import TrainingStep, has_states, kept_tensors, models_of
 from adaptive_batching.ranks.fsdp import is_sharded
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,16 @@ class TraceError(RuntimeError):
 class PeakMemoryCurve:
     """Peak bytes of a training step as a function of the batch size b: ``max_t (a_t + c_t * b)``."""
 
-    def __init__(self, lower: Sequence[int], upper: Sequence[int], sizes: tuple[int, int] = TRACED_SIZES) -> None:
+    def __init__(
+        self, lower: Sequence[int], upper: Sequence[int], sizes: tuple[int, int] = TRACED_SIZES, *, kept_bytes: int = 0
+    ) -> None:
         """Build the curve from the bytes alive at the two traced sizes: before the step, then after every operation.
+
+        Args:
+            lower: Those at the smaller size.
+            upper: Those at the larger.
+            sizes: Both sizes.
+            kept_bytes: Bytes before the step, at the smaller size, that an earlier step has made.
 
         Raises:
             TraceError: If the two traces differ in their number of operations.
@@ -59,6 +67,7 @@ class PeakMemoryCurve:
         low, high = torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64)
         self._slope = (high - low) / (sizes[1] - sizes[0])
         self._base = low - self._slope * sizes[0]
+        self._resting_bytes = lower[0] - kept_bytes
 
     def peak_bytes(self, batch_size: int) -> int:
         return int((self._base + self._slope * batch_size).max())
@@ -74,8 +83,8 @@ class PeakMemoryCurve:
 
     @property
     def resting_bytes(self) -> int:
-        """Bytes alive between steps: parameters, buffers and optimizer states."""
-        return int(self._base[0])
+        """Bytes alive before the first step: parameters, buffers and optimizer states."""
+        return self._resting_bytes
 
 
 class TracedStep:
@@ -87,14 +96,16 @@ class TracedStep:
         Raises:
             TraceError: If they differ in their number of operations.
         """
-        self.curve = PeakMemoryCurve(lower.log, upper.log, sizes)
+        self.curve = PeakMemoryCurve(lower.log, upper.log, sizes, kept_bytes=lower.kept_bytes)
         self._lower, self._upper, self._sizes = lower, upper, sizes
 
     @property
     def is_uniform(self) -> bool:
         """True if storages are allocated and freed in one order at both sizes, so that there is one at any other."""
         lower, upper = self._lower, self._upper
-        resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
+        resting = lower.num_resting == upper.num_resting
+        if not lower.kept_bytes:
+            resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
         return resting and lower.events == upper.events and lower.kinds == upper.kinds
 
     def at(self, batch_size: int) -> StepRecord:
@@ -112,9 +123,11 @@ class TracedStep:
 
         lower, upper = self._lower, self._upper
         flops, recomputed, attention = scaled(_work(lower), _work(upper))
+        log = scaled(lower.log, upper.log)
         return replace(
             lower,
-            log=scaled(lower.log, upper.log),
+            log=log,
+            kept_bytes=log[0] - self.curve.resting_bytes,
             sizes=scaled(lower.sizes, upper.sizes),
             flops=flops,
             recomputed_flops=recomputed,
@@ -164,7 +177,7 @@ def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = 
 def _device_of_trace(model: nn.Module) -> torch.device:
     """Return the device whose tensors a trace fakes: that of the model if it is CUDA and there, else the CPU."""
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or is_sharded(model):
+    if len(devices) != 1 or any(map(is_sharded, models_of(model))):
         return torch.device("cpu")
     [device] = devices
     is_there = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -188,7 +201,7 @@ def _record(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kept: Sequence[nn.Parameter]
     on_host = False
-    if is_sharded(step.model):
+    if any(map(is_sharded, models_of(step.model))):
         sharded = ShardedCopy(step.model, step.optimizers, fake)
         model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
         on_host = sharded.offloads
@@ -201,9 +214,13 @@ def _record(
         change(model)
     with fake:
         run = step.bind(model, optimizers)
-        batch = tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch)
+        earlier, batch = (
+            tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
+        )
         if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            run(batch)  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
+            run(
+                earlier
+            )  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
             gc.collect()
     recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
     for parameter in kept:
@@ -214,14 +231,19 @@ def _record(
         recorder.hold(tensor, STATES, counts=not on_host)
     for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
         recorder.hold(parameter, WEIGHTS, counts=False)
-    with fake, recorder, recorder.watching(model, kept, steps_elsewhere=on_host):
+    with fake, recorder, recorder.watching(models_of(model), kept, steps_elsewhere=on_host):
         if not optimizers:
             run(batch)  # creates optimizers of its own, and their states
         for optimizer in optimizers:
             _make_states(optimizer)
         for tensor in _state_tensors(optimizers):
             recorder.hold(tensor, STATES)
-        recorder.begin()
+        kept_bytes = -recorder.current_bytes
+        if step.keeps:
+            run(earlier)
+            del earlier
+            gc.collect()
+        recorder.begin(kept_bytes=kept_bytes + recorder.current_bytes)
         run(batch)  # the steady state
     return recorder.record()
 
@@ -252,7 +274,7 @@ def _fake_copy(
     optimizer's count of steps.
     """
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers(), *_state_tensors(optimizers)]:
+    for tensor in [*model.parameters(), *model.buffers(), *kept_tensors(model), *_state_tensors(optimizers)]:
         copied = _fake_on(device if device.type == "cpu" else tensor.device, tensor, fake)
         if isinstance(tensor, nn.Parameter):
             with fake:

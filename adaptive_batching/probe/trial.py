@@ -36,6 +36,8 @@ class TrainingStep:
     """One optimizer step of a training program, as the probe and the trace run it."""
 
     model: nn.Module
+    """The model that is trained, or a list of it and those that the loss also needs."""
+
     optimizers: Sequence[Optimizer]
     """One optimizer, or several if each parameter has its own, as with optimizers stepped in the backward pass."""
 
@@ -55,11 +57,25 @@ class TrainingStep:
     compiles: bool = False
     """True if a first run compiles, and leaves behind what others do not make again."""
 
+    keeps: bool = False
+    """True if the model keeps tensors of a run until the next one replaces them."""
+
     on_cuda: bool = False
     """True if a trace is to count what kernels of CUDA take for the time of a call."""
 
     can_be_traced: bool = True
     """False if a trace is not worth its time, or not possible; then real steps alone tell."""
+
+
+def models_of(model: nn.Module) -> list[nn.Module]:
+    """Return the models of a training step: those that are listed, or the one that there is."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]
+
+
+def kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that modules keep besides parameters and buffers, such as scales of a last forward."""
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
 
 
 class Trial:

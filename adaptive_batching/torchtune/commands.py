@@ -34,6 +34,9 @@ _SHORT = [
     "adaptive_batching.memory_limit=1.5GiB",
     "adaptive_batching.sequence_length=128",
 ]
+LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
+"""Pattern of the recipe that a config says it is launched with, in a comment."""
+
 _COMMANDS: dict[str, Any] = {"ls": List, "cp": Copy, "cat": Cat, "validate": Validate, "run": Run}
 
 
@@ -96,24 +99,20 @@ def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog:
 
 def _ours() -> list[Any]:
     folder, found = recipes_folder(), []
+    ours = sorted((folder / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name != "quickstart", path))
     stock = {recipe.name: recipe for recipe in registry.get_all_recipes()}
     for path in sorted(folder.glob("*.py")):
         if path.stem not in stock:
             continue
         configs = [
             registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
-            for config in sorted((folder / "configs").rglob("*.yaml"))
-            if _kind(config.stem) == _kind(path.stem)
+            for config in ours
+            if path.stem in re.findall(LAUNCHED, config.read_text())
         ]
         others = [config for config in stock[path.stem].configs if "/" in config.name]
         several = stock[path.stem].supports_distributed
         found.append(registry.Recipe(path.stem, str(path), [*configs, *others], supports_distributed=several))
     return found
-
-
-def _kind(name: str) -> str:
-    """Return what a recipe, or a config named after it, trains: ``full``, ``lora_dpo`` and the like."""
-    return name.removesuffix("_single_device").removesuffix("_distributed").removesuffix("_finetune")
 
 
 def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -74,17 +75,18 @@ def is_cut_by_inductor(host: Host) -> bool:
     return host.is_compiled and _backend() == "inductor"
 
 
-def run_as_compiled(model: nn.Module, original: nn.Module, objective: Objective) -> None:
-    """Have a copied model and objective run as compiled by Inductor, on fake tensors.
+def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module], objective: Objective) -> None:
+    """Have copied models and their objective run as compiled by Inductor, on fake tensors.
 
     Args:
-        model: The copy, which is no longer compiled.
-        original: The model, whose layers are.
+        models: The copies, which are no longer compiled.
+        originals: The models, whose layers are.
         objective: A copy, whose loss may still be compiled.
     """
-    copied = dict(model.named_modules())
-    compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
-    compile_modules(copied[name] for name in compiled)
+    for model, original in zip(models, originals, strict=True):
+        copied = dict(model.named_modules())
+        compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
+        compile_modules(copied[name] for name in compiled)
     objective.recompile(_loss_as_compiled)
 
 

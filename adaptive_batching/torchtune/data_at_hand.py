@@ -15,7 +15,8 @@ from torchtune import config
 from torchtune.datasets import ConcatDataset
 from tqdm import tqdm
 
-from adaptive_batching.torchtune.data import is_packed
+from adaptive_batching.torchtune.data import Sample, is_packed
+from adaptive_batching.torchtune.preferences import KINDS
 
 
 class NotAtHandError(RuntimeError):
@@ -51,13 +52,18 @@ def read_data(cfg: DictConfig) -> DataAtHand:
             tokenizer = config.instantiate(cfg.tokenizer)
             dataset = _build(cfg.dataset, tokenizer)
             samples = tqdm(range(len(dataset)), desc="Measuring samples", dynamic_ncols=True, leave=False)
-            lengths = [len(dataset[index]["tokens"]) for index in samples]
+            lengths = [_length(dataset[index]) for index in samples]
     except Exception as error:  # each format of tokenizers and data raises its own
         line = (str(error).strip().splitlines() or [""])[0]
         raise NotAtHandError(f"{type(error).__name__}: {line[:160]}") from error
     if not lengths:
         raise NotAtHandError("the data set has no samples")
     return DataAtHand(lengths, is_packed(dataset))
+
+
+def _length(sample: Sample) -> int:
+    """Return the tokens of a sample; of a pair, those of its longer answer."""
+    return max(len(sample[key]) for key in ("tokens", *(f"{kind}_input_ids" for kind in KINDS)) if key in sample)
 
 
 def _build(cfg: DictConfig | ListConfig, tokenizer: Any) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -33,16 +33,27 @@ from adaptive_batching.torchtune.data import Sample, SampleLoader
 from adaptive_batching.torchtune.images import Image, image_of, without_torchvision
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.learning_rate import scheduled_rates
+from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.offloading import TracedOffloading
+from adaptive_batching.torchtune.preferences import KINDS
+from adaptive_batching.torchtune.quantization_aware import accept_configs_of_torchao
+from adaptive_batching.torchtune.settings import read_settings
 from adaptive_batching.torchtune.stock import load_stock, replaced_in_torchtune
 
-RECIPES = (
-    "full_finetune_single_device",
-    "lora_finetune_single_device",
-    "full_finetune_distributed",
-    "lora_finetune_distributed",
-)
-"""Stock recipes that can be set up on paper."""
+RECIPES: Mapping[str, Callable[[hosts.StockParts], Objective]] = {
+    "full_finetune_single_device": hosts.next_token,
+    "lora_finetune_single_device": hosts.next_token,
+    "full_finetune_distributed": hosts.next_token,
+    "lora_finetune_distributed": hosts.next_token,
+    "lora_dpo_single_device": hosts.preferences,
+    "lora_dpo_distributed": hosts.preferences,
+    "full_dpo_distributed": hosts.preferences,
+    "knowledge_distillation_single_device": hosts.distillation,
+    "knowledge_distillation_distributed": hosts.distillation,
+    "qat_distributed": hosts.fake_quantized,
+    "qat_lora_finetune_distributed": hosts.next_token,
+}
+"""Stock recipes that can be set up on paper, and what makes their objectives."""
 
 _META = torch.device("meta")
 _HERE = "adaptive_batching.torchtune.on_paper"
@@ -60,11 +71,22 @@ class Data:
     image: Image | None = None
     """Image of each sample; None for text alone."""
 
+    pairs: bool = False
+    """Each sample is a pair of answers, both of that length."""
+
+    @property
+    def assumes(self) -> str | None:
+        """What is assumed of samples, in words; None if their length says all."""
+        of_image = None if self.image is None else str(self.image)
+        return "both answers of each pair have that length" if self.pairs else of_image
+
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> Sample:
         tokens = [1] * self.length
+        if self.pairs:
+            return {f"{kind}_{part}": list(tokens) for kind in KINDS for part in ("input_ids", "labels")}
         sample: Sample = {"tokens": tokens, "labels": list(tokens)}
         if self.packed:
             sample = {key: torch.tensor(value) for key, value in sample.items()}
@@ -75,10 +97,15 @@ class Data:
 
 
 def make_data(
-    tokenizer: Any, length: int, samples: int, packed: bool = False, image: dict[str, int] | None = None
+    tokenizer: Any,
+    length: int,
+    samples: int,
+    packed: bool = False,
+    image: dict[str, int] | None = None,
+    pairs: bool = False,
 ) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(length, samples, packed, None if image is None else Image(**image))
+    return Data(length, samples, packed, None if image is None else Image(**image), pairs)
 
 
 @dataclass
@@ -112,20 +139,28 @@ def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[
     Raises:
         Exception: Whatever stock raises about the config.
     """
-    stock = load_stock(recipe)
+    stock, make_objective = load_stock(recipe), RECIPES[recipe]
     [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]
     planned = type(base.__name__, (_OnPaper, base), {})
-    cfg = _without_files(cfg, data)
+    cfg = _without_files(cfg, replace(data, pairs=make_objective is hosts.preferences))
+    accept_configs_of_torchao()
     with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock):
         made: Any = planned(cfg)
         made._device = _META
         made.setup(cfg)
-    _build_rope(made._model, made._dtype)
-    host = hosts.host_of(made, Ranks(alone=True), made.gate, hosts.next_token)
+    host = hosts.host_of(
+        made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
+    )
+    for model in (host.model, *host.objective.frozen_models):
+        _build_rope(model, made._dtype)
+    if made.enabled:
+        host.objective.leave_stock()
     if cfg.device == "cpu":
         for optimizer in host.optimizers:
             _loop_over_parameters(optimizer)
-    return host, hosts.run_of(made, int(cfg.batch_size), made.rates)
+    steps = made.total_epochs * made._steps_per_epoch
+    rates = made.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(made))  # stock may have no schedule
+    return host, hosts.run_of(made, int(cfg.batch_size), rates)
 
 
 @contextlib.contextmanager
@@ -152,7 +187,8 @@ class _OnPaper:
 
     def __init__(self, cfg: DictConfig) -> None:
         self.gate = Gate()
-        self.rates: list[float] = [1.0]
+        self.rates: list[float] = []
+        self.enabled = read_settings(cfg, warns=False).enabled
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         if hasattr(self, "_checkpoint_client"):
             self._checkpoint_client = mock.Mock(load_base_checkpoint=lambda: {training.MODEL_KEY: {}})
@@ -160,14 +196,25 @@ class _OnPaper:
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {training.MODEL_KEY: {}}
 
-    def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> SampleLoader:
+    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {training.MODEL_KEY: {}}
+
+    def _load_ref_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def load_teacher_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {training.MODEL_KEY: {}}
+
+    def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
         image = image_of(self._model)
         if image is not None:
             cfg_dataset = OmegaConf.merge(cfg_dataset, {"image": asdict(image)})  # type: ignore[assignment]
-        loader = SampleLoader(super()._setup_data(cfg_dataset=cfg_dataset, **kwargs))  # type: ignore[misc]
+        made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
+        sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
+        loader = SampleLoader(stock_loader, drops_last=self.enabled or stock_loader.drop_last)
         if loader.dataset.packed:
             loader.collate = _collate_packs
-        return loader
+        return loader if sampler is None else (sampler, loader)
 
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         with replaced_in_torchtune(register_optim_in_bwd_hooks=self.gate.register):
@@ -192,6 +239,7 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
     cfg.tokenizer = {"_component_": f"{_HERE}.Tokenizer", "max_seq_len": cfg.tokenizer.get("max_seq_len")}
     cfg.dataset = {
         "_component_": f"{_HERE}.make_data", "length": data.length, "samples": data.samples, "packed": data.packed,
+        "pairs": data.pairs,
     }  # fmt: skip
     cfg.resume_from_checkpoint = False
     stand_in = stand_in_for(cfg.optimizer["_component_"])

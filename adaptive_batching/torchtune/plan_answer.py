@@ -244,5 +244,6 @@ def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
         "hours_per_epoch": _hours(asked, need, made),
         "parameters": made.parameters,
         "trained_parameters": made.trained_parameters,
+        "frozen_parameters": made.frozen_parameters,
         "assumes": made.assumes,
     }

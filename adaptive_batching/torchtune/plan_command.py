@@ -23,7 +23,7 @@ from adaptive_batching.growth.increase import IncreaseFunctionError
 from adaptive_batching.plan.devices import find_gpu
 from adaptive_batching.plan.verdict import Answer
 from adaptive_batching.probe.trace import TraceError
-from adaptive_batching.torchtune.commands import closest
+from adaptive_batching.torchtune.commands import LAUNCHED, closest
 from adaptive_batching.torchtune.data_at_hand import NotAtHandError, read_data
 from adaptive_batching.torchtune.levers import CONFIGS
 from adaptive_batching.torchtune.on_paper import RECIPES
@@ -105,7 +105,7 @@ def _read(args: argparse.Namespace) -> Asked:
         _check_plot(args.plot)
     recipe, path, cfg = _load(args.config, args.recipe, args.overrides)
     devices = args.devices or _devices_of(recipe, path)
-    recipe = recipe.replace("single_device", "distributed") if devices > 1 else recipe
+    recipe = _on_so_many(recipe, devices)
     memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
     if memory is not None and memory.num_bytes is None:
         raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
@@ -166,8 +166,37 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
         raise ConfigError(f"{name} {' '.join(overrides)} cannot be read: {first_line(error)}") from error
     if "model" not in cfg:
         raise ConfigError(f"--config {name} has no model; is it a config of a recipe?")
-    recipe = recipe or ("lora" if "lora_attn_modules" in cfg.model else "full") + "_finetune_single_device"
-    return recipe, path, cfg
+    return recipe or _recipe_of(path, cfg), path, cfg
+
+
+def _recipe_of(path: Path, cfg: DictConfig) -> str:
+    """Return the recipe that a config names in its launch command, or else the one that its keys are for."""
+    for name in re.findall(LAUNCHED, path.read_text()):
+        if name in RECIPES:
+            return str(name)
+    adapters = "lora_attn_modules" in cfg.model
+    if "quantizer" in cfg:
+        return "qat_lora_finetune_distributed" if adapters else "qat_distributed"
+    if "teacher_model" in cfg:
+        return "knowledge_distillation_single_device"
+    if "DPO" in str(cfg.loss["_component_"]):
+        return "lora_dpo_single_device" if adapters else "full_dpo_distributed"
+    return ("lora" if adapters else "full") + "_finetune_single_device"
+
+
+def _on_so_many(recipe: str, devices: int) -> str:
+    """Return the recipe that does on so many devices what ``recipe`` does.
+
+    Raises:
+        ConfigError: If there is none for one device.
+    """
+    several = recipe.replace("single_device", "distributed")
+    if devices > 1:
+        return several
+    alone = several.replace("distributed", "single_device")
+    if alone not in RECIPES:
+        raise ConfigError(f"--devices 1: torchtune has no {alone}, and {several} is for 2 or more")
+    return alone
 
 
 def _not_covered(config: str, recipe: str) -> str:

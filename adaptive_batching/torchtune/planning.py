@@ -87,8 +87,14 @@ class Sketch:
 
     trained_parameters: int
     parameters: int
+    frozen_parameters: int
+    """Of the reference model or the teacher, if there is one."""
+
     assumes: str | None
     """Of the data, in words; None if their length says all."""
+
+    has_images: bool
+    """True if samples have images, so that their tokens say little of their memory."""
 
 
 def sketch(question: Question, length: int) -> Sketch:
@@ -100,20 +106,22 @@ def sketch(question: Question, length: int) -> Sketch:
         Exception: Whatever stock raises about the config.
     """
     with _set_up(question, length) as (host, run, settings):
-        most = getattr(host.model, "max_seq_len", None)
-        if most is not None and length > most:
+        models = [host.model, *host.objective.frozen_models]
+        most = min(int(getattr(model, "max_seq_len", length)) for model in models)
+        if length > most:
             raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
         in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
         step = replace(training_step(host, host.loader.dataset[0], accumulates=in_parts), on_cuda=True)
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
-        image = host.loader.dataset.image
-        loading = set_up_bytes(host.model, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
+        data: Data = host.loader.dataset
+        loading = set_up_bytes(*models, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
         return Sketch(
             Forecast(traced, outside_of_allocator(question.devices), loading), length, _asked(run, settings),
             run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
-            None if image is None else str(image),
+            sum(p.numel() for model in models[1:] for p in model.parameters()),
+            data.assumes, data.image is not None,
         )  # fmt: skip
 
 
@@ -184,8 +192,7 @@ def as_they_come(
         TraceError: If the order of allocations depends on the length.
         Exception: Whatever stock raises about the config.
     """
-    has_images = made.assumes is not None
-    if not cuts_by_length(question.cfg) or data.packed or has_images or made.length < 2 * _SHORTEST:
+    if not cuts_by_length(question.cfg) or data.packed or made.has_images or made.length < 2 * _SHORTEST:
         return None
     per_batch = outlook.epochs[0].batch_sizes[0]
     shuffles = bool(question.cfg.get("shuffle", True))
@@ -223,7 +230,7 @@ def _check_covered(question: Question) -> None:
     if "image" in collate and collate != COLLATE:
         raise NotPlannedError(f"collate_fn={collate} makes batches of images that are not known; {COLLATE} is")
     tensor_parallel = cfg.get("tensor_parallel_dim", 1)
-    if tensor_parallel == 1 or not question.recipe.startswith("full"):
+    if tensor_parallel == 1 or not question.recipe.startswith("full_finetune"):
         return
     ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
     if cfg.get("clip_grad_norm") is not None:

@@ -14,7 +14,8 @@ from torchtune.modules.peft import disable_adapter
 from adaptive_batching.torchtune.data import Sample, repeat_to
 from adaptive_batching.torchtune.objective import Activations, Batch, Counts, Objective, Sums, renewed, traced_like
 
-_KINDS = ("chosen", "rejected")
+KINDS = ("chosen", "rejected")
+"""Answers of a pair, by the names that torchtune gives them."""
 
 
 class _OfLast(Sums):
@@ -60,7 +61,7 @@ class Preferences(Objective):
         self._pairs = 0  # of the optimizer step on this rank
 
     def tokens(self, sample: Sample) -> Sequence[int]:
-        longer: Sequence[int] = max((sample[f"{kind}_input_ids"] for kind in _KINDS), key=len)
+        longer: Sequence[int] = max((sample[f"{kind}_input_ids"] for kind in KINDS), key=len)
         return longer
 
     def counts(self, samples: Sequence[Sample]) -> Counts:
@@ -68,7 +69,7 @@ class Preferences(Objective):
 
     def stretch(self, sample: Sample, length: int) -> Sample | None:
         stretched = {key: repeat_to(values, length) for key, values in sample.items()}
-        for kind in _KINDS:
+        for kind in KINDS:
             stretched[f"{kind}_labels"] = list(stretched[f"{kind}_input_ids"])
         return stretched
 
@@ -83,7 +84,7 @@ class Preferences(Objective):
         tokens, labels = batch["tokens"], batch["labels"]
         pairs = tokens.shape[0] // 2
         log_probs, logits = self._forward(model, tokens, labels)
-        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(_KINDS, _halves(logits), strict=True)}
+        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(KINDS, _halves(logits), strict=True)}
         del logits  # so that they are freed before the reference's are made, where the backward pass needs them not
         reference, adapters = self._reference(model)
         with torch.no_grad(), adapters:

@@ -15,24 +15,34 @@ from torch.utils._pytree import tree_iter
 from torchao.dtypes.nf4tensor import NF4Tensor
 
 
-def set_up_bytes(model: nn.Module, *, on_host: bool = False) -> int:
-    """Return the most that loading the weights of ``model`` takes, what it has by then included.
+def set_up_bytes(*models: nn.Module, on_host: bool = False) -> int:
+    """Return the most that loading models takes, one after the other, with what is there by then.
 
-    On one device weights are copied into the model from the host, one after the other. Those in NF4 come as they were,
+    On one device weights are copied into a model from the host, one by one. Those in NF4 come as they were,
     and are quantized there (``copy_`` in ``torchao/dtypes/nf4tensor.py``). On several devices each weight is whole for
     a moment, before its shard is cut out of it (``load_from_full_model_state_dict`` in torchtune,
     ``_broadcast_state_dict`` in ``torch/distributed/_state_dict_utils.py``).
 
     Args:
-        model: The model, set up on the meta device.
+        models: The models, set up on the meta device, in the order in which they are loaded.
         on_host: Shards are kept on the host.
     """
-    held = sum(map(_bytes, model.buffers()))
+    held = most = 0
+    for model in models:
+        stays, moment = _loaded(model, on_host=on_host)
+        held += stays
+        most = max(most, held + moment)
+    return most
+
+
+def _loaded(model: nn.Module, *, on_host: bool) -> tuple[int, int]:
+    """Return the bytes that stay of a model once it is loaded, and the most that a weight takes for a moment."""
+    stays = sum(map(_bytes, model.buffers()))
     largest = 0
     sizes: dict[torch.Size, int] = {}
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        held += 0 if on_host else _bytes(local)
+        stays += 0 if on_host else _bytes(local)
         moment = _bytes(local) if on_host else 0
         if isinstance(local, NF4Tensor):
             if parameter.shape not in sizes:
@@ -41,7 +51,7 @@ def set_up_bytes(model: nn.Module, *, on_host: bool = False) -> int:
         elif isinstance(parameter, DTensor):
             moment += parameter.numel() * parameter.element_size()
         largest = max(largest, moment)
-    return held + largest
+    return stays, largest
 
 
 def _quantizing_bytes(shape: torch.Size, like: Any) -> int:

@@ -17,7 +17,7 @@ from torchtune import modules, training
 from adaptive_batching.micro_batches.batch_dependence import find_batch_dependent_module
 from adaptive_batching.micro_batches.run import run_micro_batches
 from adaptive_batching.probe.does_not_fit import Remedy
-from adaptive_batching.probe.trial import Run, TrainingStep
+from adaptive_batching.probe.trial import Run, TrainingStep, models_of
 from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.torchtune import compiling
 from adaptive_batching.torchtune.data import Sample, repeat
@@ -32,6 +32,7 @@ from adaptive_batching.torchtune.host import Host
 from adaptive_batching.torchtune.images import run_without_values
 from adaptive_batching.torchtune.in_backward import Gate
 from adaptive_batching.torchtune.objective import Batch, Sums
+from adaptive_batching.torchtune.quantization_aware import keeps_scales
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
 
@@ -93,8 +94,10 @@ def training_step(
 
     whole = _all_models(host)
     compiles = compiling.is_cut_by_inductor(host)
-    on_cuda = host.device.type == "cuda"
-    return TrainingStep(whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles, on_cuda)
+    return TrainingStep(
+        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles,
+        keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
+    )  # fmt: skip
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
@@ -173,7 +176,7 @@ def _vocabulary(model: nn.Module) -> frozenset[int]:
 
 def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
     """Return ``host`` as it trains a copy of its models, on their device and alone, for the trace."""
-    trained, *frozen = model if host.objective.frozen_models else [model]  # type: ignore[misc]
+    trained, *frozen = models_of(model)
     gate = None
     if host.steps_in_backward:
         gate = Gate()
@@ -181,7 +184,7 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
         gate.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
     objective = host.objective.for_trace(frozen)
     if compiling.is_cut_by_inductor(host):
-        compiling.run_as_compiled(trained, host.model, objective)
+        compiling.run_as_compiled([trained, *frozen], [host.model, *host.objective.frozen_models], objective)
     run_without_values(trained)
     return replace(
         host,

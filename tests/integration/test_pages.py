@@ -85,6 +85,7 @@ class Elsewhere:
 COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "adaptive-batching ls": Here("lora_finetune_distributed"),
     "adaptive-batching cat quickstart/lora_single_device": Here("lora_rank: 8"),
+    "adaptive-batching cat llama3_1/8B_lora_single_device_adaptive": Here("micro_batch_size: auto"),
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here(
         "Config is well-formed!", first="adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml"

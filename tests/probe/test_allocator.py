@@ -95,3 +95,11 @@ def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_n
 
 def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
     assert replay(CachingAllocator(), STEP, frozenset({0}), 3).peak_allocated == 2 * GIB + 1200 * MIB
+
+
+def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:
+    """2 GiB rest for good, 600 MiB until the step has made as much anew."""
+    keeps = Step((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
+    assert replay(CachingAllocator(), keeps).peak_allocated == 2 * GIB + 600 * MIB + GIB
+    in_the_other_order = Step((3, 2, ~2, ~1), keeps.sizes, 2)
+    assert replay(CachingAllocator(), in_the_other_order).peak_allocated == 2 * GIB + 1200 * MIB + GIB

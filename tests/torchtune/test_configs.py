@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from torchtune import _recipe_registry
 from torchtune.config._utils import _get_component_from_path
 
 from adaptive_batching.torchtune import load_stock
-from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching.torchtune.settings import FIELDS, read_settings
 from tests.conftest import ROOT
+from tests.support.planned_batches import ADAPTIVE, planned, planned_apart, question_of, shown
 
 OURS = sorted((ROOT / "recipes" / "configs").glob("**/*.yaml"))
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "__init__")
@@ -24,11 +27,48 @@ def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
     cfg = OmegaConf.load(path)
     assert read_settings(cfg).enabled
     for component in re.findall(r"_component_: (\S+)", path.read_text()):
-        assert callable(_get_component_from_path(component))
+        is_there = component.split(".")[0] != "bitsandbytes" or find_spec("bitsandbytes")
+        assert not is_there or callable(_get_component_from_path(component))
     header = path.read_text().split("\n\n")[0]
-    launched = re.search(r"adaptive-batching run (\S+) --config (\S+)", header)
+    launched = re.search(r"adaptive-batching run (?:--nproc_per_node \d+ )?(\S+) --config (\S+)", header)
     assert launched and (ROOT / "recipes" / f"{launched[1]}.py").exists()
     assert ROOT / "recipes" / "configs" / f"{launched[2]}.yaml" == path
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_a_recipe_reads_all_keys_of_our_config(path: Path) -> None:
+    source = Path(load_stock(question_of(path).recipe).__file__ or "").read_text()
+    text = path.read_text()
+    for key in map(str, OmegaConf.load(path)):
+        is_read = re.search(rf'cfg\.{key}\b|cfg\.get\(\s*"{key}"', source) or key == "profiler"
+        assert is_read or key in FIELDS or f"${{{key}}}" in text, key
+
+
+@pytest.mark.parametrize(
+    "path",
+    # quantized weights are made in their shape, which takes its time
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if "qlora" in path.stem else []) for path in ADAPTIVE],
+)
+def test_our_config_can_be_set_up(path: Path) -> None:
+    question = question_of(path)
+    with on_devices(question.devices):
+        host, run = set_up(question.recipe, question.cfg, Data(64, 10_000), question.devices)
+    assert any(parameter.requires_grad for parameter in host.model.parameters())
+    assert all(parameter.is_meta for parameter in host.model.parameters())
+    assert run.steps_per_epoch == 10_000 // question.devices // run.window
+
+
+@pytest.mark.parametrize("path", ADAPTIVE, ids=lambda path: path.stem)
+@pytest.mark.slow
+def test_our_config_shows_the_batches_that_are_planned(path: Path) -> None:
+    """Where they have changed: python -m tests.support.planned_batches."""
+    assert shown(path) == planned_apart(path)
+
+
+def test_a_config_shows_the_batches_that_are_planned() -> None:
+    """One of all, in little time."""
+    [path] = [path for path in ADAPTIVE if path.stem.startswith("0.5B_full")]
+    assert shown(path) == planned(path)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -13,7 +13,7 @@ from torchtune import _recipe_registry as registry
 
 from adaptive_batching.cli.main import main
 from adaptive_batching.torchtune.levers import CONFIGS, levers
-from adaptive_batching.torchtune.on_paper import RECIPES
+from adaptive_batching.torchtune.plan_command import _load
 from adaptive_batching.torchtune.planning import Question, look_out
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.torchtune.test_on_paper import config, real_host
@@ -160,6 +160,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(plan: Any, tmp_path: Path) -> 
         (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
         (["--config", CONFIG, "--mfu", "0.4"], "name the GPU with --gpu"),
         (["--config", CONFIG, "batch_size"], "write key=value"),
+        (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
         (["--config", CONFIG, "--plot", "/nowhere/plan.png"], "there is no folder /nowhere"),
         (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx has no ending of a picture"),
         (["--config", CONFIG, *SMALL, "micro_batch_size=3"], "micro_batch_size"),
@@ -177,7 +178,7 @@ def test_a_mistake_ends_in_one_line(plan: Any, arguments: list[str], message: st
     assert not out
 
 
-@pytest.mark.parametrize(("name", "why"), [("llama2/7B_lora_dpo_single_device", "lora_dpo_single_device")])
+@pytest.mark.parametrize(("name", "why"), [("mistral/7B_full_ppo_low_memory", "ppo_full_finetune_single_device")])
 def test_what_is_not_covered_is_named(plan: Any, name: str, why: str) -> None:
     code, out, _ = plan("--config", name)
     assert code == 4
@@ -209,7 +210,7 @@ def real_session(cfg: Any) -> Any:
 
 def test_levers_name_what_is_not_set_yet() -> None:
     cfg = OmegaConf.load(CONFIGS / "llama3_2" / "1B_full_single_device.yaml")
-    pasted = {lever.name: lever.paste for lever in levers(Question(RECIPES[0], cfg), 2048)}  # type: ignore[arg-type]
+    pasted = {lever.name: lever.paste for lever in levers(Question("full_finetune_single_device", cfg), 2048)}  # type: ignore[arg-type]
     assert set(pasted) == {
         "activation checkpointing", "activation checkpointing and offloading", "compile", "LoRA", "QLoRA",
         "shorter samples",
@@ -217,3 +218,51 @@ def test_levers_name_what_is_not_set_yet() -> None:
     assert pasted["LoRA"] == (
         "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device batch_size=4"
     )
+
+
+OTHERS = {
+    "llama2/7B_lora_dpo_single_device": {"activation offloading", "compile", "QLoRA", "shorter samples"},
+    "llama3_1/8B_lora_dpo": {"activation offloading", "QLoRA", "shorter samples", "more devices"},
+    "llama3_1/8B_full_dpo": {"activation offloading", "compile", "LoRA", "shorter samples", "more devices"},
+    "llama3_2/8B_to_1B_KD_lora_single_device": {"activation checkpointing", "compile", "QLoRA", "shorter samples"},
+    "llama3/8B_qat_full": {
+        "activation offloading", "optimizer in the backward pass", "LoRA", "shorter samples", "more devices",
+    },
+    "llama3_1/8B_qat_lora": {
+        "activation checkpointing", "activation checkpointing and offloading", "shorter samples", "more devices",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_levers_are_those_that_the_recipe_knows(name: str) -> None:
+    [(recipe, path)] = [
+        (each.name, config.file_path)
+        for each in registry.get_all_recipes()
+        for config in each.configs
+        if config.name == name
+    ]
+    cfg: Any = OmegaConf.load(CONFIGS / path)
+    assert {lever.name for lever in levers(Question(recipe, cfg), 1024)} == OTHERS[name]
+
+
+@pytest.mark.parametrize(
+    ("keys", "recipe"),
+    [
+        ({}, "full_finetune_single_device"),
+        ({"model": {"_component_": "a.b", "lora_attn_modules": []}}, "lora_finetune_single_device"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "full_dpo_distributed"),
+        ({"teacher_model": {"_component_": "a.b"}}, "knowledge_distillation_single_device"),
+        ({"quantizer": {"_component_": "a.b"}}, "qat_distributed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_recipe_of_a_config_is_the_one_it_names_or_its_keys_are_for(
+    keys: dict[str, Any], recipe: str, tmp_path: Path
+) -> None:
+    cfg: Any = OmegaConf.merge({"model": {"_component_": "a.b"}, "loss": {"_component_": "a.b"}}, keys)
+    OmegaConf.save(cfg, tmp_path / "mine.yaml")
+    assert _load(str(tmp_path / "mine.yaml"), None, [])[0] == recipe
+    named = f"# tune run --nproc_per_node 4 lora_dpo_distributed --config mine\n{OmegaConf.to_yaml(cfg)}"
+    (tmp_path / "mine.yaml").write_text(named)
+    assert _load(str(tmp_path / "mine.yaml"), None, [])[0] == "lora_dpo_distributed"

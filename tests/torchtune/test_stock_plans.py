@@ -45,6 +45,9 @@ class Plan:
     need: Need
     parameters: int
     trained: int
+    frozen: int
+    """Parameters of a second model."""
+
     largest: int
     """Batch in just the memory that the config's batch needs."""
 
@@ -60,7 +63,9 @@ def plan(recipe: str, path: str, devices: int) -> Plan:
     need = made.forecast.need(cfg.batch_size)
     largest = made.forecast.largest(made.forecast.judge(need, None).most_bytes)
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Plan(need, made.parameters, made.trained_parameters, largest, taken, len(connections))
+    return Plan(
+        need, made.parameters, made.trained_parameters, made.frozen_parameters, largest, taken, len(connections)
+    )
 
 
 def in_a_process(*arguments: Any) -> Plan:
@@ -79,17 +84,17 @@ def test_every_stock_config_gets_a_plan(recipe: str, path: str) -> None:
     assert made.memory_bytes < MOST_MEMORY
     assert not made.connections
 
-    said = re.search(r"/(\d+(?:\.\d+)?)B_", path)
-    billions = float(said[1]) if said else 3.8  # Phi 3 mini
+    said = re.findall(r"(?:/|to_)(\d+(?:\.\d+)?)B_", path)  # of a distillation, the one that learns
+    billions = float(said[-1]) if said else 3.8  # Phi 3 mini
     assert 0.9 < made.parameters / 1e9 / billions < 1.35
-    has_images, trains_all = "vision" in path, recipe.startswith("full")
+    has_images, trains_all = "vision" in path, "lora" not in recipe and not recipe.startswith("knowledge")
     if trains_all and not has_images:
         assert made.trained == made.parameters
     else:
         assert 0 < made.trained < (0.3 if trains_all else 0.05) * made.parameters
 
     quantized = "qlora" in path or "qdora" in path
-    share = made.parameters / devices
+    share = (made.parameters + made.frozen) / devices
     if not cfg.get("fsdp_cpu_offload", False):
         assert (0.5 if quantized else 2) * share * 0.95 < need.resting_bytes
     assert need.resting_bytes < 2 * share + 16 * made.trained / devices + GIB
@@ -97,8 +102,11 @@ def test_every_stock_config_gets_a_plan(recipe: str, path: str) -> None:
     assert need.peak_bytes <= need.reserved.least <= need.reserved.by_default
     assert 0 <= need.recomputed_flops < need.flops
     if not has_images:
-        of_a_token = (need.flops - need.recomputed_flops) / (cfg.batch_size * LENGTH * made.parameters)
-        assert (4.5 if trains_all else 3) < of_a_token < 7
+        sequences = 2 if "dpo" in recipe else 1
+        reference = made.parameters if recipe.startswith("lora_dpo") else made.frozen  # runs forward alone
+        of_a_token = (need.flops - need.recomputed_flops) / (cfg.batch_size * LENGTH * sequences)
+        of_a_parameter = (of_a_token - 2 * reference) / made.parameters
+        assert (4.5 if trains_all else 3) < of_a_parameter < 7
     assert made.largest >= cfg.batch_size
 
 
