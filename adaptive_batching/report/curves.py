@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from adaptive_batching.report.events import Event, Events
@@ -21,13 +22,13 @@ class Curves:
     """Curves of a run. A column has a value for each point, or None where it is not known."""
 
     columns: dict[str, list[float | None]]
-    """``seen`` (samples), ``step``, ``loss``, ``trend`` (running mean of the loss), ``batch`` (global, in samples),
-    ``noise`` (gradient noise scale, in samples), ``lr``, ``padding`` (padded tokens per token), ``seconds`` (of a
-    step), ``memory`` (peak, in MiB); those alone of which something is known."""
+    """``seen`` (samples), ``step``, ``loss``, ``trend`` (running mean of the loss), ``validation`` (loss on held-out
+    data), ``batch`` (global, in samples), ``noise`` (gradient noise scale, in samples), ``lr``, ``padding`` (padded
+    tokens per token), ``seconds`` (of a step), ``memory`` (peak, in MiB); those alone of which something is known."""
 
     steps_per_point: int
     """Optimizer steps of a point: the mean of their losses, seconds and padding, their largest peak, their last size,
-    rate and noise scale."""
+    rate, noise scale and validation."""
 
     steps_of_trend: int
     """Optimizer steps that the running mean covers."""
@@ -45,6 +46,7 @@ def curves_of(events: Events, most_points: int) -> Curves:
     seen = list(accumulate(step["samples"] for step in steps))
     size = max(1, math.ceil(len(steps) / most_points))
     noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
+    validation = {event["step"]: event["loss"] for event in events["validation"]}
     window = max(5, len(steps) // _SMOOTHED_SHARE)
     trend = _running_mean(steps, window) if len(steps) >= _STEPS_TO_SMOOTH else [None] * len(steps)
 
@@ -56,8 +58,8 @@ def curves_of(events: Events, most_points: int) -> Curves:
         found = [steps[number].get(key) for number in numbers]
         return [value for value in found if value is not None and math.isfinite(value)]
 
-    def noise_at(numbers: Sequence[int]) -> float | None:
-        known = [noise.get(steps[number]["step"]) for number in numbers]
+    def last_of(by_step: Mapping[int, float | None], numbers: Sequence[int]) -> float | None:
+        known = [by_step.get(steps[number]["step"]) for number in numbers]
         return next((value for value in reversed(known) if value is not None), None)
 
     columns = {
@@ -65,8 +67,9 @@ def curves_of(events: Events, most_points: int) -> Curves:
         "step": each(lambda numbers: steps[numbers[-1]]["step"]),
         "loss": each(lambda numbers: _mean_loss([steps[number] for number in numbers])),
         "trend": each(lambda numbers: trend[numbers[-1]]),
+        "validation": each(partial(last_of, validation)),
         "batch": each(lambda numbers: steps[numbers[-1]]["samples"]),
-        "noise": each(noise_at),
+        "noise": each(partial(last_of, noise)),
         "lr": each(lambda numbers: steps[numbers[-1]]["lr"]),
         "padding": each(lambda numbers: _ratio(values(numbers, "padded_tokens"), values(numbers, "tokens"))),
         "seconds": each(lambda numbers: _mean(values(numbers, "seconds"))),

@@ -15,7 +15,7 @@ COLOURS = 8
 """Of runs, and of kinds of memory."""
 
 CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
-    "loss": ("Loss", "mean of a step", (("loss", "loss"), ("trend", "running mean"))),
+    "loss": ("Loss", "mean of a step", (("loss", "loss"), ("trend", "running mean"), ("validation", "validation"))),
     "batch": ("Global batch", "samples per optimizer step", (("batch", "global batch"),)),
     "lr": ("Learning rate", "", (("lr", "learning rate"),)),
     "noise": ("Gradient noise scale", "samples", (("noise", "noise scale"), ("batch", "global batch"))),

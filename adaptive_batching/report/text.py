@@ -83,7 +83,8 @@ def facts(run: Run) -> list[Fact]:
         Fact("Largest that fits", *_largest(run)),
         Fact("Optimizer steps", count(len(steps)), state(run)),
         Fact("Samples", count(sum(step["samples"] for step in steps)), _seen(run)),
-        Fact("Loss", "none yet") if last is None else Fact("Loss", loss(last.mean_loss), _since(last)),
+        Fact("Loss", "none yet") if last is None
+        else Fact("Loss", loss(last.mean_loss), _since(last) + _validation(run)),
         Fact("Time in steps", duration(seconds), f"{timed / seconds:,.1f} samples per second") if seconds
         else Fact("Time in steps", NOT_RECORDED),
         Fact("Padding", f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens
@@ -105,6 +106,14 @@ def state(run: Run) -> str:
     return "the record ends here: the run goes on, or was cut off" + (
         f"; about {count(planned)} planned" if planned else ""
     )
+
+
+def _validation(run: Run) -> str:
+    found = run.events["validation"]
+    if not found:
+        return ""
+    least = min(found, key=lambda event: event["loss"])
+    return f"; validation {loss(found[-1]['loss'])}, least {loss(least['loss'])} after step {count(least['step'])}"
 
 
 def _batch_size(rows: list[Row]) -> tuple[str, str]:

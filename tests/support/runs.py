@@ -55,5 +55,7 @@ def write_run(
                     report.noise(step, NoiseEstimate(1e-3, 1e-2, 100.0, 10), 1234.5 + step)
                 report.cost(StepCost(0.25 * 2**epoch, epoch + 1, 1000 * size, 1300 * size, (100 + step) * 2**20))
             report.step(epoch, step, 2 * size, 8.0 - 0.25 * step, 1e-3 / step, recoveries=int(step > steps))
+            if all_there_is and step % 3 == 0:
+                report.validation(epoch, step, 9.0 + (step - 6) ** 2)
     if ends:
         report.end()

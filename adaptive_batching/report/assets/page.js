@@ -106,6 +106,10 @@
       style.width = 1;
       if (line.isFaint) style.stroke = colour("faint");
     }
+    if (line.column === "validation") {
+      style.stroke = colour("c1");
+      style.points = { show: true, size: 7, width: 1, stroke: colour("c1"), fill: colour("c1") };
+    }
     return style;
   }
 
