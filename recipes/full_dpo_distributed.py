@@ -26,6 +26,7 @@ class FullDPORecipeDistributed(AdaptiveBatching, ManyDevices, BatchStateInCheckp
     """Stock's full fine-tuning by direct preference optimization."""
 
     make_objective = staticmethod(preferences)
+    validates = False
     logs_gradient_norm = False
 
 

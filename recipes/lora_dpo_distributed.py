@@ -26,6 +26,7 @@ class LoRADPORecipeDistributed(AdaptiveBatching, ManyDevices, BatchStateInCheckp
     """Stock's LoRA fine-tuning by direct preference optimization."""
 
     make_objective = staticmethod(preferences)
+    validates = False
 
 
 recipe_main = entry_point(LoRADPORecipeDistributed, before=start_process_group)

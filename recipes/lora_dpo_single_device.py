@@ -18,6 +18,7 @@ class LoRADPORecipeSingleDevice(AdaptiveBatching, BatchStateInCheckpoint, stock.
     """Stock's LoRA fine-tuning by direct preference optimization."""
 
     make_objective = staticmethod(preferences)
+    validates = False
 
 
 recipe_main = entry_point(LoRADPORecipeSingleDevice)

@@ -28,7 +28,7 @@ from adaptive_batching.report.record import Report
 from tests.support.overrides import TEACHER
 
 # What a run of continuous integration says has to be what the next one says. To look for more, leave this out.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)  # no test is timed
 hypothesis.settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parent.parent

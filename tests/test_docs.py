@@ -25,7 +25,7 @@ from adaptive_batching.growth.increase import resolve
 from adaptive_batching.torchtune.host import StockParts, next_token
 from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
-from adaptive_batching.torchtune.settings import FIELDS, read_settings
+from adaptive_batching.torchtune.settings import FIELDS, VALIDATION, read_settings
 from tests.conftest import ROOT
 from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, commands
 from tests.support.settings_table import PAGE, page
@@ -188,7 +188,7 @@ def settings_of(block: Block) -> dict[str, Any]:
 def test_yaml_holds_known_settings(block: Block) -> None:
     fields = settings_of(block)
     base = OmegaConf.load(QUICKSTART)
-    assert set(fields) <= {*FIELDS, *map(str, base)}
+    assert set(fields) <= {*FIELDS, *VALIDATION, *map(str, base)}
     settings = read_settings(OmegaConf.create({**base, "batch_increase_function": None, **fields}))
     if isinstance(settings.batch_increase_function, dict):
         resolve(settings.batch_increase_function)

@@ -68,6 +68,9 @@ class GrowthState:
     losses: tuple[float, ...] = ()
     """Mean training loss of the samples between two decisions, one value per decision so far."""
 
+    val_losses: tuple[float, ...] = ()
+    """Loss of the last validation before each decision so far that had one since the decision before it."""
+
     noise_scale: float | None = None
     """Smoothed gradient noise scale in samples; None if not known yet or not measured."""
 
@@ -100,6 +103,11 @@ def is_planned(function: IncreaseFunction) -> bool:
 def reads_noise_scale(function: IncreaseFunction) -> bool:
     """Return True if a function is known to read the noise scale, as some of :mod:`adaptive_batching.growth` do."""
     return getattr(function, "reads_noise_scale", False)
+
+
+def reads_val_loss(function: IncreaseFunction) -> bool:
+    """Return True if a function is known to read the losses of validations."""
+    return getattr(function, "reads_val_loss", False)
 
 
 def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:

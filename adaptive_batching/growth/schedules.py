@@ -131,24 +131,30 @@ def replace_lr_decay(alpha: float = 2.0) -> IncreaseFunction:
     return _schedule(size_at)
 
 
-def on_plateau(patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, cooldown: int = 0) -> IncreaseFunction:
-    """Multiply by ``rate`` when the training loss has stopped falling: ``ReduceLROnPlateau`` for the batch size.
+def on_plateau(
+    patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, cooldown: int = 0, metric: str = "loss"
+) -> IncreaseFunction:
+    """Multiply by ``rate`` when the loss has stopped falling: ``ReduceLROnPlateau`` for the batch size.
 
     Args:
         patience: Decisions in a row without a better loss after which the batch grows.
         rate: Factor by which the batch grows.
         min_delta: Fraction of the best loss by which a loss must fall below it to count as better.
         cooldown: Decisions after the batch has grown that do not count towards ``patience``.
+        metric: ``"loss"``, the mean training loss since the last decision; or ``"val_loss"``, that of the last
+            validation, where decisions without one since the last decision do not count at all.
     """
     _require_int("patience", patience, at_least=1)
     _require_int("cooldown", cooldown, at_least=0)
     _require("rate", rate, above=1)
     _require("min_delta", min_delta, at_least=0)
+    if metric not in ("loss", "val_loss"):
+        raise ValueError(f"metric={metric!r} must be loss or val_loss")
 
     def size_at(state: GrowthState) -> float:
         # Recomputed from all losses each time, so that there is nothing to store.
         best, bad, pause, times = math.inf, 0, 0, 0
-        for loss in state.losses:
+        for loss in state.val_losses if metric == "val_loss" else state.losses:
             if loss < best * (1 - min_delta):
                 best, bad = loss, 0
             elif pause == 0:
@@ -158,7 +164,9 @@ def on_plateau(patience: int = 2, rate: float = 2.0, min_delta: float = 1e-3, co
                 bad, pause, times = 0, cooldown, times + 1
         return _times(state, rate, times)
 
-    return _schedule(size_at, early=False)
+    increase = _schedule(size_at, early=False)
+    increase.reads_val_loss = metric == "val_loss"  # type: ignore[attr-defined]
+    return increase
 
 
 def gradient_noise_scale(multiplier: float = 1.0, hysteresis: float = 1.25) -> IncreaseFunction:

@@ -16,6 +16,7 @@ they fill fewer chunks. The recipes pad such batches.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,23 @@ def can_drain() -> bool:
     """Return True if this torch has what draining needs: custom collectives, and a reset after an aborted iteration."""
     needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
     return all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object
+
+
+def end_forward(models: Sequence[nn.Module]) -> None:
+    """Take back what a forward without a backward leaves of the sharded among ``models``.
+
+    That is parameters that have stayed gathered, and the order of the forward, by which the next backward would gather
+    parameters ahead.
+    """
+    for model in models:
+        if not isinstance(model, FSDPModule):
+            continue
+        if hasattr(model, "reset_iter_state"):
+            model.reset_iter_state()
+        else:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
 
 @dataclass(frozen=True)
@@ -145,7 +163,7 @@ class MicroBatchCollectives:
         """End the recording after the backward, and compare it with the first one."""
         if self._sequence is None:
             self._sequence = list(self._issued)
-            if self._sequence:  # empty with a single rank, which has no peers
+            if self._sequence and self._room is None:  # empty with a single rank, which has no peers
                 self._room = _Room(self._sequence)
         elif self._sequence != self._issued and not self._varies:
             self._varies = True
@@ -153,6 +171,12 @@ class MicroBatchCollectives:
                 "the collectives of a forward and backward are not always the same; from now on, a rank that runs out "
                 "of memory ends the run"
             )
+
+    def of_forwards(self) -> MicroBatchCollectives:
+        """Return a record of what forwards without a backward issue, which is another sequence; still to be made."""
+        forwards = copy.copy(self)
+        forwards._sequence, forwards._varies = None, False
+        return forwards
 
     @property
     def can_drain(self) -> bool:

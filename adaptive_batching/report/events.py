@@ -16,20 +16,10 @@ VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
 KINDS = (
-    "run",
-    "maximum",
-    "probe",
-    "rollout",
-    "exploration",
-    "plan",
-    "epoch",
-    "change",
-    "step",
-    "noise",
-    "resume",
-    "end",
-)
-_OF_STEPS = ("epoch", "change", "step", "noise")
+    "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
+    "epoch", "change", "step", "validation", "noise", "end",
+)  # fmt: skip
+_OF_STEPS = ("epoch", "change", "step", "validation", "noise")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
 """Folder of the record within the output directory of a run, unless ``report_dir`` names another."""

@@ -61,6 +61,7 @@ class Report(Watcher):
         self._rows: list[Row] = []
         self._maximum: list[tuple[str, str]] = []
         self._explored: list[tuple[str, str]] = []
+        self._validations: list[Mapping[str, Any]] = []
         self._recoveries = 0
         if writes:
             self._check_room()
@@ -181,6 +182,10 @@ class Report(Watcher):
         cost, self._cost = self._cost, {}
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries, **cost)
 
+    def validation(self, epoch: int, step: int, loss: float) -> None:
+        """Record the mean loss on the data that are held out, after optimizer step ``step``."""
+        self._write("validation", epoch=epoch, step=step, loss=loss)
+
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Record the noise estimates of an optimizer step, and the noise scale so far, in samples."""
         self._write(
@@ -206,7 +211,12 @@ class Report(Watcher):
         """Return the lines of the summary: the maximum, then every epoch."""
         times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
         recovered = [("out of memory", f"{times}, recovered")] if self._recoveries else []
-        found = [f"  {name:<20} {value}" for name, value in [*self._maximum, *self._explored, *recovered]]
+        last, least = self._validations[-1:], sorted(self._validations, key=lambda event: event["loss"])[:1]
+        losses = [f"{which} {event['loss']:.4f} after step {event['step']}"
+                  for which, found in (("last", last), ("least", least)) for event in found]  # fmt: skip
+        validated = [("validation loss", ", ".join(losses))] if losses else []
+        told = [*self._maximum, *self._explored, *recovered, *validated]
+        found = [f"  {name:<20} {value}" for name, value in told]
         found += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
         return [*found, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
 
@@ -265,10 +275,13 @@ class Report(Watcher):
         """Update the table with an event."""
         if event == "epoch":  # an epoch that runs again, as after a resume, counts once
             self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
+            self._validations = [each for each in self._validations if each["epoch"] < values["epoch"]]
         if event in ("epoch", "change"):
             self._rows.append(Row.of(values))
         elif event == "step" and self._rows:
             self._rows[-1].add(values)
+        elif event == "validation":
+            self._validations.append(values)
 
 
 def _now() -> str:

@@ -43,5 +43,8 @@ class Watcher:
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         """Take note of an optimizer step on ``samples`` samples, and of how many have had to run again so far."""
 
+    def validation(self, epoch: int, step: int, loss: float) -> None:
+        """Take note of the mean loss on the data that are held out, after optimizer step ``step``."""
+
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Take note of an estimate of the gradient's noise, and of the noise scale so far, in samples."""

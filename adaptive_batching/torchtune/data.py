@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -47,7 +47,8 @@ class SampleLoader:
         self.collate: Callable[[list[Sample]], Any] = stock.collate_fn
         self._extra_state = extra_state
         self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
-        self._loader = StatefulDataLoader(_Indexed(self.dataset), batch_sampler=self._batches, collate_fn=_as_list)
+        self._indexed = _Indexed(self.dataset)
+        self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=_as_list)
 
     @property
     def batch_size(self) -> int:
@@ -57,6 +58,10 @@ class SampleLoader:
     def set_batch_size(self, batch_size: int) -> None:
         """Change the size of the batches that have not been loaded yet."""
         self._batches.set_batch_size(batch_size)
+
+    def load(self, indices: Iterable[int]) -> list[Sample]:
+        """Return the samples with these numbers in the data set, whatever the sampler draws."""
+        return [self._indexed[index] for index in indices]
 
     def __len__(self) -> int:
         return len(self._loader)

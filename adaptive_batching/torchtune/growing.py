@@ -81,6 +81,9 @@ class _Interval:
     loss: float = 0.0
     """Sum over samples."""
 
+    val_loss: float | None = None
+    """Of the last validation."""
+
     timed_steps: int = 0
     """All steps but the first of the run, which pays for one-time set-up. The fields below count these alone."""
 
@@ -124,6 +127,7 @@ class Growth:
         self._execution = execution
         self._is_warm = False
         self._losses: list[float] = list(stored.get("losses", []))
+        self._val_losses: list[float] = list(stored.get("val_losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
         course.samples_seen, course.steps = stored.get("samples_seen", 0), run.first_step
         course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
@@ -185,6 +189,10 @@ class Growth:
             self._apply(decision)
         return decision
 
+    def note_validation(self, loss: float) -> None:
+        """Take note of the loss of a validation, before :meth:`record_step` of the step that it follows."""
+        self._interval.val_loss = loss
+
     @contextlib.contextmanager
     def unscaled(self) -> Iterator[None]:
         """Give the optimizers what a checkpoint holds, inside: the rate as scheduled, and beta2 as configured."""
@@ -210,6 +218,7 @@ class Growth:
             "within_epoch": self.course.progress(),
             "history": [list(change) for change in self.course.history],
             "losses": self._losses,
+            "val_losses": self._val_losses,
             "interval": dataclasses.asdict(self._interval),
             **({} if self.noise is None else {"noise_scale": self.noise.scale.state_dict()}),
             **({} if self._second_moment is None else {"second_moment": self._second_moment.state_dict()}),
@@ -234,9 +243,12 @@ class Growth:
         seconds_per_step = self._seconds_per_step(interval)
         if interval.samples:
             self._losses.append(interval.loss / interval.samples)
+        if interval.val_loss is not None:
+            self._val_losses.append(interval.val_loss)
         self._interval = _Interval()
         return {
             "losses": tuple(self._losses),
+            "val_losses": tuple(self._val_losses),
             "noise_scale": None if noise is None else noise.scale.samples,
             "seconds_per_step": seconds_per_step,
         }

@@ -211,21 +211,7 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
     clip_norm = getattr(recipe, "_clip_grad_norm", None)
     return Host(
         name=type(recipe).__name__,
-        objective=make_objective(
-            StockParts(
-                collate=loader.collate,
-                loss=recipe._loss_fn,
-                activations=getattr(recipe, "activations_handling_ctx", contextlib.nullcontext()),
-                num_chunks=_gathered_chunks(recipe._model),
-                frozen=getattr(recipe, "_ref_model", getattr(recipe, "_teacher_model", None)),
-                teacher_loss=getattr(recipe, "_kd_loss_fn", None),
-                teacher_share=float(getattr(recipe, "_kd_ratio", 0.0)),
-                num_ranks=ranks.size,
-                model=recipe._model,
-                fake_quantized_from=getattr(recipe, "_fake_quant_after_n_steps", None),
-                quantizer_mode=getattr(recipe, "_quantizer_mode", None),
-            )
-        ),
+        objective=make_objective(parts_of(recipe, ranks, loader)),
         model=recipe._model,
         optimizers=optimizers_of(recipe),
         loader=loader,
@@ -240,6 +226,23 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
         checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in recipe._model.modules()),
         offloads_activations=getattr(recipe, "_enable_activation_offloading", False),
         max_length=getattr(recipe._tokenizer, "max_seq_len", None),
+    )
+
+
+def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
+    """Return what a recipe that has been set up makes an objective from, for the batches of ``loader``."""
+    return StockParts(
+        collate=loader.collate,
+        loss=recipe._loss_fn,
+        activations=getattr(recipe, "activations_handling_ctx", contextlib.nullcontext()),
+        num_chunks=_gathered_chunks(recipe._model),
+        frozen=getattr(recipe, "_ref_model", getattr(recipe, "_teacher_model", None)),
+        teacher_loss=getattr(recipe, "_kd_loss_fn", None),
+        teacher_share=float(getattr(recipe, "_kd_ratio", 0.0)),
+        num_ranks=ranks.size,
+        model=recipe._model,
+        fake_quantized_from=getattr(recipe, "_fake_quant_after_n_steps", None),
+        quantizer_mode=getattr(recipe, "_quantizer_mode", None),
     )
 
 

@@ -25,7 +25,8 @@ from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
 from adaptive_batching.torchtune.growing import resolve_increase
-from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching.torchtune.settings import read_settings, read_validation
+from adaptive_batching.torchtune.validating import check_validation
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,9 @@ def run_recipe(
     """
     _log_for_people()
     try:
-        resolve_increase(read_settings(cfg, warns=False))  # before the config is shown and pushes errors out of sight
+        # Before the config is shown and pushes errors out of sight.
+        increase = resolve_increase(read_settings(cfg, warns=False))
+        check_validation(read_validation(cfg, warns=False), increase, recipe_class)
         before(cfg)
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
         recipe = recipe_class(cfg=cfg)

@@ -24,6 +24,7 @@ from adaptive_batching.torchtune.noise_meter import NoiseMeter
 from adaptive_batching.torchtune.objective import Sums
 from adaptive_batching.torchtune.recovery import Recovery
 from adaptive_batching.torchtune.step_cost import StepCosts
+from adaptive_batching.torchtune.validating import Validation
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class TrainingLoop:
         watchers: Are told what happens.
         limited: Gives a context for training, in which memory is limited; checkpoints are saved outside of it.
         save_every: Optimizer steps from one checkpoint to the next; None for one at the end of each epoch.
+        validation: Computes the loss on data that are held out; None for no validation.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class TrainingLoop:
         watchers: Sequence[Watcher] = (),
         limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         save_every: int | None = None,
+        validation: Validation | None = None,
     ) -> None:
         self._host = host
         self._run = run
@@ -75,6 +78,7 @@ class TrainingLoop:
         self._watchers = watchers
         self._limited = limited
         self._save_every = save_every
+        self._validation = validation
         self.global_step = run.first_step
         self._costs: StepCosts | None = None
         self._start_window()
@@ -292,6 +296,8 @@ class TrainingLoop:
                 watcher.cost(cost)
             size = len(samples) * host.num_replicas
             watcher.step(epoch, self.global_step, size, float(loss), float(self._outlet.learning_rate()), recoveries)
+        if self._validation is not None and self._validation.is_due(self.global_step):
+            self._validate(epoch, self._validation)
         if growth is not None:
             decision = growth.record_step(loss, seconds, self._ran)
             if decision is not None:
@@ -303,6 +309,15 @@ class TrainingLoop:
                             global_batch_size=growth.global_batch_size, step=self.global_step, reason=decision.reason,
                         )  # fmt: skip
         self._start_window()
+
+    def _validate(self, epoch: int, validation: Validation) -> None:
+        loss = validation.run()
+        if self._host.ranks.is_first:
+            self._outlet.log_metrics({"val_loss": loss}, self.global_step)
+        for watcher in self._watchers:
+            watcher.validation(epoch, self.global_step, loss)
+        if self._growth is not None:
+            self._growth.note_validation(loss)
 
     def _columns(self, cost: StepCost | None) -> str:
         """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
@@ -322,7 +337,8 @@ class TrainingLoop:
             **host.objective.metrics(sums),
         }
         if self._run.logs_peak_memory:
-            metrics.update(training.get_memory_stats(device=host.device))
+            peaks = training.get_memory_stats(device=host.device)
+            metrics.update(peaks if self._validation is None else self._validation.with_peaks_before(peaks))
         if grad_norm is not None and (host.logs_norm or self._growth is not None):
             metrics["grad_norm"] = grad_norm
         if self._growth is not None:

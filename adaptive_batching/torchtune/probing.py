@@ -37,6 +37,7 @@ _NOT_OF_MEMORY = frozenset(
         "save_every_n_steps",
         "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
         "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
+        "dataset_val", "batch_size_val", "run_val_every_n_steps",
         # What of these matters has entries of its own.
         "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
     }

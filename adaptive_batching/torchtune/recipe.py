@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
+from torch.utils.data import DataLoader
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
 from adaptive_batching.host_memory import keep_little_on_the_host
+from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.ranks.agree import Ranks
 from adaptive_batching.report.record import Report
 from adaptive_batching.report.watcher import Watcher
@@ -30,9 +32,10 @@ from adaptive_batching.torchtune.objective import Objective
 from adaptive_batching.torchtune.probing import circumstances_of
 from adaptive_batching.torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching.torchtune.session import Session
-from adaptive_batching.torchtune.settings import describe, read_settings, report_dir
+from adaptive_batching.torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching.torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
+from adaptive_batching.torchtune.validating import HeldOut, check_validation
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -62,6 +65,9 @@ class AdaptiveBatching:
     make_objective: Callable[[hosts.StockParts], Objective] = staticmethod(hosts.next_token)
     """Makes the recipe's objective."""
 
+    validates = True
+    """True if the loss is a mean over target tokens, which a validation computes."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
@@ -83,6 +89,9 @@ class AdaptiveBatching:
         self._increase = resolve_increase(self._settings)
         if self._increase.noise_scale_every is not None:
             check_that_noise_can_be_measured(cfg, self._increase.reader)
+        self._validation = read_validation(cfg)
+        check_validation(self._validation, self._increase, type(self))
+        self._validation_loader: SampleLoader | None = None
         self.watchers: list[Watcher] = []
         """Are told what happens while the recipe trains."""
 
@@ -122,8 +131,19 @@ class AdaptiveBatching:
         host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
         circumstances = circumstances_of(cfg, measures_noise=self._increase.noise_scale_every is not None)
-        self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored)
+        held_out = self._hold_out()
+        self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored, held_out)
         self.global_step = self._session.run.first_step
+
+    def _hold_out(self) -> HeldOut | None:
+        """Return the data set to validate on, if there is one."""
+        if self._validation is None or self._validation_loader is None:
+            return None
+        objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
+        held_out = HeldOut(self._validation_loader, objective, self._validation.every, self._validation.batch_size)
+        with unchanged_random_state(self._device):
+            held_out.check()
+        return held_out
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
@@ -182,18 +202,32 @@ class AdaptiveBatching:
     # Where stock's set-up is extended
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
+        sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
+        drops_last = self._settings.enabled or stock_loader.drop_last
+        loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
+        if self._validation is not None:
+            size = self._validation.batch_size or loader.batch_size
+            of_validation = {"cfg_dataset": self._validation.dataset, "shuffle": False, "batch_size": size}
+            with unchanged_random_state(self._device):
+                _, stock_loader = self._load_data("dataset_val", *args, **{**kwargs, **of_validation})
+            self._validation_loader = SampleLoader(stock_loader)
+        return loader if sampler is None else (sampler, loader)
+
+    def _load_data(self, key: str, *args: Any, **kwargs: Any) -> tuple[Any, DataLoader[Any]]:
+        """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``.
+
+        Raises:
+            ConfigError: If there is no such data.
+        """
         try:
             made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
             reason = (str(error).strip().splitlines() or [""])[0].rstrip(".!")
             raise ConfigError(
-                f"dataset cannot be loaded: {type(error).__name__}: {reason}. Check dataset.source, its split and files"
+                f"{key} cannot be loaded: {type(error).__name__}: {reason}. Check {key}.source, its split and files"
             ) from error
-        sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
-        drops_last = self._settings.enabled or stock_loader.drop_last
-        loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
-        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
-        return loader if sampler is None else (sampler, loader)
+        return made if isinstance(made, tuple) else (None, made)
 
     @property
     def _batches_of_a_step(self) -> int:

@@ -37,6 +37,7 @@ class Recovery:
         batch_dependent_module: Names a module of the model that computes over the batch, or None.
         enabled: False to raise an error instead.
         probed_tokens: Padded tokens of the largest forward that the probe has seen to fit.
+        validates: The samples are those of a validation rather than of a step, which messages say.
     """
 
     def __init__(
@@ -47,11 +48,15 @@ class Recovery:
         *,
         enabled: bool = True,
         probed_tokens: int = 0,
+        validates: bool = False,
     ) -> None:
         self._host = host
         self._limit = limit
         self._batch_dependent_module = batch_dependent_module
         self._enabled = enabled
+        self._batch_size = "batch_size_val" if validates else "batch_size"
+        self._dataset = "dataset_val" if validates else "the dataset"
+        self._samples = "samples of dataset_val" if validates else "the step's samples"
         self._random_state: dict[str, Any] = {}
         self._attempts = Attempts(limit, probed_tokens)
         self._recovered_in_row = 0
@@ -119,8 +124,8 @@ class Recovery:
                 how += f", which holds {size_of_gradients(self._host)} of gradients until the last of them"
         where = "on another rank" if failed is None else f"with {self._describe(failed)}"
         log.warning(
-            "out of memory %s; running the step's samples again %s (recovery number %d)",
-            where, how, self._limit.num_recoveries,
+            "out of memory %s; running %s again %s (recovery number %d)",
+            where, self._samples, how, self._limit.num_recoveries,
         )  # fmt: skip
         set_random_state(self._random_state, self._host.device)
 
@@ -184,7 +189,7 @@ class Recovery:
         if module is not None:
             raise DoesNotFitError(
                 f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
-                f"the batch. Set a smaller batch_size, or {remedy(self._host)}"
+                f"the batch. Set a smaller {self._batch_size}, or {remedy(self._host)}"
             )
 
     def _shrink_if_thrashing(self) -> bool:
@@ -220,8 +225,8 @@ class Recovery:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
         if self._host.why_no_recovery:
             return (
-                f"{what}; it cannot run in smaller parts: {self._host.why_no_recovery}. Set a smaller batch_size, or "
-                f"{remedy(self._host)}"
+                f"{what}; it cannot run in smaller parts: {self._host.why_no_recovery}. Set a smaller "
+                f"{self._batch_size}, or {remedy(self._host)}"
             )
         held = ""
         if self._host.steps_in_backward and self._limit.max_tokens is not None:
@@ -231,7 +236,7 @@ class Recovery:
         start = [int(token) for token in tokens[:12]]
         return (
             f"out of memory with a single sample, or pack, of {len(tokens)} tokens{held}: number {index_of(sample)} of "
-            f"the dataset (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
+            f"{self._dataset} (the first is 0), which begins with the tokens {start}. Set tokenizer.max_seq_len below "
             f"{len(tokens)}, or {remedy(self._host)}"
         )
 

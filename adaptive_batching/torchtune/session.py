@@ -20,6 +20,7 @@ from tqdm import tqdm
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.growth.accumulation import Accumulation
 from adaptive_batching.memory import memory_meter
+from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.random_state import random_state, set_random_state
 from adaptive_batching.report.record import Report
 from adaptive_batching.report.watcher import Watcher
@@ -42,6 +43,7 @@ from adaptive_batching.torchtune.probing import Probed, find_maximum
 from adaptive_batching.torchtune.recovery import Recovery
 from adaptive_batching.torchtune.second_moment import check_that_beta2_can_follow
 from adaptive_batching.torchtune.step import batch_dependent_module
+from adaptive_batching.torchtune.validating import HeldOut, Validation, execution_of
 from adaptive_batching.values import ByLength, ConfigError, CutSize, Explore, Whole
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Session:
         circumstances: Other facts that memory depends on.
         report: The record of the run; None with all fields unset.
         stored: State of the run that is resumed, or an empty mapping.
+        held_out: The data set to validate on, if there is one.
 
     Raises:
         ConfigError: If the settings ask for something that the model cannot do.
@@ -73,6 +76,7 @@ class Session:
         circumstances: Circumstances,
         report: Report | None = None,
         stored: Mapping[str, Any] | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
         if report is not None:
             host.objective.leave_stock()
@@ -89,7 +93,9 @@ class Session:
         self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
         self.execution = Execution(is_stock=report is None)
         self.growth: Growth | None = None
-        self._probed_tokens = 0
+        self._probed: Probed | None = None
+        self._held_out = held_out
+        self._validation_limit = TokenLimit()
         if report is None:
             return
         # Collections of garbage, in each trial step and each recovery, need not go through all that torch has made.
@@ -113,7 +119,7 @@ class Session:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
         self.execution.capacity = probed.capacity
-        self._probed_tokens = probed.tokens
+        self._probed = probed
         if isinstance(probed.micro_batch_size, Explore):
             execution = self.execution
             chosen = settle_micro_batch_size(host, run, controller, accumulation, execution, stored, report)
@@ -144,6 +150,7 @@ class Session:
             watchers: Are told what happens, after the record of the run.
         """
         growth, execution = self.growth, self.execution
+        probed_tokens = 0 if self._probed is None else self._probed.tokens
         times_forwards = growth is not None and not growth.course.controller.decides_early
         return TrainingLoop(
             self.host,
@@ -155,13 +162,26 @@ class Session:
                 execution.limit,
                 self._batch_dependent,
                 enabled=self.settings.recover_from_oom,
-                probed_tokens=self._probed_tokens,
+                probed_tokens=probed_tokens,
             ),
             growth,
             together=isinstance(execution.size, ByLength),
             watchers=[*watchers] if self._report is None else [self._report, *watchers],
             limited=self._within_memory_limit,
             save_every=self.settings.save_every_n_steps,
+            validation=None if self._held_out is None else self._validation(self._held_out),
+        )
+
+    def _validation(self, held_out: HeldOut) -> Validation:
+        probed = self._probed if self.settings.use_maximum_batch_size else None
+        most, tokens = (self.run.batch_size, 0) if probed is None else (probed.maximum, probed.tokens)
+        return Validation(
+            self.host,
+            held_out,
+            execution_of(held_out, self._validation_limit, self.run.batch_size, tokens),
+            most_samples=held_out.batch_size or most,
+            recovers=self.settings.recover_from_oom,
+            logs_peak_memory=self.run.logs_peak_memory,
         )
 
     def finish(self) -> None:
@@ -189,12 +209,15 @@ class Session:
             "growth": self.growth.state_dict(),
             "forward_cost": self.execution.cost.state_dict(),
             "token_limit": self.execution.limit.state_dict(),
+            "validation_limit": self._validation_limit.state_dict(),
         }
 
     def _restore(self, stored: Mapping[str, Any]) -> None:
         """Go on where the run that is resumed was."""
         self.execution.limit.load_state_dict(stored["token_limit"])
         self.execution.cost.load_state_dict(stored["forward_cost"])
+        if "validation_limit" in stored:
+            self._validation_limit.load_state_dict(stored["validation_limit"])
         ranks = self.host.ranks
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import training
 
 import adaptive_batching
 from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.values import ConfigError, Fixed, Whole
+from adaptive_batching.values import ConfigError, Fixed, Whole, require_positive_int
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ FIELDS = (
     "save_every_n_steps",
     "adaptive_batching",
 )
+VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")
+"""Top-level keys of a validation, as on torchtune's main branch."""
+
 _SECTION = [field.name for field in dataclasses.fields(AdaptiveBatchingConfig) if field.name not in FIELDS]
 # Names by which other tools know what ours do.
 _ELSEWHERE = {
@@ -53,8 +57,8 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
     """
     for key in map(str, cfg):
         _check_place(key, cfg)
-        close = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.85)
-        if close and key not in FIELDS:
+        close = difflib.get_close_matches(key, FIELDS + VALIDATION, n=1, cutoff=0.85)
+        if close and key not in FIELDS + VALIDATION:
             raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
     values: dict[str, Any] = {key: _plain(cfg, key) for key in FIELDS}
     function = values["batch_increase_function"]
@@ -84,6 +88,55 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
     if warns:
         _warn_of_what_does_nothing(settings)
     return settings
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """What a config says about validation."""
+
+    dataset: Any
+    """A component, or a list of them, as ``dataset``."""
+
+    every: int
+    """Optimizer steps from one validation to the next."""
+
+    batch_size: int | None = None
+    """Samples of a forward; None to follow the training batch."""
+
+
+def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSettings | None:
+    """Read and validate what a config says about validation; None for no validation.
+
+    Args:
+        cfg: The config.
+        warns: Warn of settings that do nothing.
+
+    Raises:
+        ConfigError: On a setting that cannot be used.
+    """
+    dataset, batch_size, every = (cfg.get(key) for key in VALIDATION)
+    for key, value in (("batch_size_val", batch_size), ("run_val_every_n_steps", every)):
+        if value is not None:
+            require_positive_int(key, value)
+    if isinstance(dataset, DictConfig) and dataset.get("_component_", ...) is None:
+        dataset = None  # what torchtune makes of dataset_val=null on the command line, over a component in the YAML
+    parts = dataset if isinstance(dataset, ListConfig) else [] if dataset is None else [dataset]
+    if any(not isinstance(part, DictConfig) or "_component_" not in part for part in parts):
+        raise ConfigError(
+            f"dataset_val={_plain(cfg, 'dataset_val')!r} is no component; write it as dataset is written, with "
+            f"dataset_val._component_"
+        )
+    if every is None:
+        for key in VALIDATION[:2]:
+            if warns and (dataset if key == "dataset_val" else batch_size) is not None:
+                log.warning("%s=%s does nothing without run_val_every_n_steps", key, _plain(cfg, key))
+        return None
+    if not parts:
+        raise ConfigError(
+            f"run_val_every_n_steps={every} has no data to validate on; set dataset_val, a component as dataset is, or "
+            f"run_val_every_n_steps=null"
+        )
+    return ValidationSettings(dataset, every, batch_size)
 
 
 def _check_place(key: str, cfg: DictConfig) -> None:

@@ -15,6 +15,7 @@ from adaptive_batching.growth.increase import (
     IncreaseFunctionError,
     is_planned,
     reads_noise_scale,
+    reads_val_loss,
     resolve,
     takes_state,
 )
@@ -138,6 +139,14 @@ def test_the_batch_grows_when_the_loss_has_stopped_to_fall() -> None:
     assert sizes([5, 4, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2)[-1] == 16
     assert sizes([5, 4.999, 4.998], patience=1, min_delta=0.01, rate=3) == [4, 12, 36]
     assert sizes([5, 4, 4, 3, 3], patience=2) == [4, 4, 4, 4, 4], "a better loss begins anew"
+
+
+def test_the_batch_grows_when_the_loss_of_validations_has_stopped_to_fall() -> None:
+    function = growth.on_plateau(patience=1, metric="val_loss")
+    assert reads_val_loss(function) and not reads_val_loss(growth.on_plateau())
+    assert size(function, losses=(5, 5, 5)) == 4, "no validation yet"
+    assert size(function, losses=(5, 4, 3), val_losses=(5, 4)) == 4
+    assert size(function, losses=(5, 4, 3), val_losses=(5, 5)) == 8
 
 
 def test_growth_by_the_noise_scale_is_held_back() -> None:

@@ -28,7 +28,7 @@ from adaptive_batching.probe.trial import TrainingStep, Trial
 from adaptive_batching.ranks.fsdp import can_drain
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
-from tests.support.overrides import SGD
+from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events, without_sizes
 
 pytestmark = pytest.mark.cuda
@@ -109,6 +109,20 @@ def test_the_probe_leaves_no_trace_on_the_device(kind: str, attention: str, tune
     probed = tune_run(kind, *few, *LIMIT, "adaptive_batching.max_batch_size=4", name="probed")
     assert without_sizes(probed.metrics) == stock.metrics
     assert_same_weights(probed.weights(epoch=0), stock.weights(epoch=0))
+
+
+@on_cuda
+def test_a_validation_leaves_training_and_its_peaks_of_memory_alone(tune_run: TuneRun) -> None:
+    common = [*SGD, *(each for each in CUDA if "peak" not in each), "log_peak_memory_stats=True", "log_every_n_steps=2"]
+    common += ["max_steps_per_epoch=8", "cudnn_deterministic_mode=True"]
+    without = tune_run("full", *common, name="without")
+    validated = tune_run("full", *common, *VALIDATE, "run_val_every_n_steps=3", "batch_size_val=64", name="validated")
+    training = [step for step in validated.metrics if "val_loss" not in step]
+    assert len(validated.metrics) == len(training) + 2
+    for ours, theirs in zip(training, without.metrics, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)  # not every kernel is deterministic
+        for name in ("peak_memory_active", "peak_memory_alloc"):
+            assert ours[name] == pytest.approx(theirs[name], rel=0.01), name
 
 
 @on_cuda

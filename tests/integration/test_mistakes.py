@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from recipes import full_finetune_single_device as full
+from recipes import lora_dpo_single_device as lora_dpo
 from recipes import lora_finetune_single_device as lora
 from tests.conftest import ROOT, TuneRun
 
@@ -16,6 +17,8 @@ CONFIGS = ROOT / "recipes" / "configs" / "quickstart"
 OURS = "adaptive_batching"
 FUNCTION = "batch_increase_function"
 HERE = "tests.integration.test_mistakes"
+VAL = "dataset_val._component_=torchtune.datasets.instruct_dataset"
+PLATEAU = f"{FUNCTION}=adaptive_batching.growth.on_plateau ~{FUNCTION}.every"
 
 
 def one_argument(epoch: int) -> int:
@@ -93,6 +96,16 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("device_train_microbatch_size=auto", ["device_train_microbatch_size='auto'", "micro_batch_size: auto"]),
     ("per_device_train_batch_size=8", ["per_device_train_batch_size=8", "batch_size"]),
     ("train_micro_batch_size_per_gpu=2", ["train_micro_batch_size_per_gpu=2", "micro_batch_size"]),
+    # validation
+    ("run_val_every_n_steps=5", ["run_val_every_n_steps=5", "set dataset_val", "run_val_every_n_steps=null"]),
+    (f"{VAL} run_val_every_n_steps=0", ["run_val_every_n_steps=0", "at least 1"]),
+    (f"{VAL} run_val_every_n_steps=-2", ["run_val_every_n_steps=-2", "at least 1"]),
+    (f"{VAL} run_val_every_n_steps=epoch", ["run_val_every_n_steps='epoch'", "whole number"]),
+    (f"{VAL} run_val_every_n_steps=5 batch_size_val=0", ["batch_size_val=0", "at least 1"]),
+    ("dataset_val=my_data run_val_every_n_steps=5", ["dataset_val='my_data'", "dataset_val._component_"]),
+    (f"{VAL} run_val_every_n_step=5", ["run_val_every_n_step", "did you mean 'run_val_every_n_steps'"]),
+    (f"{PLATEAU} {FUNCTION}.metric=val_loss", ["on_plateau", "metric='val_loss'", "set dataset_val"]),
+    (f"{PLATEAU} {FUNCTION}.metric=accuracy", ["on_plateau", "metric='accuracy'", "loss or val_loss"]),
     # together
     (f"use_maximum_batch_size=True {OURS}.keep_global_batch=True", ["gradient_accumulation_steps=1", "raise"]),
     (f"{OURS}.keep_global_batch=True {OURS}.grow_beyond_memory=True", ["keep_global_batch=True", "one of them"]),
@@ -122,8 +135,9 @@ FOR_BOTH = [f"{OURS}=[]", "max_batch_size=16", f"{OURS}.search=fastest"]
 
 def end_of(recipe: str, overrides: str, tmp_path: Path) -> str:
     """Return what a command with these mistakes ends with; it does so before the model or the data are touched."""
-    module, config = {"full": (full, "full_single_device"), "lora": (lora, "lora_single_device")}[recipe]
-    arguments = ["run", "--config", str(CONFIGS / f"{config}.yaml"), f"output_dir={tmp_path}/out", *overrides.split()]
+    module = {"full": full, "lora": lora, "lora_dpo": lora_dpo}[recipe]
+    path = str(CONFIGS / f"{recipe}_single_device.yaml")
+    arguments = ["run", "--config", path, f"output_dir={tmp_path}/out", *overrides.split()]
     stock = mock.patch.object(module.stock.config, "instantiate", side_effect=AssertionError("something was made"))
     with mock.patch.object(sys, "argv", arguments), stock, pytest.raises(SystemExit) as end:
         module.recipe_main()
@@ -140,6 +154,12 @@ def test_a_mistaken_command_ends_in_one_line(
         assert [word for word in words if word not in line] == [], line
         assert "Traceback" not in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_preferences_are_not_validated(tmp_path: Path) -> None:
+    line = end_of("lora_dpo", f"{VAL} run_val_every_n_steps=5", tmp_path)
+    assert line.startswith("error: run_val_every_n_steps=5 cannot be used with LoRADPORecipeSingleDevice")
+    assert line.endswith("set run_val_every_n_steps=null")
 
 
 def test_there_are_sixty_of_them() -> None:

@@ -14,6 +14,7 @@ from adaptive_batching.torchtune.growing import Growth
 from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
+from tests.support.overrides import VALIDATE
 from tests.support.records import events
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "late_switch": {"fraction": 0.7},
     "replace_lr_decay": {},
     "on_plateau": {"patience": 1, "min_delta": 0.1},
+    "on_plateau of val_loss": {"patience": 1, "min_delta": 0.1, "metric": "val_loss"},
     "gradient_noise_scale": {},
     "norm_test": {"eta": 0.7},
     "goodput": {},
@@ -49,9 +51,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 ) -> None:
     # Timings would differ between two runs; what a step takes is given here.
     monkeypatch.setattr(Growth, "_seconds_per_step", lambda self, interval: lambda batch_size: 10 + batch_size)
-    function = {"_component_": f"adaptive_batching.growth.{name}", **FUNCTIONS[name]}
+    function = {"_component_": f"adaptive_batching.growth.{name.split()[0]}", **FUNCTIONS[name]}
     replaced = {**REPLACED, "batch_increase_function": function}
     common = [*COMMON, "adaptive_batching.noise_scale_every=2"] if name == "goodput" else COMMON
+    common = [*common, *VALIDATE, "run_val_every_n_steps=4"] if "val_loss" in name else common
     run_epoch = TrainingLoop._run_epoch
 
     def interrupted(self: TrainingLoop, epoch: int) -> Iterator[bool]:
@@ -67,7 +70,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
     assert part.metrics == whole.metrics
     assert_same_weights(part.weights(2), whole.weights(2))
-    sizes = [step["batch_size"] for step in whole.metrics]
+    sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
     if name != "constant":
         assert sizes[-1] > 4, "the batch has grown"
     plan = events(whole, "plan")[0]
@@ -78,7 +81,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
             assert sum(step["samples"] for step in steps) == epoch["samples"] == 120 - epoch["dropped_samples"]
             assert steps[-1]["lr"] == pytest.approx(epoch["last_lr"])
     else:
-        assert name in ("on_plateau", "gradient_noise_scale", "norm_test", "goodput")
+        assert name in ("on_plateau", "on_plateau of val_loss", "gradient_noise_scale", "norm_test", "goodput")
 
 
 def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, asser
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAILING_COLLECTIVES, IN_TWO, OTHERS, REAL_LIMITS, same_everywhere
 from tests.support.environment import TAME_MALLOC
-from tests.support.overrides import SGD
+from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events, without_sizes
 
 Finished = Callable[[str], Run]
@@ -102,6 +102,40 @@ def test_off_is_stock(kind: str, finished: Finished) -> None:
     assert len(stock.metrics) == 3
     assert ours.metrics == stock.metrics
     assert_same_weights(ours.weights(0), stock.weights(0))
+
+
+@of_launch("as_stock")
+def test_ranks_validate_each_sample_once_and_train_as_without(
+    finished: Finished, launched: tuple[Path, str], tune_run: TuneRun
+) -> None:
+    """Eleven samples, of which one rank has more; the first step has a rate of 0, so its loss is that of one device."""
+    one_device = tune_run("full", "epochs=1", "max_steps_per_epoch=1", *VALIDATE, "run_val_every_n_steps=1")
+    losses = assert_validated_as_one_by_one("full_off", "validated", "validated_again", finished, launched)
+    assert losses[0] == pytest.approx(one_device.metrics[1]["val_loss"], rel=1e-6)
+
+
+@of_launch("others")
+@pytest.mark.parametrize("kind", ["kd", "qat"])
+def test_other_recipes_validate_and_train_as_without(kind: str, finished: Finished, launched: tuple[Path, str]) -> None:
+    names = (f"{kind}_off", f"{kind}_validated", f"{kind}_validated_again")
+    assert_validated_as_one_by_one(*names, finished, launched, rel=1e-6 if kind == "kd" else 1e-3)
+
+
+def assert_validated_as_one_by_one(
+    off: str, one: str, again: str, finished: Finished, launched: tuple[Path, str], rel: float = 1e-6
+) -> list[float]:
+    """Runs in small forwards, and in large ones of which one runs out of memory; return the losses of the former."""
+    losses = []
+    for name in (one, again):
+        logged = finished(name).metrics
+        assert [step for step in logged if "val_loss" not in step] == finished(off).metrics
+        assert_same_weights(finished(name).weights(0), finished(off).weights(0))
+        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
+        assert "not always the same" not in output_of(launched, name), "training could still recover"
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=rel)
+    assert output_of(launched, again).count("running samples of dataset_val again") == 2, "both ranks say so, once"
+    return losses[0]
 
 
 @of_launch("cut")

@@ -37,7 +37,7 @@ from adaptive_batching.torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, all_that_fits
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
-from tests.support.overrides import SGD, TEACHER
+from tests.support.overrides import SGD, TEACHER, VALIDATE
 
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
 RANK = int(os.environ.get("RANK", 0))
@@ -177,6 +177,7 @@ def model(kind: str) -> str:
 ACCUMULATE = "gradient_accumulation_steps=2"
 GROW = ["batch_increase_function._component_=tests.integration.two_ranks.factory", "epochs=3"]
 KINDS = ("full", "lora")
+OUT_IN_VALIDATION: dict[str, Any] = {"where": "forward", "without_gradients": True, "fits": 4, "layer": 1}
 
 
 def recoverable(kind: str) -> list[str]:
@@ -189,6 +190,9 @@ def runs_as_stock(run: Runner) -> None:
     for kind in KINDS:
         run(kind, f"{kind}_stock", "clip_grad_norm=1.0", ACCUMULATE, stock=True)
         run(kind, f"{kind}_off", "clip_grad_norm=1.0", ACCUMULATE)
+    validate = ["clip_grad_norm=1.0", ACCUMULATE, *VALIDATE, "run_val_every_n_steps=1"]
+    run("full", "validated", *validate, "batch_size_val=3", "fsdp_reshard_after_forward=False")
+    run("full", "validated_again", *validate, "batch_size_val=6", model("full"), **OUT_IN_VALIDATION, on=[1])
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
     run("full", "in_backward_stock", *in_backward, stock=True)
     run("full", "in_backward_off", *in_backward)
@@ -299,6 +303,10 @@ def runs_of_other_recipes(run: Runner) -> None:
         run(kind, f"{kind}_stock", *common, stock=True)
         run(kind, f"{kind}_off", *common)
         common.append(model("full" if kind in ("full_dpo", "qat") else "lora"))
+        if kind in ("kd", "qat"):
+            validate = [*common, *VALIDATE, "run_val_every_n_steps=1"]
+            run(kind, f"{kind}_validated", *validate, "batch_size_val=1")
+            run(kind, f"{kind}_validated_again", *validate, "batch_size_val=6", **OUT_IN_VALIDATION, on=[0])
         if kind == "kd":  # whose gradient stock divides by the tokens twice
             run(kind, f"{kind}_whole", *common, "micro_batch_size=4")
         with mock.patch.object(cutting, "FIRST_FORWARD_COST", 16):  # so that these few steps are cut

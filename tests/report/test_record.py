@@ -46,6 +46,18 @@ def test_a_change_within_an_epoch_has_a_line_of_its_own(tmp_path: Path) -> None:
     assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in lines
 
 
+def test_the_losses_of_validations_are_told_once_where_an_epoch_ran_twice(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    for epoch, loss in enumerate((4.0, 3.0, 3.5)):
+        write_run(report, range(epoch, epoch + 1))
+        report.validation(epoch, 2 * epoch + 2, loss)
+    assert "last 3.5000 after step 6, least 3.0000 after step 4" in "\n".join(report.table())
+    resumed = Report(tmp_path, resume=True)
+    write_run(resumed, range(1, 2))
+    assert "last 4.0000 after step 2, least 4.0000 after step 2" in "\n".join(resumed.table())
+    assert [event["step"] for event in read_events(tmp_path / "report.jsonl")["validation"]] == [2]
+
+
 def test_the_plan_is_logged_as_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     epochs = [PlannedEpoch(0, [4], [8], 10, 80, 3, 1e-3), PlannedEpoch(1, [4, 8, 16], [8, 16, 32], 5, 80, 3, 0.0)]

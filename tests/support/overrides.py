@@ -15,3 +15,10 @@ DOUBLE = [
     "batch_increase_function._component_=adaptive_batching.growth.step",
     "batch_increase_function.every=1",
 ]
+VALIDATE = [
+    "dataset_val._component_=torchtune.datasets.instruct_dataset", "dataset_val.source=json",
+    "dataset_val.data_files=${data_dir}/train.json", "dataset_val.column_map=${dataset.column_map}",
+    "dataset_val.split=train[60:71]", "dataset_val.train_on_input=True",
+]  # fmt: skip
+"""Eleven samples to validate on: neither batches of four nor two ranks divide them, and each has a label more than it
+has targets."""

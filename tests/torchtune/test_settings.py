@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.growth.increase import IncreaseFunctionError, resolve
-from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching.torchtune.settings import read_settings, read_validation
 from adaptive_batching.values import ConfigError
 from tests.conftest import ROOT
 
@@ -83,6 +83,18 @@ def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) ->
     read_settings(config(*SETTINGS, "micro_batch_size=2"))
     assert "increase_every=0.5 does nothing without batch_increase_function" in caplog.text
     assert "lr_scaling=sqrt does nothing" not in caplog.text
+
+
+def test_a_validation_that_does_not_run_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    component = "dataset_val._component_=torchtune.datasets.instruct_dataset"
+    assert read_validation(config(component, "batch_size_val=4")) is None
+    assert "does nothing without run_val_every_n_steps" in caplog.text
+    assert "batch_size_val=4 does nothing" in caplog.text
+    caplog.clear()
+    settings = read_validation(config(component, "run_val_every_n_steps=5"))
+    assert settings is not None and (settings.every, settings.batch_size) == (5, None)
+    assert read_validation(config()) is None and not caplog.text
+    assert read_validation(config("dataset_val._component_=null", "run_val_every_n_steps=null")) is None
 
 
 def test_a_name_of_ours_that_the_config_uses_itself_is_left_alone() -> None:

@@ -112,7 +112,7 @@ class PPOLoop:
                     self._run_epoch(epoch, progress)
                 self._outlet.note_rollouts(epochs_run=epoch + 1, rollouts=self.rollouts)
                 is_last = self._is_over(epoch)
-                with contextlib.nullcontext() if self._growth is None else self._growth.learning_rate.unscaled():
+                with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
                     self._outlet.save(epoch, is_last=is_last)
                 if is_last:
                     break

@@ -28,6 +28,7 @@ class AdaptivePPO(AdaptiveBatching):
     that the optimizer sees.
     """
 
+    validates = False
     _batches_of_a_step = 1  # gradients are accumulated within a batch
 
     _session: PPOSession | None

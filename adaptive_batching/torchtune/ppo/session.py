@@ -65,8 +65,9 @@ class PPOSession(Session):
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(host, checkpoints_activations=True)
         rollout = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, enabled=enabled)
+        probed_tokens = 0 if self._probed is None else self._probed.tokens
         learning = Recovery(
-            host, self.execution.limit, self._batch_dependent, enabled=enabled, probed_tokens=self._probed_tokens
+            host, self.execution.limit, self._batch_dependent, enabled=enabled, probed_tokens=probed_tokens
         )
         return PPOLoop(
             host,
