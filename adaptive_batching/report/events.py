@@ -16,8 +16,8 @@ VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
 
 KINDS = (
-    "run", "maximum", "probe", "rollout", "exploration", "plan",
-    "epoch", "change", "step", "validation", "noise", "resume", "end",
+    "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
+    "epoch", "change", "step", "validation", "noise", "end",
 )  # fmt: skip
 _OF_STEPS = ("epoch", "change", "step", "validation", "noise")
 RECORD = "report.jsonl"

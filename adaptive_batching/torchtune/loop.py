@@ -65,8 +65,8 @@ class TrainingLoop:
         together: bool = False,
         watchers: Sequence[Watcher] = (),
         limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        validation: Validation | None = None,
         save_every: int | None = None,
+        validation: Validation | None = None,
     ) -> None:
         self._host = host
         self._run = run
@@ -77,8 +77,8 @@ class TrainingLoop:
         self._together = together
         self._watchers = watchers
         self._limited = limited
-        self._validation = validation
         self._save_every = save_every
+        self._validation = validation
         self.global_step = run.first_step
         self._costs: StepCosts | None = None
         self._start_window()
