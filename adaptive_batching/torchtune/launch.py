@@ -24,7 +24,7 @@ from adaptive_batching.micro_batches.run import CannotRecoverError
 from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
-from adaptive_batching.torchtune.growing import resolve_increase
+from adaptive_batching.torchtune.laying_out import resolve_increase
 from adaptive_batching.torchtune.settings import read_settings, read_validation
 from adaptive_batching.torchtune.validating import check_validation
 from adaptive_batching.values import ConfigError

@@ -22,9 +22,9 @@ from adaptive_batching.probe.trace import trace_step
 from adaptive_batching.torchtune.bits_and_bytes import paged_bytes
 from adaptive_batching.torchtune.cutting import FIRST_FORWARD_COST, Execution
 from adaptive_batching.torchtune.data_at_hand import DataAtHand
-from adaptive_batching.torchtune.growing import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.images import COLLATE
+from adaptive_batching.torchtune.laying_out import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching.torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
 from adaptive_batching.torchtune.set_up_memory import set_up_bytes

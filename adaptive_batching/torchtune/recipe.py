@@ -24,8 +24,8 @@ from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune import host as hosts
 from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
 from adaptive_batching.torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
-from adaptive_batching.torchtune.growing import resolve_increase
 from adaptive_batching.torchtune.in_backward import Gate
+from adaptive_batching.torchtune.laying_out import resolve_increase
 from adaptive_batching.torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
 from adaptive_batching.torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching.torchtune.objective import Objective

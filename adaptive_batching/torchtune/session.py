@@ -27,16 +27,16 @@ from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune import compiling
 from adaptive_batching.torchtune.cutting import Cutter, Execution
 from adaptive_batching.torchtune.exploring import settle_micro_batch_size
-from adaptive_batching.torchtune.growing import (
-    Growth,
+from adaptive_batching.torchtune.growing import Growth
+from adaptive_batching.torchtune.host import Host, Outlet, StockRun
+from adaptive_batching.torchtune.kept_probe import Circumstances
+from adaptive_batching.torchtune.laying_out import (
     Increase,
     accumulation_of,
     make_controller,
     make_growth,
     warn_of_lora,
 )
-from adaptive_batching.torchtune.host import Host, Outlet, StockRun
-from adaptive_batching.torchtune.kept_probe import Circumstances
 from adaptive_batching.torchtune.loop import TrainingLoop
 from adaptive_batching.torchtune.many_devices import record_collectives
 from adaptive_batching.torchtune.probing import Probed, find_maximum

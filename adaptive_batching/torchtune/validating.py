@@ -30,8 +30,8 @@ from adaptive_batching.ranks.fsdp import MicroBatchCollectives, end_forward
 from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching.torchtune.data import Sample, SampleLoader
 from adaptive_batching.torchtune.gradients import to_device
-from adaptive_batching.torchtune.growing import Increase
 from adaptive_batching.torchtune.host import Host
+from adaptive_batching.torchtune.laying_out import Increase
 from adaptive_batching.torchtune.objective import Counts, Objective, Sums
 from adaptive_batching.torchtune.recovery import Recovery
 from adaptive_batching.torchtune.settings import ValidationSettings

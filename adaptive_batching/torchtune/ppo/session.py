@@ -12,9 +12,9 @@ from adaptive_batching.micro_batches.limits import TokenLimit
 from adaptive_batching.report.record import Report
 from adaptive_batching.report.watcher import Watcher
 from adaptive_batching.torchtune.cutting import Cutter
-from adaptive_batching.torchtune.growing import Increase
 from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.kept_probe import Circumstances
+from adaptive_batching.torchtune.laying_out import Increase
 from adaptive_batching.torchtune.ppo.learning import Learning
 from adaptive_batching.torchtune.ppo.loop import PPOLoop, PPOOutlet
 from adaptive_batching.torchtune.ppo.probing import find_sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from adaptive_batching.torchtune.growing import resolve_increase
+from adaptive_batching.torchtune.laying_out import resolve_increase
 from adaptive_batching.torchtune.settings import read_settings
 from adaptive_batching.values import ConfigError, Explore, Fixed
 
