@@ -139,6 +139,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._num_resting = len(alive)
         self._kept_bytes = kept_bytes
+        self._holders: dict[int, int] = {}  # of numbers that more than one storage shares
         self._events: list[int] = []
         self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
         self._flops = self._recomputed_flops = self._attention_flops = 0
@@ -241,6 +242,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _free(self, key: int, number: int) -> None:
         self._seen.pop(key, None)
+        if self._holders.get(number, 1) > 1:
+            self._holders[number] -= 1
+            return
         if self._sum is not None and self._sum[1] == number:
             self._take_over(number)
             return
@@ -263,7 +267,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._marks[-1] -= 1
 
     def _write_over(self, term: torch.Tensor, result: torch.Tensor) -> None:
-        """Have ``result``, which has just been allocated, live where ``term`` does, and ``term`` take nothing more."""
+        """Have ``result``, which has just been allocated, live where ``term`` does, until both are dead."""
         old, new = _storages(term)[0], _storages(result)[0]
         known, made = self._seen.get(old._cdata), self._seen.get(new._cdata)
         if known is None or made is None or made[1] != len(self._sizes) - 1:
@@ -275,7 +279,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.remove(of_result)
         self._sizes[of_result] = 0
         self._seen[new._cdata] = (self._watched(new, new._cdata, of_term), of_term)
-        self._seen[old._cdata] = (self._watched(old, old._cdata, of_result), of_result)
+        self._holders[of_term] = self._holders.get(of_term, 1) + 1
 
     def _note_sum(self, args: Any, out: torch.Tensor) -> None:
         """Remember a sum of two gradients until it is known whether the first of them dies."""

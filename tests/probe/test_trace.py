@@ -251,3 +251,18 @@ def test_what_is_on_the_host_takes_no_memory_of_the_device() -> None:
         assert on_host.device.type == "cpu"
         torch.zeros(100)
     assert max(recorder.record().log) == 256
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_memory_that_a_result_is_written_over_is_free_once_both_are_dead(is_kept: bool) -> None:
+    """Checkpointing of activations holds what it has computed again until the whole backward of a layer is over."""
+    with FakeTensorMode(), Recorder() as recorder:
+        recorder.begin()
+        term = torch.ones(256)
+        Recorder.in_place_of = term
+        result = term + 1
+        Recorder.in_place_of = None
+        kept = [term] if is_kept else []
+        del term, result
+        after = torch.ones(1)
+    assert recorder.record().log == (0, 1024, 1024, 1024 * len(kept) + after.nbytes)
