@@ -21,7 +21,7 @@ AdaptiveBatchingConfig.fills_memory
 AdaptiveBatchingConfig.growth_is_bound_by_memory
 AdaptiveBatchingConfig.enabled
 AdaptiveBatchingConfig.probes
-AdaptiveBatchingConfig.from_mapping(cls, section, *, use_maximum_batch_size=..., batch_increase_function=..., micro_batch_size=..., batch_size=...)
+AdaptiveBatchingConfig.from_mapping(cls, section, *, use_maximum_batch_size=..., batch_increase_function=..., micro_batch_size=..., save_every_n_steps=..., batch_size=...)
 AdaptiveStep(model, optimizer, loss, collate=..., *, length=..., max_tokens=..., clip_norm=..., backward=...)
 AdaptiveStep.num_recoveries
 AdaptiveStep.__call__(self, samples)
@@ -39,7 +39,12 @@ Course.accumulation
 Course.lr_scale
 Course.steps_per_epoch
 Course.epoch_is_over
+Course.seen_in_epoch
+Course.steps_in_epoch
+Course.run_is_over
 Course.start_epoch(self, number, observe=...)
+Course.progress(self)
+Course.resume(self, number, progress)
 Course.take_step(self)
 Course.decide_if_due(self, observe=...)
 Course.plan(self, first_epoch=...)
@@ -51,7 +56,7 @@ FixedAccumulation.batches_at(self, batch_size)
 FixedAccumulation.window(self, batch_size)
 FixedAccumulation.allowed(self, batch_size)
 FixedAccumulation.room(self, samples)
-GrowthState(epoch, total_epochs, batch_size, initial_batch_size, maximum, global_batch_size, samples_seen, steps, lr_decay, losses=..., noise_scale=..., history=..., seconds_per_step=...)
+GrowthState(epoch, total_epochs, batch_size, initial_batch_size, maximum, global_batch_size, samples_seen, steps, lr_decay, losses=..., val_losses=..., noise_scale=..., history=..., seconds_per_step=...)
 IncreaseFunction
 IncreaseFunctionError(ValueError)
 KeepGlobal(samples)
@@ -59,14 +64,14 @@ KeepGlobal.batches_at(self, batch_size)
 KeepGlobal.window(self, batch_size)
 KeepGlobal.allowed(self, batch_size)
 KeepGlobal.room(self, samples)
-ProbeResult(batch_size, reason, budget_bytes, total_bytes, search, seconds, measurements, predicted=..., shorter=..., enough=...)
+ProbeResult(batch_size, reason, budget_bytes, total_bytes, search, seconds, measurements, predicted=..., shorter=..., enough=..., peak_moment=..., peak_kinds=...)
 ProbeResult.peak_bytes
 ProbeResult.num_steps
 ProbeResult.num_out_of_memory
 ProbeResult.to_dict(self)
 ProbeResult.from_dict(cls, values)
-RunShape(epochs, samples, accumulation=..., replicas=..., max_steps=..., decisions=..., reference_steps=..., reference_samples=...)
-TrainingStep(model, optimizers, make_batch, bind, discard=..., vocabulary=..., compiles=..., on_cuda=...)
+RunShape(epochs, samples, accumulation=..., replicas=..., max_steps=..., decisions=..., reference_steps=..., reference_samples=..., run_samples=...)
+TrainingStep(model, optimizers, make_batch, bind, discard=..., vocabulary=..., compiles=..., keeps=..., on_cuda=..., can_be_traced=...)
 TrainingStep.discard()
 find_maximum_batch_size(step, config, meter, *, upper, upper_reason=..., include=..., coarse=..., enough=..., ranks=..., remedies=..., scratch=...)
 growth (module)

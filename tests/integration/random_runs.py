@@ -178,7 +178,7 @@ class Watched:
             mock.patch.object(session, "find_maximum", limited_probe),
             mock.patch.object(TrainingLoop, "run", limited_run),
             mock.patch.object(TrainingLoop, "_finish_step", noted),
-            mock.patch.object(Report, "_draw"),
+            mock.patch.multiple(Report, _start_page=mock.DEFAULT, _make_page=mock.DEFAULT),
         ):
             yield
         resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))

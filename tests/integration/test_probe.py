@@ -150,7 +150,7 @@ def test_a_limit_below_what_is_in_use_is_refused_as_such(tune_run: TuneRun) -> N
         tune_run("full", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=20MiB")
     message = str(end.value)
     assert re.search(r"adaptive_batching\.memory_limit=20 MiB is used up before the first step", message), message
-    assert re.search(r"in which \d+ MiB are taken already; write what training may take in all, of the", message)
+    assert re.search(r"in which [\d.]+ [MG]iB are taken already; write what training may take in all, of the", message)
     with pytest.raises(ConfigError, match=r"batching\.headroom=99\.9% is [\d.]+ GiB, and only [\d.]+ GiB are free"):
         require_room(AdaptiveBatchingConfig.from_mapping({"headroom": "99.9%"}), CpuMeter())
 
