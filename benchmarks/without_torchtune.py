@@ -1,7 +1,7 @@
 """Compare the Hugging Face ``Trainer`` of ``examples/`` with ``auto_find_batch_size=True``, in the same memory limit.
 
     pip install -e '.[bench]'
-    python benchmarks/without_torchtune.py               # about five minutes on 2 cores
+    python benchmarks/without_torchtune.py --repeats 1   # about four minutes on 2 cores
 
 Each runs in a fresh process with the same seed, model, optimizer and samples, whose lengths are spread as those of
 instructions are: most are short, and few are eight times as long. The user asks for batches of 64. After a forward and
@@ -14,7 +14,7 @@ epoch, with all that it takes to find a size.
   it takes, filled by tokens.
 
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
-the most of the longest samples that a forward and backward can hold beside gradients and optimizer states; every size
+the most of the longest samples that a forward and backward can hold next to gradients and optimizer states; every size
 around the boundary is run. The last line printed is a JSON object: ``hf_size_found`` is what the example has found with
 the trainer's own step, to be held against ``truth``, and ``seconds_vs_theirs`` is the example's time over theirs.
 """
