@@ -1,1 +1,1 @@
-"""What a plain PyTorch loop uses: an optimizer step that is probed, cut and recovered, without any recipe."""
+"""An optimizer step for a plain PyTorch loop: probed, cut and recovered, without any recipe."""

@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """True while an operation runs whose result a compiler would never store."""
 
     in_place_of: torch.Tensor | None = None
-    """What the result of the operation that runs now is written over, if anything is."""
+    """The tensor over which the running operation writes its result, if there is one."""
 
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""

@@ -43,7 +43,7 @@ def table(
 
     Args:
         header: Of each column, plain text or :class:`Html`.
-        rows: Cells, likewise.
+        rows: Cells of each row.
         words: Columns that hold words; the others hold numbers, and line up at the right.
         caption: What the table shows.
         class_: Of the table.

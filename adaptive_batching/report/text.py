@@ -66,7 +66,7 @@ class Fact:
     name: str
     value: str
     more: str = ""
-    """What there is to add, in small print."""
+    """An addition in small print."""
 
 
 def facts(run: Run) -> list[Fact]:

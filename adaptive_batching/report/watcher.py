@@ -10,7 +10,7 @@ from adaptive_batching.growth.noise_scale import NoiseEstimate
 
 @dataclass(frozen=True)
 class StepCost:
-    """What an optimizer step took on this rank."""
+    """The cost of an optimizer step on this rank."""
 
     seconds: float
     """From the end of the step before, so that waiting for data counts."""

@@ -1,4 +1,4 @@
-"""What the growth of a run is made of: increase function, accumulation, controller and course, from its settings."""
+"""Lay out the growth of a run from its settings: increase function, accumulation, controller and course."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Data:
 
     @property
     def assumes(self) -> str | None:
-        """What is assumed of samples, in words; None if their length says all."""
+        """Assumptions about samples, in words; None if their length says all."""
         of_image = None if self.image is None else str(self.image)
         return "both answers of each pair have that length" if self.pairs else of_image
 

@@ -1,4 +1,4 @@
-"""What PPO learns from: rows of a batch of trajectories."""
+"""Trajectories as PPO learns from them: rows of a batch."""
 
 from __future__ import annotations
 
