@@ -33,6 +33,7 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from torchtune import config
 from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.micro_batches.forward_cost import ForwardCost, ForwardTimes
 from adaptive_batching.probe import find
-from adaptive_batching.probe.trace import trace_peak_memory
+from adaptive_batching.probe.trace import trace_peak_memory, trace_step
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock, probing
 from adaptive_batching.torchtune.quickstart import build
 
@@ -117,15 +118,17 @@ def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: 
     recipe = recipe_class(cfg)
     traced = 0.0
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(trace: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal traced
         start = time.perf_counter()
         try:
-            return trace_peak_memory(*args, **kwargs)
+            return trace(*args, **kwargs)
         finally:
             traced += time.perf_counter() - start
 
-    find.trace_peak_memory = probing.trace_peak_memory = timed  # type: ignore[attr-defined]
+    for module, trace in ((find, trace_step), (probing, trace_peak_memory)):
+        assert getattr(module, trace.__name__) is trace  # else none is timed
+        setattr(module, trace.__name__, functools.partial(timed, trace))
     start = time.perf_counter()
     recipe.setup(cfg)
     return recipe, time.perf_counter() - start, traced
