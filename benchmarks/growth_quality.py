@@ -177,7 +177,7 @@ class LoRA(Measured, stock_lora.LoRAFinetuneRecipeSingleDevice):  # type: ignore
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs of one kind share."""
+    """Facts that all runs of one kind share."""
 
     lora: bool
     inputs: Path
@@ -269,7 +269,7 @@ def noise_overhead(setting: Setting) -> float:
 
 
 def ways_of(setting: Setting) -> dict[str, dict[str, Any]]:
-    """What is trained, by name."""
+    """Ways to train, by name."""
     ways = dict(CONTROLS)
     for function, arguments in FUNCTIONS.items():
         if not setting.lora or function in OF_LORA:
@@ -327,8 +327,8 @@ def break_evens(curves: Curves, way: str) -> list[tuple[float, float]]:
 def table_of(curves: Curves) -> list[str]:
     """A Markdown table, a row for each way."""
     rows = [
-        "| way | held-out loss | above the configured batch's | steps | seconds / best control's | steps, likewise "
-        "| pays from | until |",
+        "| way | held-out loss | above the configured batch's | steps | seconds / best control's "
+        "| steps / best control's | pays from | until |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for way, runs in curves.items():

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+_REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "var", "any", "all")
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -108,7 +110,8 @@ class _Scheduler:
 
     def _domain(self, node: Node) -> int:
         """Return over how many elements a node runs: those of its result, or of what it reduces."""
-        return max([_elements(node), *(_elements(each) for each in node.all_input_nodes if _is_reduced(each, node))])
+        reduced = node.all_input_nodes if _name(node) in _REDUCTIONS else []
+        return max(map(_elements, [node, *reduced]))
 
     def _separated(self, first: int, last: int) -> bool:
         """True if another kernel reads the first and is read, through however many, by the last."""
@@ -220,10 +223,5 @@ def _elements(node: Node) -> int:
     return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
 
 
-def _is_reduced(source: Node, node: Node) -> bool:
-    """True if ``node`` runs over all of ``source``: a sum, say, and not a lookup in it."""
-    value, result = source.meta.get("val"), node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not isinstance(result, torch.Tensor):
-        return False
-    name = str(node.target)
-    return any(word in name for word in ("sum", "mean", "amax", "amin", "prod", "argmax", "var", "any", "all"))
+def _name(node: Node) -> str:
+    return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")

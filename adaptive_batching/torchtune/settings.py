@@ -88,7 +88,7 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """What a config says about validation."""
+    """The settings of a validation."""
 
     dataset: Any
     """A component, or a list of them, as ``dataset``."""

@@ -1,4 +1,4 @@
-"""What optimizer steps take: time, tokens and memory, for the record."""
+"""The cost of optimizer steps in time, tokens and memory, for the record."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_off_gives_the_bits_of_the_stock_recipe(case: str, run: PPO) -> None:
 
 
 def updates(run: PPORun, inputs: Path) -> dict[str, torch.Tensor]:
-    """What a run has added to the weights of each model: with one step of SGD, its gradient."""
+    """The change of each model's weights over a run: with one step of SGD, its gradient."""
     before = {"policy": load_file(inputs / "model" / "model.safetensors")}
     before["value"] = load_file(inputs / "reward" / "model.safetensors")
     added: dict[str, list[torch.Tensor]] = {"policy": [], "value": []}

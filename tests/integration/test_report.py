@@ -1,4 +1,4 @@
-"""What a real run leaves: a record as documented, a page that equals it, and metrics in the logger of the config."""
+"""Files of a real run: a record as documented, a page that equals it, and metrics in the logger of the config."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def check_the_schema(record: dict[str, Any]) -> None:
 
 
 def check_the_metrics(logged: dict[int, dict[str, float]], record: dict[str, Any]) -> None:
-    """What a logger got is what the record says, under the names that are documented."""
+    """A logger gets what the record says, under the documented names."""
     epochs = {epoch["epoch"]: epoch["batch_size"] for epoch in record["epoch"]}
     noise = {event["step"]: event["noise_scale"] for event in record["noise"]}
     ours = set(documented(PAGE.split("## Metrics")[1]))
