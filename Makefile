@@ -22,7 +22,7 @@ PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-quickstart: $(call installed,alone)  ## Make a small model and real data, then probe, grow, train and recover
+quickstart: $(call installed,torchtune)  ## Make a small model and real data, then probe, grow, train and recover
 	$(RUN) -m adaptive_batching quickstart
 
 check: lint  ## Lint, types, and the tests that start no run: under a minute
@@ -78,10 +78,6 @@ $(VENV)/bin/python:
 $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps ludwig
-	touch $@
-
-$(VENV)/.alone: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.'
 	touch $@
 
 # One stamp for each extra that has been installed

@@ -1,6 +1,6 @@
 """What it costs to be ready for a rank that runs out of memory: steps with recovery armed against off.
 
-    pip install -e .
+    pip install -e .[torchtune]
     python benchmarks/distributed_overhead.py                                  # about 3 minutes on 2 cores
     python benchmarks/distributed_overhead.py --device cuda --ranks 1
 

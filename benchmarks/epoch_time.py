@@ -1,6 +1,6 @@
 """One epoch over the quickstart's data, the same 64 samples in each optimizer step, run in several ways.
 
-    pip install -e .
+    pip install -e .[torchtune]
     python benchmarks/epoch_time.py                  # about 15 minutes on 2 cores
     python benchmarks/epoch_time.py --device cuda --repeats 3
 

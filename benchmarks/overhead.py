@@ -1,6 +1,6 @@
 """What our recipe costs with everything off, against torchtune's stock recipe: per optimizer step and per process.
 
-    pip install -e .
+    pip install -e .[torchtune]
     python benchmarks/overhead.py                    # about 5 minutes on 2 cores
     python benchmarks/overhead.py --device cuda
 
