@@ -1,13 +1,14 @@
 """Does growing the batch help? Steps, samples and seconds to the same held-out loss, for each increase function.
 
     pip install -e .[plots]
-    python benchmarks/growth_quality.py              # about 35 minutes on 2 cores
+    python benchmarks/growth_quality.py              # about 40 minutes on 2 cores
     python benchmarks/growth_quality.py --device cuda --samples 4000
 
 Fine-tunes the quickstart's model for a few epochs: all of its weights, from random ones, and with LoRA, on a base that
-has first been trained on other samples. Every way sees the same samples in the same order, from the same weights; a
-seed gives another order. The loss on held-out samples is taken every quarter of an epoch, off the clock, as is
-everything before the first step. Three controls keep their batch:
+has first been trained on other samples. What LoRA learns is another task than that of the base, to find what a
+description describes, as adapters on a base that knows the task change little. Every way sees the same samples in the
+same order, from the same weights; a seed gives another order. The loss on held-out samples is taken every quarter of an
+epoch, off the clock, as is everything before the first step. Three controls keep their batch:
 
 - the configured one, as stock trains it;
 - the maximum, with the learning rate times the square root of what the batch gained;
@@ -38,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import multiprocessing
@@ -68,9 +70,11 @@ ROOT = Path(__file__).parent.parent
 BATCH_SIZE, MAXIMUM, EPOCHS = 4, 32, 3
 WARM_UP_SAMPLES = 96
 EVALUATIONS_PER_EPOCH = 4
-LEARNING_RATES = (5e-4, 1e-3, 2e-3)
+LEARNING_RATES = {"full": (5e-4, 1e-3, 2e-3), "lora": (2e-3, 4e-3, 8e-3)}
 LENGTH = 128  # tokens of a sample at most
 BASE_SAMPLES = 1024
+FORWARD, TURNED = "train.json", "turned.json"
+MAX_DESCRIPTION_CHARS = 250  # at most about 100 tokens, so that the answer is not cut off
 CONFIGURED, LARGEST = "constant, configured", "constant, maximum, sqrt LR"
 AUTO = {"micro_batch_size": "auto"}
 SHORTER = "constant, configured, an epoch less"
@@ -179,8 +183,13 @@ class LoRA(Measured, stock_lora.LoRAFinetuneRecipeSingleDevice):  # type: ignore
 class Setting:
     """Facts that all runs of one kind share."""
 
-    lora: bool
+    kind: str
+    """``full`` or ``lora``."""
+
     inputs: Path
+    data: str
+    """Name of the file of samples in ``inputs``."""
+
     base: Path
     """Folder of the weights that training starts from."""
 
@@ -191,14 +200,15 @@ class Setting:
 
 def recipe_for(changes: Mapping[str, Any], setting: Setting) -> Measured:
     """A recipe that has been set up; its probe is looked up where one has been."""
-    kind = "lora" if setting.lora else "full"
-    cfg: Any = OmegaConf.load(ROOT / f"recipes/configs/quickstart/{kind}_single_device.yaml")
+    cfg: Any = OmegaConf.load(ROOT / f"recipes/configs/quickstart/{setting.kind}_single_device.yaml")
     section = {
         "max_batch_size": MAXIMUM, "lr_scaling": "auto", "increase_every": 0.25,
-        "report_dir": str(setting.directory / f"report_{kind}_{os.getpid()}"), **changes.get("adaptive_batching", {}),
+        "report_dir": str(setting.directory / f"report_{setting.kind}_{os.getpid()}"),
+        **changes.get("adaptive_batching", {}),
     }  # fmt: skip
     changes = {
-        "data_dir": str(setting.inputs), "output_dir": str(setting.directory / f"run_{os.getpid()}"),
+        "data_dir": str(setting.inputs), "dataset.data_files": str(setting.inputs / setting.data),
+        "output_dir": str(setting.directory / f"run_{os.getpid()}"),
         "checkpointer.checkpoint_dir": str(setting.base), "device": setting.device, "seed": 0, "epochs": EPOCHS,
         "batch_size": BATCH_SIZE, "use_maximum_batch_size": False, "batch_increase_function": None,
         "tokenizer.max_seq_len": LENGTH, "dataset.split": f"train[:{setting.samples}]",
@@ -206,7 +216,7 @@ def recipe_for(changes: Mapping[str, Any], setting: Setting) -> Measured:
     }  # fmt: skip
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value, merge=False)
-    recipe = (LoRA if setting.lora else Full)(cfg)
+    recipe = (LoRA if setting.kind == "lora" else Full)(cfg)
     recipe.setup(cfg)
     return recipe
 
@@ -217,6 +227,7 @@ def train(changes: Mapping[str, Any], setting: Setting) -> list[Point]:
         recipe = recipe_for(changes, setting)
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")
         cfg.data_dir = str(setting.inputs)
+        cfg.dataset.data_files = str(setting.inputs / setting.data)
         cfg.dataset.split = f"train[{setting.samples}:{setting.samples + setting.samples // 5}]"
         held_out = config.instantiate(cfg.dataset, recipe._tokenizer)
         recipe._dataloader.sampler.seed = changes.get("seed", 0)  # stock's is always 0
@@ -226,9 +237,20 @@ def train(changes: Mapping[str, Any], setting: Setting) -> list[Point]:
     return recipe.curve
 
 
+def turn_around(inputs: Path) -> None:
+    """Write samples of another task: to answer a description with what it describes."""
+    pairs = json.loads((inputs / FORWARD).read_text(encoding="utf-8"))
+    turned = [
+        {"instruction": pair["output"], "output": pair["instruction"]}
+        for pair in pairs
+        if len(pair["output"]) <= MAX_DESCRIPTION_CHARS
+    ]
+    (inputs / TURNED).write_text(json.dumps(turned), encoding="utf-8")
+
+
 def make_base(setting: Setting, rate: float) -> None:
     """Train all weights on samples that nothing else sees, and save them where LoRA starts from."""
-    first = setting.samples + setting.samples // 5
+    first = 2 * (setting.samples + setting.samples // 5)  # of other data, some are left out on the way
     with quiet():
         split = f"train[{first}:{first + BASE_SAMPLES}]"
         recipe = recipe_for({"dataset.split": split, "optimizer.lr": rate, "epochs": 2}, setting)
@@ -272,7 +294,7 @@ def ways_of(setting: Setting) -> dict[str, dict[str, Any]]:
     """Ways to train, by name."""
     ways = dict(CONTROLS)
     for function, arguments in FUNCTIONS.items():
-        if not setting.lora or function in OF_LORA:
+        if setting.kind == "full" or function in OF_LORA:
             component = {"_component_": f"adaptive_batching.growth.{function}", **arguments}
             ways[function] = {**AUTO, "batch_increase_function": component}
     for way in WITH_KEPT_BETA2:
@@ -286,8 +308,9 @@ Train = Callable[[Sequence[Mapping[str, Any]], Setting], list[list[Point]]]
 
 def best_rate(train_all: Train, setting: Setting) -> tuple[float, str]:
     """The learning rate with which the configured batch ends lowest, and a line that says so."""
-    curves = train_all([{"optimizer.lr": rate} for rate in LEARNING_RATES], setting)
-    losses = {rate: curve[-1].loss for rate, curve in zip(LEARNING_RATES, curves, strict=True)}
+    rates = LEARNING_RATES[setting.kind]
+    curves = train_all([{"optimizer.lr": rate} for rate in rates], setting)
+    losses = {rate: curve[-1].loss for rate, curve in zip(rates, curves, strict=True)}
     rate = min(losses, key=lambda rate: losses[rate])
     tried = ", ".join(f"{loss:.3f} with {each:g}" for each, loss in losses.items())
     return rate, f"learning rate {rate:g}: the final losses of {CONFIGURED} were {tried}"
@@ -310,9 +333,14 @@ def against_best_control(curves: Curves, way: str) -> tuple[float, float]:
         ours = reached(mine, target)
         theirs = [found for control in controls if (found := reached(control, target)) is not None]
         assert ours is not None and theirs
-        seconds.append(ours.seconds / min(each.seconds for each in theirs))
-        steps.append(ours.steps / min(each.steps for each in theirs))
+        seconds.append(_ratio(ours.seconds, min(each.seconds for each in theirs)))
+        steps.append(_ratio(ours.steps, min(each.steps for each in theirs)))
     return statistics.median(seconds), statistics.median(steps)
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    """Divide, where a control that ends above its first loss takes nothing to reach that."""
+    return ours / theirs if theirs else math.inf
 
 
 def break_evens(curves: Curves, way: str) -> list[tuple[float, float]]:
@@ -411,13 +439,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         directory = Path(name)
         build(directory / "inputs")
-        full = Setting(False, directory / "inputs", directory / "inputs/model", args.device, args.samples, directory)
-        lora = Setting(True, directory / "inputs", directory / "base", args.device, args.samples, directory)
+        inputs = directory / "inputs"
+        turn_around(inputs)
+        full = Setting("full", inputs, FORWARD, inputs / "model", args.device, args.samples, directory)
+        lora = Setting("lora", inputs, TURNED, directory / "base", args.device, args.samples, directory)
         train_all = partial(in_parallel, pool)
         rate, fact = best_rate(train_all, full)
         pool.submit(make_base, full, rate).result()
-        for kind, setting in (("full", full), ("lora", lora)):
-            if setting.lora:
+        for setting in (full, lora):
+            kind = setting.kind
+            if setting is lora:
                 rate, fact = best_rate(train_all, setting)
             curves = all_curves(train_all, setting, rate, args.seeds)
             per_step, per_sample = costs(curves)
@@ -428,7 +459,7 @@ def main() -> None:
             picture = output.with_name(f"{output.stem}_{kind}.png")
             draw(curves, CONFIGURED, per_sample, picture, f"{kind}: when growing is faster")
             rows += [f"![time to the same loss over the fixed cost of a step]({picture.name})", ""]
-            if not setting.lora:
+            if setting is full:
                 figures.update(best_schedule(curves))
             gains += beta2_gains(curves)
             medians = {
