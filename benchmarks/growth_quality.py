@@ -366,9 +366,9 @@ def table_of(curves: Curves) -> list[str]:
         difference = "" if way == CONFIGURED else f"{above:+.3f} ± {of_above:.3f}"
         seconds, steps = against_best_control(curves, way)
         spans = break_evens(curves, way)
-        first, last = (
-            "" if way in CONTROLS or way == "goodput" else spelled([span[end] for span in spans]) for end in (0, 1)
-        )
+        is_judged = way not in CONTROLS and way != "goodput"
+        first = spelled([start for start, _ in spans], "never") if is_judged else ""
+        last = spelled([end for _, end in spans], "no end") if is_judged and first != "never" else ""
         taken = statistics.median(run[-1].steps for run in runs)
         rows.append(
             f"| {way} | {loss:.3f} ± {width:.3f} | {difference} | {taken:.0f} | {seconds:.2f} | {steps:.2f} "
@@ -377,11 +377,11 @@ def table_of(curves: Curves) -> list[str]:
     return rows
 
 
-def spelled(values: Sequence[float]) -> str:
-    """The median of values and their range, in words where it is infinite."""
+def spelled(values: Sequence[float], without: str) -> str:
+    """The median of values and their range; ``without`` where all are infinite."""
     low, middle, high = min(values), statistics.median(values), max(values)
     if math.isinf(low):
-        return "never"
+        return without
     shown = ["∞" if math.isinf(value) else f"{value:.0f}" for value in (low, middle, high)]
     return f"{shown[1]} ({shown[0]} to {shown[2]})"
 
