@@ -241,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="+", choices=["sft", *dpo_and_kd.KINDS], default=["sft"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--samples", type=int, help="default: 1280, of other recipes than sft 640")
+    parser.add_argument("--samples", type=int, help="default: 1280, of other recipes than sft 384")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/epoch_time_<device>.md")
     parser.add_argument("--measure", nargs=2, metavar=("WAY", "INPUTS"), help=argparse.SUPPRESS)
