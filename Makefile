@@ -60,6 +60,7 @@ else
 bench: $(call installed,bench)
 	$(RUN) benchmarks/probe_vs_peers.py
 	$(RUN) benchmarks/epoch_time.py
+	$(RUN) benchmarks/epoch_time.py --recipe dpo kd
 	$(RUN) benchmarks/first_minutes.py
 	$(RUN) benchmarks/published_memory.py
 	$(RUN) benchmarks/overhead.py

@@ -11,7 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -51,6 +51,26 @@ def measure_in_fresh_process(
         raise ProcessFailed(done.stderr[-4000:].strip() or f"status {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
+
+
+def measure_in_turns(
+    ways: Iterable[str], repeats: int, arguments: Callable[[str], Sequence[str]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure each way ``repeats`` times, in processes of their own; each repeat begins with another way.
+
+    Args:
+        ways: Their names.
+        repeats: Results of each way.
+        arguments: Returns those of the process that measures a way.
+    """
+    results: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for repeat in range(repeats):
+        first = repeat % len(results)
+        for way in [*results][first:] + [*results][:first]:
+            results[way].append(measure_in_fresh_process(*arguments(way)))
+            shown = {key: value for key, value in results[way][-1].items() if key != "losses"}
+            print(f"{way}: {shown}", flush=True)
+    return results
 
 
 def write_report(

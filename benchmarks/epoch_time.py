@@ -3,6 +3,7 @@
     pip install -e .[torchtune]
     python benchmarks/epoch_time.py                  # about 15 minutes on 2 cores
     python benchmarks/epoch_time.py --device cuda --repeats 3
+    python benchmarks/epoch_time.py --recipe dpo kd  # preferences and distillation: see dpo_and_kd.py
 
 Samples are cut only at the 512 tokens that the model takes.
 
@@ -37,14 +38,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dpo_and_kd
 import numpy as np
 import torch
-from common import measure_in_fresh_process, write_report
+from common import measure_in_turns, write_report
 from omegaconf import OmegaConf
+from timed_epoch import time_epoch
 from torchtune import config
 
 from adaptive_batching.memory import MemoryMeter, memory_meter
-from adaptive_batching.micro_batches.forward_cost import ForwardCost, ForwardTimes
+from adaptive_batching.micro_batches.forward_cost import ForwardTimes
 from adaptive_batching.probe import find
 from adaptive_batching.probe.trace import trace_peak_memory, trace_step
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock, probing
@@ -81,20 +84,9 @@ def measure(way: str, inputs: str, device: str, samples: int) -> dict[str, Any]:
         ForwardTimes.enough = lambda self: None  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as output_dir:
         recipe, set_up, traced = set_up_recipe(way, inputs, output_dir, device, samples)
-        meter = memory_meter(device)
         if way == BOUND:
-            return bounds(recipe, meter)
-        noted = Noted(recipe)
-        meter.release()
-        meter.reset_peak()
-        start = time.perf_counter()
-        recipe.train()
-        meter.synchronize()
-        seconds = time.perf_counter() - start
-        return {
-            "seconds": round(seconds, 2), "set_up_seconds": round(set_up - traced, 2),
-            "trace_seconds": round(traced, 2), **vars(noted), "peak_mib": meter.peak_bytes() // 2**20,
-        }  # fmt: skip
+            return bounds(recipe, memory_meter(device))
+        return {"set_up_seconds": round(set_up - traced, 2), "trace_seconds": round(traced, 2), **time_epoch(recipe)}
 
 
 def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: int) -> tuple[Any, float, float]:
@@ -132,42 +124,6 @@ def set_up_recipe(way: str, inputs: str, output_dir: str, device: str, samples: 
     start = time.perf_counter()
     recipe.setup(cfg)
     return recipe, time.perf_counter() - start, traced
-
-
-class Noted:
-    """What is noted while a recipe trains: losses, tokens, and seconds of each part."""
-
-    def __init__(self, recipe: Any) -> None:
-        self.losses: list[float] = []
-        self.padded = self.real = self.forwards = 0
-        self.seconds_in_forwards = self.seconds_in_optimizer = self.seconds_in_checkpoint = 0.0
-        pad_id = recipe._tokenizer.pad_id
-
-        def count(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            self.padded += kwargs["tokens"].numel()
-            self.real += int((kwargs["tokens"] != pad_id).sum())
-            self.forwards += 1
-
-        def observe(cost: ForwardCost, tokens: int, seconds: float) -> None:
-            self.seconds_in_forwards += seconds
-            original(cost, tokens, seconds)
-
-        original = ForwardCost.observe
-        ForwardCost.observe = observe  # type: ignore[method-assign, assignment]
-        recipe._model.register_forward_pre_hook(count, with_kwargs=True)
-        recipe._metric_logger.log_dict = lambda payload, step: self.losses.append(float(payload["loss"]))
-        recipe._optimizer.step = self._timed(recipe._optimizer.step, "seconds_in_optimizer")
-        recipe.save_checkpoint = self._timed(recipe.save_checkpoint, "seconds_in_checkpoint")
-
-    def _timed(self, function: Any, total: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                setattr(self, total, getattr(self, total) + time.perf_counter() - start)
-
-        return functools.wraps(function)(run)
 
 
 def bounds(recipe: Any, meter: MemoryMeter) -> dict[str, Any]:
@@ -283,35 +239,35 @@ def of_auto(results: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
 def main() -> None:
     """Measure the ways in turn and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", nargs="+", choices=["sft", *dpo_and_kd.KINDS], default=["sft"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--samples", type=int, default=1280)
+    parser.add_argument("--samples", type=int, help="default: 1280, of other recipes than sft 384")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/epoch_time_<device>.md")
     parser.add_argument("--measure", nargs=2, metavar=("WAY", "INPUTS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if "sft" not in args.recipe:
+        dpo_and_kd.main(args)
+        return
+    if len(args.recipe) > 1:
+        parser.error("--recipe sft is measured alone")
+    samples = args.samples or 1280
     if args.measure:
         way, inputs = args.measure
-        print(json.dumps(measure(way, inputs, args.device, args.samples)))
+        print(json.dumps(measure(way, inputs, args.device, samples)))
         return
 
-    results: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as directory:
         inputs = Path(directory) / "inputs"
         build(inputs)
-        for repeat in range(args.repeats):
-            ways = [*WAYS][repeat % len(WAYS) :] + [*WAYS][: repeat % len(WAYS)]
-            for way in ways:
-                arguments = ["--device", args.device, "--samples", str(args.samples), "--measure", way, str(inputs)]
-                result = measure_in_fresh_process(*arguments)
-                results[way].append(result)
-                shown = {key: value for key, value in result.items() if key != "losses"}
-                print(f"{way}: {shown}", flush=True)
+        options = ["--device", args.device, "--samples", str(samples)]
+        results = measure_in_turns(WAYS, args.repeats, lambda way: [*options, "--measure", way, str(inputs)])
     rows, ratios = evaluate(results)
     difference = f"losses of every step differ by at most {ratios['loss_difference']:.1e} of their value"
     write_report(
         "One epoch, 64 samples in each optimizer step",
         device=args.device,
-        facts=[f"{args.samples} samples, medians of {args.repeats}; {difference}"],
+        facts=[f"{samples} samples, medians of {args.repeats}; {difference}"],
         rows=rows,
         figures=ratios,
         output=args.output,

@@ -1,6 +1,7 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
-from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint, ThroughClient
+from adaptive_batching.torchtune.async_checkpoints import ThroughClient
+from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching.torchtune.host import distillation, fake_quantized, preferences
 from adaptive_batching.torchtune.launch import entry_point, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group

@@ -1,31 +1,22 @@
-"""Complete stock's checkpoints: keep the last one when the disk is full, and make asynchronous ones resumable."""
+"""Complete stock's checkpoints: keep the last one when the disk is full, and have them hold the state of the batch."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import nn
-from torch.optim import Optimizer
 from torchtune import training
-from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 
 from adaptive_batching.torchtune.data import STATE_KEY
-from adaptive_batching.torchtune.host import optimizers_of
 
-log = logging.getLogger(__name__)
-
-_NOT_READ_BACK = "recipe.pt"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_MESSAGES = (
     "No space left on device",
@@ -161,107 +152,3 @@ class BatchStateInCheckpoint:
     def save_checkpoint(self, epoch: int) -> None:
         with with_batch_state(self._checkpointer, self._state_to_store()):  # type: ignore[attr-defined]
             super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
-
-
-class ThroughClient:
-    """Mixed into a stock recipe that saves through a checkpoint client, before the recipe.
-
-    The client's checkpoints get the state of our loader, and asynchronous ones what resuming needs.
-    """
-
-    # Set by the stock recipe
-    _checkpoint_client: Any
-    _dataloader: Any
-    _model: nn.Module
-    _optimizer: Any
-    _optim_ckpt_wrapper: Any
-    _optimizer_in_bwd: bool
-    _enable_async_checkpointing: bool
-    seed: int
-    global_step: int
-    epochs_run: int
-    total_epochs: int
-    max_steps_per_epoch: int | None
-
-    def __init__(self, cfg: DictConfig) -> None:
-        super().__init__(cfg=cfg)  # type: ignore[call-arg]
-        by_step = cfg.get("save_every_n_steps") is not None
-        client = self._checkpoint_client
-        self._async = AsyncCheckpoint(client, by_step=by_step) if self._enable_async_checkpointing else None
-
-    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
-        if self._async is not None:
-            ckpt_dict[training.DATALOADER_KEY] = self._async.load(optimizers_of(self))
-        super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
-
-    def save_checkpoint(self, epoch: int) -> None:
-        loader_state = self._dataloader.state_dict()
-        save = self._checkpoint_client.save_checkpoint
-        if self._async is not None and self.epochs_run < self.total_epochs:  # the last one is not asynchronous
-            epoch = self.global_step if self._async.by_step else epoch  # names the folder
-            self._async.save(epoch, loader_state, optimizers_of(self))
-            save = self._checkpoint_client._save_checkpoint_async
-        save(
-            model=self._model,
-            optimizer=self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer,
-            training_progress=TrainingProgress(
-                seed=self.seed,
-                epochs_run=self.epochs_run,
-                total_epochs=self.total_epochs,
-                max_steps_per_epoch=self.max_steps_per_epoch,
-                dataloader_state_dict=loader_state,
-            ),
-            epoch=epoch,
-        )
-
-
-class AsyncCheckpoint:
-    """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
-
-    Args:
-        client: The recipe's checkpoint client, which saves asynchronously.
-        by_step: Name checkpoints by optimizer steps, ``dist_step_N``, rather than by epochs.
-    """
-
-    def __init__(self, client: Any, *, by_step: bool) -> None:
-        self.by_step = by_step
-        self._checkpointer = checkpointer = client._get_dcp_checkpointer()
-        of_epochs = checkpointer._checkpoint_dir_prefix
-        if by_step:
-            checkpointer._checkpoint_dir_prefix = "dist_step"
-        # A thread saves while training goes on: on the group of the training, their collectives would mix.
-        checkpointer._process_group = dist.new_group(backend="gloo")
-        self._prefix = checkpointer._checkpoint_dir_prefix
-        if checkpointer._get_latest_intermediate_checkpoint() is None:  # the run to resume may have saved at epochs
-            checkpointer._checkpoint_dir_prefix = of_epochs
-
-    def save(self, number: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
-        """Store, next to the checkpoint of an epoch or a step that is saved next, what stock does not read back."""
-        self._checkpointer._checkpoint_dir_prefix = self._prefix
-        if dist.get_rank() == 0:
-            path = Path(self._checkpointer._output_dir, f"{self._prefix}_{number}", _NOT_READ_BACK)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"loader": loader_state, "initial_lr": _initial_lr(optimizers)}, path)
-
-    def load(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Give the optimizers the rates that a schedule starts from.
-
-        Returns:
-            The loader's state that was saved with the last checkpoint; nothing if stock's recipe saved it.
-        """
-        last = self._checkpointer._get_latest_intermediate_checkpoint()
-        if last is None or not Path(last, _NOT_READ_BACK).exists():
-            return {}
-        stored = torch.load(Path(last, _NOT_READ_BACK), weights_only=True)
-        for group, initial_lr in zip(_groups(optimizers), stored["initial_lr"], strict=True):
-            group["initial_lr"] = initial_lr
-        loader_state: dict[str, Any] = stored["loader"]
-        return loader_state
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def _initial_lr(optimizers: Sequence[Optimizer]) -> list[float]:
-    return [float(group.get("initial_lr", group["lr"])) for group in _groups(optimizers)]

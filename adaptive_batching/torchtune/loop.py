@@ -106,6 +106,9 @@ class TrainingLoop:
         if run.profiler is not None:
             run.profiler.start()
         self._costs = None if self._growth is None else StepCosts(host)
+        if self._validation is not None:
+            with self._limited():
+                self._validation.check_that_longest_fits()
         for epoch in range(run.first_epoch, run.epochs):
             self._start_epoch(epoch)
             training_of_epoch = self._run_epoch(epoch)

@@ -35,7 +35,7 @@ from adaptive_batching.torchtune.session import Session
 from adaptive_batching.torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching.torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 from adaptive_batching.torchtune.stock import replaced_in_torchtune
-from adaptive_batching.torchtune.validating import HeldOut, check_validation
+from adaptive_batching.torchtune.validating import HeldOut, check_validation, hold_out
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -131,19 +131,17 @@ class AdaptiveBatching:
         host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
         circumstances = circumstances_of(cfg, measures_noise=self._increase.noise_scale_every is not None)
-        held_out = self._hold_out()
+        held_out = self._hold_out(host)
         self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored, held_out)
         self.global_step = self._session.run.first_step
 
-    def _hold_out(self) -> HeldOut | None:
+    def _hold_out(self, host: hosts.Host) -> HeldOut | None:
         """Return the data set to validate on, if there is one."""
         if self._validation is None or self._validation_loader is None:
             return None
         objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
-        held_out = HeldOut(self._validation_loader, objective, self._validation.every, self._validation.batch_size)
         with unchanged_random_state(self._device):
-            held_out.check()
-        return held_out
+            return hold_out(self._validation, self._validation_loader, objective, host.model)
 
     def train(self) -> None:
         assert self._session is not None, "set up first"

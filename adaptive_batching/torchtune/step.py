@@ -122,7 +122,8 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
     if trains_all:
         if not host.steps_in_backward and not accumulates:
             in_backward = _in_backward_step(host, make_optimizers, step)
-            found.append(Remedy("optimizer_in_bwd=True (with clip_grad_norm=null)", in_backward))
+            with_it = "" if host.clip_norm is None else " (with clip_grad_norm=null)"
+            found.append(Remedy(f"optimizer_in_bwd=True{with_it}", in_backward))
         if "lora" in ways:
             lora = _frozen_step(host, make_optimizers, step)
             found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))

@@ -73,18 +73,18 @@ def _complete(unfinished: Path, folder: Path) -> None:
     if not is_last:
         state.rename(written / STATE_NAME)
     for path in (*written.rglob("*"), written):
-        _flush(path)  # else a power cut could leave files that are named and empty
+        flush(path)  # else a power cut could leave files that are named and empty
     if folder.exists():  # of an earlier run, or of this one before it was resumed
         folder.rename(unfinished / "replaced")
     written.rename(folder)
-    _flush(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(unfinished)
     for earlier in states_of_steps(folder.parent) if not is_last else ():
         if earlier.parent != folder:
             earlier.unlink()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until ``path``, a file or a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 from torchtune import training
+from tqdm import tqdm
 
 from adaptive_batching.growth.increase import reads_val_loss
 from adaptive_batching.memory import release_cached_memory
@@ -60,20 +61,43 @@ class HeldOut:
     batch_size: int | None
     """Samples of a forward; None to follow the training batch."""
 
-    def check(self) -> None:
-        """Refuse a data set that gives no loss.
+    longest: int
+    """Number of its longest sample."""
 
-        Raises:
-            ConfigError: If it is empty, or without a single target.
-        """
-        size = len(self.loader.dataset)
-        if size == 0:
-            raise ConfigError("dataset_val is empty; check its source, split and filters")
-        if not any(self.objective.counts([self.loader.dataset[index]]).terms for index in range(size)):
-            raise ConfigError(
-                f"dataset_val has no target token in any of its {size} samples; check its columns, or raise "
-                f"tokenizer.max_seq_len, which may cut the answers off"
-            )
+
+def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Objective, model: nn.Module) -> HeldOut:
+    """Return a data set to validate on. Each sample is read once, which takes less than a validation does.
+
+    Args:
+        settings: Those of the validation.
+        loader: Its samples.
+        objective: Computes their loss.
+        model: The model that is trained.
+
+    Raises:
+        ConfigError: If it is empty, without a single target, or has a sample that is longer than a model takes.
+    """
+    size = len(loader.dataset)
+    if size == 0:
+        raise ConfigError("dataset_val is empty; check its source, split and filters")
+    lengths, has_targets = [], False
+    for index in tqdm(range(size), desc="Reading dataset_val", dynamic_ncols=True):
+        sample = loader.dataset[index]
+        lengths.append(len(objective.tokens(sample)))
+        has_targets = has_targets or objective.counts([sample]).terms > 0
+    if not has_targets:
+        raise ConfigError(
+            f"dataset_val has no target token in any of its {size} samples; check its columns, or raise "
+            f"tokenizer.max_seq_len, which may cut the answers off"
+        )
+    longest = lengths.index(max(lengths))
+    most = min(int(getattr(each, "max_seq_len", lengths[longest])) for each in (model, *objective.frozen_models))
+    if lengths[longest] > most:
+        raise ConfigError(
+            f"dataset_val has a sample of {lengths[longest]} tokens, number {longest} (the first is 0), and the model "
+            f"takes {most}; set tokenizer.max_seq_len={most}"
+        )
+    return HeldOut(loader, objective, settings.every, settings.batch_size, longest)
 
 
 def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type) -> None:
@@ -147,7 +171,7 @@ class Validation:
         held_out.objective.equalize_collectives()
         self._host = host = replace(host, objective=held_out.objective, loader=held_out.loader, gate=None)
         self._loader, self._objective = held_out.loader, held_out.objective
-        self._every = held_out.every
+        self._every, self._longest = held_out.every, held_out.longest
         self._models = [host.model, *held_out.objective.frozen_models]
         first, self._replicas = int(self._loader.sampler.rank), int(self._loader.sampler.num_replicas)
         self._indices = range(first, len(self._loader.dataset), self._replicas)
@@ -171,6 +195,18 @@ class Validation:
     def is_due(self, step: int) -> bool:
         """True if a validation follows optimizer step number ``step``, from 1."""
         return step % self._every == 0
+
+    def check_that_longest_fits(self) -> None:
+        """Run the longest sample alone, before training: nothing smaller could run in its place at a validation.
+
+        A compiled model is left alone: what it compiles first has an effect on what it compiles for training.
+
+        Raises:
+            DoesNotFitError: If it runs out of memory.
+        """
+        if not self._host.is_compiled:
+            with self._apart_from_training():
+                self._run_window([self._longest])
 
     def run(self) -> float:
         """Return the mean loss over all target tokens of the data set, the same on every rank."""

@@ -16,7 +16,7 @@ from torchtune.modules import KVCache
 
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
-from tests.support.overrides import DOUBLE
+from tests.support.overrides import DOUBLE, VALIDATE
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import GENERATED, PPORun, ppo_run
 from tests.support.records import events, without_sizes
@@ -262,6 +262,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         (["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=2"],
          "keep_global_batch=True is not for PPO"),
         (["use_maximum_batch_size=True", "adaptive_batching.noise_scale_every=2"], "noise scale.*not measured in PPO"),
+        (["save_every_n_steps=4"], "save_every_n_steps=4 is not for PPO, .*; set save_every_n_steps=null"),
+        ([*VALIDATE, "run_val_every_n_steps=5"],
+         "run_val_every_n_steps=5 cannot be used with PPOFullFinetune.*; set run_val_every_n_steps=null"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused(overrides: list[str], message: str, run: PPO) -> None:

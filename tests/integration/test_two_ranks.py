@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching.torchtune.loop import TrainingLoop
@@ -328,6 +329,18 @@ def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     name: str, launched: tuple[Path, str]
 ) -> None:
     assert_went_on(launched[0], name, "step_7")
+
+
+@of_launch("growth")
+def test_of_asynchronous_checkpoints_of_steps_the_last_one_alone_keeps_its_state(launched: tuple[Path, str]) -> None:
+    folders = sorted((launched[0] / "async_steps_whole").glob("dist_step_*"))
+    assert [folder.name for folder in folders] == [f"dist_step_{step}" for step in range(1, 7)]
+    assert [folder.name for folder in folders if (folder / "recipe.pt").exists()] == ["dist_step_6"]
+    keys = [
+        {name.split(".")[0] for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
+        for folder in folders
+    ]
+    assert keys[:-1] == [{"model"}] * 5 and "optimizer" in keys[-1]
 
 
 @of_launch("others_resume")

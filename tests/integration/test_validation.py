@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,12 +142,15 @@ def test_a_validation_that_runs_out_of_memory_has_the_same_loss_and_leaves_train
     assert_trained_alike(run, without)
 
 
-def test_a_sample_that_does_not_fit_alone_is_named(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_does_not_fit_alone_is_named_before_training(
+    tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(validating, "batch_dependent_module", lambda host: None)  # which runs the model, too
     plan.update(where="forward", layer=1, without_gradients=True, call=1, times=10**6)
-    common = [*COMMON, "model._component_=tests.integration.faults.full_model", *EVERY_THIRD]
-    with pytest.raises(SystemExit, match=r"out of memory .*\d+ tokens: number \d+ of dataset_val .*max_seq_len below"):
+    common = [*COMMON, "model._component_=tests.integration.faults.full_model", *VALIDATE, "run_val_every_n_steps=100"]
+    with pytest.raises(SystemExit, match=r"out of memory .* \d+ tokens: number \d+ of dataset_val .*max_seq_len below"):
         tune_run("full", *common)
+    assert not Run(tmp_path / "out").metrics, "before training"
 
 
 def test_each_module_is_in_its_own_mode_after_an_error() -> None:
@@ -171,12 +175,22 @@ class NothingToLearn:
         return dict(self._sample)
 
 
+class OneLongSample(NothingToLearn):
+    """Samples that the tokenizer does not cut, the last one longer than the model takes."""
+
+    def __getitem__(self, index: int) -> Any:
+        length = 513 if index == 2 else 5
+        return {"tokens": [1] * length, "labels": [1] * length, "mask": [True] * length}
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
         ({"_component_": "tests.integration.test_validation.NothingToLearn"}, "dataset_val has no target token in any"),
         ({"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "/no/file.json"},
          "dataset_val cannot be loaded: .*Check dataset_val.source"),
+        ({"_component_": "tests.integration.test_validation.OneLongSample"},
+         r"dataset_val has a sample of 513 tokens, number 2 .*and the model takes 512; set tokenizer.max_seq_len=512"),
     ],
 )  # fmt: skip
 def test_data_without_a_loss_are_refused_before_training(

@@ -280,7 +280,7 @@ def runs_that_grow(run: Runner) -> None:
     run("full", "async_resumed", *save_async, "resume_from_checkpoint=True")
 
     run_in_two(run, "full", "adaptive_batching.noise_scale_every=2")
-    run_in_two(run, "full", "enable_async_checkpointing=True", name="async_steps")
+    run_in_two(run, "full", "enable_async_checkpointing=True", "save_every_n_steps=1", name="async_steps")
 
 
 def run_in_two(run: Runner, kind: str, *added: str, name: str = "") -> None:

@@ -19,9 +19,10 @@ from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching.torchtune.recovery import Recovery, remedy
+from adaptive_batching.torchtune.step import remedies
 from adaptive_batching.values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
-from tests.support.hosts import ALONE, host
+from tests.support.hosts import ALONE, SAMPLES, host
 
 CUDA = torch.device("cuda")
 PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2, tokens=16)]
@@ -143,3 +144,14 @@ def test_the_remedy_is_one_that_is_not_used_yet() -> None:
     assert of("cpu", False, False) == of("cuda", False, False) == "enable_activation_checkpointing=True"
     assert of("cuda", True, False) == "enable_activation_offloading=True"
     assert of("cuda", True, True) == of("cpu", True, False) == "a model with quantized weights, as in QLoRA"
+
+
+def test_clipping_is_to_be_left_out_where_it_is_on_and_nowhere_else() -> None:
+    """PPO has no key for it."""
+
+    def optimizer_in_backward(clip_norm: float | None) -> str:
+        found = remedies(host(clip_norm=clip_norm), dict(SAMPLES[0]), lambda groups: [], accumulates=False)
+        return next(each.setting for each in found if "optimizer_in_bwd" in each.setting)
+
+    assert optimizer_in_backward(None) == "optimizer_in_bwd=True"
+    assert optimizer_in_backward(1.0) == "optimizer_in_bwd=True (with clip_grad_norm=null)"

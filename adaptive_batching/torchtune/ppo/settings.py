@@ -30,8 +30,8 @@ def check_settings(cfg: DictConfig) -> None:
         )
     if settings.save_every_n_steps is not None:
         raise ConfigError(
-            f"save_every_n_steps={settings.save_every_n_steps} is not for PPO, whose checkpoints are saved "
-            f"at the ends of epochs; leave it unset"
+            f"save_every_n_steps={settings.save_every_n_steps} is not for PPO, whose checkpoints are saved at the ends "
+            f"of epochs; set save_every_n_steps=null"
         )
     increase = resolve_increase(settings)
     if increase.noise_scale_every is not None:

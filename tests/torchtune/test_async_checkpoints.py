@@ -1,0 +1,77 @@
+"""Distributed checkpoints of steps: one that another follows keeps its weights, and nothing else."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+from adaptive_batching.torchtune.async_checkpoints import _supersede, check_that_state_is_there
+from adaptive_batching.values import ConfigError
+
+
+def save(folder: Path) -> dict[str, Any]:
+    """Save a model and what training needs, as torchtune does; return the weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 7))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs_run": 1, "seed": 0}
+    folder.mkdir()
+    torch.save({}, folder / "recipe.pt")
+    save_distributed(values, storage_writer=FileSystemWriter(folder, single_file_per_rank=False))
+    return model.state_dict()
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    target = folder.parent / "loaded.pt"
+    dcp_to_torch_save(folder, target)
+    found: dict[str, Any] = torch.load(target)
+    return found
+
+
+def test_those_before_one_that_is_complete_keep_their_weights_alone(tmp_path: Path) -> None:
+    of_step = {step: save(tmp_path / f"dist_step_{step}") for step in (4, 8, 12)}
+    broken_off, another = tmp_path / "dist_step_6", tmp_path / "dist_step_4_of_mine"
+    for folder in (broken_off, another):
+        folder.mkdir()
+    (broken_off / "__0_0.distcp").touch()
+    done: Future[None] = Future()
+    done.set_result(None)
+    for _ in range(2):  # as well where it was done before
+        _supersede(tmp_path / "dist_step_8", done)
+    earlier = loaded(tmp_path / "dist_step_4")
+    assert earlier.keys() == {"model"}
+    for name, weight in of_step[4].items():
+        assert torch.equal(earlier["model"][name], weight), name
+    assert len(list((tmp_path / "dist_step_4").glob("*.distcp"))) == len(of_step[4])
+    with pytest.raises(
+        ConfigError, match=r"resume_from_checkpoint=True, and .*, dist_step_4, holds weights alone; set"
+    ):
+        check_that_state_is_there(tmp_path / "dist_step_4")
+    for step in (8, 12):
+        check_that_state_is_there(tmp_path / f"dist_step_{step}")
+        assert loaded(tmp_path / f"dist_step_{step}").keys() == {"model", "optimizer", "epochs_run", "seed"}
+    assert (broken_off / "__0_0.distcp").exists() and another.exists()
+
+
+@pytest.mark.parametrize("fails", ["to be saved", "to be followed"])
+def test_nothing_is_removed_where_the_next_one_is_not_there(
+    fails: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "dist_step_4")
+    done: Future[None] = Future()
+    if fails == "to be saved":
+        (tmp_path / "dist_step_8").mkdir()
+        done.set_exception(OSError("No space left on device"))
+    else:
+        done.set_result(None)
+    _supersede(tmp_path / "dist_step_8", done)
+    assert "optimizer" in loaded(tmp_path / "dist_step_4")
+    assert ("keeps its state" in caplog.text) == (fails == "to be followed")
