@@ -28,6 +28,7 @@ from common import write_report
 from omegaconf import OmegaConf
 from torchtune import training
 from torchtune.config._utils import _merge_yaml_and_cli_args
+from torchtune.modules import RMSNorm
 
 from adaptive_batching.plan.published import PEAKS, Peak, error_band
 from adaptive_batching.torchtune.levers import CONFIGS
@@ -51,6 +52,7 @@ _ROOT = "the root stays gathered after its forward"
 _8_BITS = "which optimizer is not said; bitsandbytes' is planned"
 _TABLE = "not explained; 24.1 GB in the same table for the run above was 20.2 GB when run again"
 _COPIED = "logits are copied, and held during the backward pass"
+_NORM = "norms scale in bfloat16"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def _full_3b(name: str, *overrides: str, inferred: str = "fused AdamW", why: str
     settings = [*_LADDER, *([] if in_backward else ["optimizer_in_bwd=False"]), *overrides]
     return Row(
         name, "full_finetune_single_device", "llama3_2/3B_full_single_device", 4096, _3B, tuple(settings),
-        inferred=inferred, why=why,
+        inferred=inferred, why=why, as_of=_NORM,
     )  # fmt: skip
 
 
@@ -87,6 +89,9 @@ _AC, _NO_AC = "enable_activation_checkpointing=True", "enable_activation_checkpo
 _OFFLOAD, _NO_OFFLOAD = "enable_activation_offloading=True", "enable_activation_offloading=False"
 _IN_BACKWARD = ("compile=True", _CHUNKED, _AC, "optimizer_in_bwd=True")
 _WITH_ADAPTERS = (*_LADDER, "compile=True", _CHUNKED, _AC, _OFFLOAD)
+_8B_COMPILED = ("batch_size=2", "gradient_accumulation_steps=1", "dataset.packed=True", "compile=True")
+_8B_LORA = (*_8B_COMPILED, "model.lora_attn_modules=[q_proj,v_proj]", "model.apply_lora_to_mlp=False")
+_8B_QLORA = (*_8B_COMPILED, "model.lora_attn_modules=[q_proj,v_proj,k_proj,output_proj]")
 _LOW_MEMORY = ("batch_size=4", "gradient_accumulation_steps=1", _CE, "compile=False", _NO_OFFLOAD, _AC)
 ROWS = [
     _full_3b("full, packed", "compile=False", _CE, _NO_AC, _NO_OFFLOAD),
@@ -100,13 +105,21 @@ ROWS = [
         inferred="whose 8-bit AdamW; bitsandbytes' taken", why=_8_BITS,
     ),
     Row("LoRA", "lora_finetune_single_device", "llama3_2/3B_lora_single_device", 4096, _3B,
-        _WITH_ADAPTERS, inferred="the command of the next row"),
+        _WITH_ADAPTERS, inferred="the command of the next row", as_of=_NORM),
     Row("QLoRA", "lora_finetune_single_device", "llama3_2/3B_qlora_single_device", 4096, _3B,
-        _WITH_ADAPTERS),
+        _WITH_ADAPTERS, as_of=_NORM),
     Row("8B full, low memory, RTX 4090", "full_finetune_single_device", "llama3_1/8B_full_single_device", 2048, _8B,
         ("batch_size=2", "gradient_accumulation_steps=1", "dataset.packed=True", "compile=True", _CHUNKED, _AC,
          _OFFLOAD, "optimizer_in_bwd=True", "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"),
         inferred="optimizer and offloading, from an answer in issue 2168"),
+    Row("8B LoRA, RTX 4090", "lora_finetune_single_device", "llama3_1/8B_lora_single_device", 2048, _8B,
+        (*_8B_LORA, _AC, _OFFLOAD), inferred="offloading, as of the row above; adapters as in the config of 0.3.1",
+        as_of=_NORM),
+    Row("8B LoRA, RTX A6000", "lora_finetune_single_device", "llama3_1/8B_lora_single_device", 2048, _8B,
+        (*_8B_LORA, _NO_AC, _NO_OFFLOAD), inferred="no activation checkpointing; adapters as in the config of 0.3.1",
+        as_of=_NORM),
+    Row("8B QLoRA, RTX 4090", "lora_finetune_single_device", "llama3_1/8B_qlora_single_device", 2048, _8B,
+        (*_8B_QLORA, _AC, _NO_OFFLOAD), inferred="adapters as in the config of 0.3.1", as_of=_NORM),
     Row("70B full, 8 A100, CPU offload", "full_finetune_distributed", "llama3_1/70B_full", 2048, _8B,
         ("batch_size=2", "gradient_accumulation_steps=1", "dataset.packed=True", "compile=True"), devices=8,
         inferred="all else as in the config"),
@@ -165,9 +178,25 @@ def _logits_are_copied() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _norms_scale_in_bfloat16() -> Iterator[None]:
+    """Normalize in float32, and scale what has been cast back, as torchtune's norm did until 0.4.
+
+    Since 0.5 it scales in float32, and autograd keeps the scaled factor in that type.
+    """
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+    with mock.patch.object(RMSNorm, "forward", forward):
+        yield
+
+
 AS_OF: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     _ROOT: _root_stays_gathered,
     _COPIED: _logits_are_copied,
+    _NORM: _norms_scale_in_bfloat16,
 }
 
 
