@@ -321,19 +321,17 @@ def runs_of_other_recipes(run: Runner) -> None:
 def runs_of_other_recipes_that_resume(run: Runner) -> None:
     """Those whose stock checkpoints hold no state of the batch, on from a checkpoint."""
     global fail_at_epoch
-    for kind in ("lora_dpo", "qat"):
-        growing = [*SGD, *GROW, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
-        run(kind, f"{kind}_uninterrupted", *growing)
-        fail_at_epoch = 1
-        run(kind, f"{kind}_resumed", *growing)
-        fail_at_epoch = None
-        files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
-        run(kind, f"{kind}_resumed", *growing, "resume_from_checkpoint=True", *([files] if kind == "qat" else []))
+    growing = [*SGD, *GROW, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
+    run("lora_dpo", "lora_dpo_uninterrupted", *growing)
+    fail_at_epoch = 1
+    run("lora_dpo", "lora_dpo_resumed", *growing)
+    fail_at_epoch = None
+    run("lora_dpo", "lora_dpo_resumed", *growing, "resume_from_checkpoint=True")
     for kind in IN_TWO:
-        run_in_two(run, kind, *([] if kind == "full_dpo" else ["model.lora_dropout=0.1"]))
+        run_in_two(run, kind, *([] if kind in ("full_dpo", "qat") else ["model.lora_dropout=0.1"]))
 
 
-IN_TWO = ("lora", "full_dpo", "kd", "qat_lora")
+IN_TWO = ("lora", "lora_dpo", "full_dpo", "kd", "qat", "qat_lora")
 NO_ADAPTERS = (
     "model._component_=torchtune.models.llama2.llama2", "~model.lora_attn_modules", "~model.apply_lora_to_mlp",
     "~model.apply_lora_to_output", "~model.lora_rank", "~model.lora_alpha", "~model.lora_dropout",
