@@ -47,6 +47,21 @@ def summary(runs: list[Run]) -> Html:
     return Html(found + table(header, differ, words=words, caption=caption, class_="compare"))
 
 
+def errors(runs: list[Run]) -> Html | None:
+    """Return the error that ended each run."""
+    return _cards(runs, lambda _, run: _error(run))
+
+
+def _error(run: Run) -> Html | None:
+    error = run.last("error")
+    if error is None:
+        return None
+    last = run.last("step")
+    steps = say.of(0 if last is None else last["step"], "optimizer step")
+    words = text("p", f"{error['type']}, {say.moment(error['time'])}, after {steps}.")
+    return Html(words + (text("pre", error["message"], class_="error", tabindex="0") if error["message"] else ""))
+
+
 def probes(runs: list[Run]) -> Html | None:
     """Return what each probe has found, with room for its picture."""
     return _cards(runs, lambda number, run: _probe(number, run.last("probe")))

@@ -99,13 +99,14 @@ def state(run: Run) -> str:
     ended = run.last("end")
     if ended is not None:
         return f"ended {moment(ended['time'])}"
-    begun, plan = run.last("run"), run.last("plan")
+    begun, plan, error = run.last("run"), run.last("plan"), run.last("error")
     if begun is None:
         return ""
     planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
-    return "the record ends here: the run goes on, or was cut off" + (
-        f"; about {count(planned)} planned" if planned else ""
-    )
+    early = "the record ends here: the run goes on, or was cut off"
+    if error is not None:
+        early = f"ended early, {moment(error['time'])}"
+    return early + (f"; about {count(planned)} planned" if planned else "")
 
 
 def _validation(run: Run) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from adaptive_batching.report.record import Report
 from adaptive_batching.values import ConfigError
 from tests.support.examples import RESULT
 from tests.support.html import read_page
+from tests.support.runs import about
 
 
 def write_run(report: Report, epochs: range, changes: bool = False) -> None:
@@ -162,6 +164,61 @@ def test_no_process_for_the_page_is_one_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "no page of this run ([Errno 2] No such file" in warnings[0]
     assert len(read_events(report.path)["step"]) == 6
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("sample 7 is <b>bad</b> \ud800")], ids=repr)
+def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: BaseException, tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about())
+    with pytest.raises(type(error)) as raised, report.showing_errors():
+        write_run(report, range(2))
+        raise error
+    assert raised.value is error and error.__cause__ is error.__context__ is None
+    [event] = read_events(report.path)["error"]
+    assert (event["type"], event["message"]) == (type(error).__name__, str(error))
+    words = read_page(tmp_path / "report.html").words
+    assert "ended early, 20" in words["summary"]
+    assert f"{event['type']}, 20" in words["error"] and "after 4 optimizer steps." in words["error"]
+    assert str(error).replace("\ud800", "?") in words["error"]
+    resumed = Report(tmp_path, resume=True)
+    write_run(resumed, range(2, 3))
+    resumed.finish()
+    page = read_page(tmp_path / "report.html")
+    assert "error" not in page.words and "ended 20" in page.words["summary"]
+
+
+def test_an_error_before_the_first_decision_takes_nothing(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(1))
+    before = (tmp_path / "report.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="no"), Report(tmp_path).showing_errors():
+        raise ValueError("no")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.jsonl"]
+    assert (tmp_path / "report.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt, subprocess.TimeoutExpired("page", 60), MemoryError])
+def test_no_trouble_with_the_page_hides_the_error(
+    trouble: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> str:
+        raise trouble
+
+    monkeypatch.setattr("adaptive_batching.report.record.finish_page", fail)
+    report = Report(tmp_path)
+    with pytest.raises(ZeroDivisionError), report.showing_errors():
+        write_run(report, range(1))
+        raise ZeroDivisionError
+
+
+def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adaptive_batching.report.record.finish_page", pytest.fail)
+    report = Report(tmp_path, alone=False)
+    with pytest.raises(ZeroDivisionError), report.showing_errors():
+        write_run(report, range(1))
+        raise ZeroDivisionError
+    assert report._page is not None
+    assert finish_page(report._page, seconds=60) == str(tmp_path / "report.html")
 
 
 def test_the_page_shows_each_epoch_once_it_is_over(tmp_path: Path) -> None:
