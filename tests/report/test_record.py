@@ -9,11 +9,12 @@ import pytest
 from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.report.apart import finish_page
 from adaptive_batching.report.events import read_events
+from adaptive_batching.report.page import write_page
 from adaptive_batching.report.record import Report
 from adaptive_batching.values import ConfigError
+from tests.support import runs
 from tests.support.examples import RESULT
 from tests.support.html import read_page
-from tests.support.runs import about
 
 
 def write_run(report: Report, epochs: range, changes: bool = False) -> None:
@@ -168,7 +169,7 @@ def test_no_process_for_the_page_is_one_warning(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("sample 7 is <b>bad</b> \ud800")], ids=repr)
 def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: BaseException, tmp_path: Path) -> None:
-    report = Report(tmp_path, about=about())
+    report = Report(tmp_path, about=runs.about())
     with pytest.raises(type(error)) as raised, report.showing_errors():
         write_run(report, range(2))
         raise error
@@ -184,6 +185,17 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
     resumed.finish()
     page = read_page(tmp_path / "report.html")
     assert "error" not in page.words and "ended 20" in page.words["summary"]
+
+
+@pytest.mark.parametrize(("epochs", "often"), [(1, "at the end"), (2, "once, and at the end")])
+def test_a_run_that_memory_has_ended_does_not_say_that_it_never_ran_out(
+    epochs: int, often: str, tmp_path: Path
+) -> None:
+    report = Report(tmp_path, alone=False)
+    with pytest.raises(RuntimeError), report.showing_errors():
+        runs.write_run(report, range(epochs), ends=False)
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert read_page(write_page([tmp_path])).facts["Out of memory"] == often
 
 
 def test_an_error_before_the_first_decision_takes_nothing(tmp_path: Path) -> None:
