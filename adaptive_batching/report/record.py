@@ -39,8 +39,8 @@ class Report(Watcher):
     Args:
         directory: Folder for the record and the page; created if needed.
         resume: True to append to an existing record. Otherwise the first event replaces it.
-        writes: True only on the rank that writes the record.
-        alone: False if other ranks may wait for this one.
+        rank: Number of this process. The first writes the record; another adds no more than the error that ends it.
+        ranks: Number of processes; where there are several, others may wait for this one.
         about: What the record says of the run before its first event, in JSON's types.
 
     Raises:
@@ -52,14 +52,15 @@ class Report(Watcher):
         directory: Path,
         *,
         resume: bool = False,
-        writes: bool = True,
-        alone: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = directory
         self.path = directory / RECORD
-        self._writes = writes
-        self._alone = alone
+        self._writes = rank == 0
+        self._rank = rank
+        self._is_alone = ranks == 1
         self._about = {"resumed": resume, **(about or {})}
         self._began = False
         self._warned = self._warned_of_page = False
@@ -72,9 +73,9 @@ class Report(Watcher):
         self._explored: list[tuple[str, str]] = []
         self._validations: list[Mapping[str, Any]] = []
         self._recoveries = 0
-        if writes:
+        if self._writes:
             self._check_room()
-        if writes and resume and self.path.exists():
+        if self._writes and resume and self.path.exists():
             self._note_all()
             self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
 
@@ -220,7 +221,7 @@ class Report(Watcher):
     def showing_errors(self) -> Iterator[None]:
         """Record an error that ends the run inside the context, and make the page; the error goes on as it was.
 
-        Where other ranks wait for this one, the page is made without being waited for.
+        Where there are other ranks, the page is not waited for.
         """
         try:
             yield
@@ -230,11 +231,13 @@ class Report(Watcher):
             raise
 
     def _break_off(self, error: BaseException) -> None:
-        if not self._began:  # as in finish
+        if not self._began or not self.path.exists():  # as in finish
             return
         with self._only_warned():
-            self._write("error", time=_now(), type=type(error).__name__, message=str(error)[:_LONGEST_MESSAGE])
-        self._make_page(waits=self._alone)
+            values = {"type": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE], "rank": self._rank}
+            with self.path.open("a") as file:  # at once, so that lines of several ranks do not mix
+                file.write(("\n" if self._cut_off else "") + written("error", {"time": _now(), **values}))
+        self._make_page(waits=self._is_alone)
 
     def table(self) -> list[str]:
         """Return the lines of the summary: the maximum, then every epoch."""
@@ -284,6 +287,7 @@ class Report(Watcher):
 
     def _write(self, event: str, **values: Any) -> None:
         if not self._writes:
+            self._began = True  # on the first rank
             return
         with self._only_warned():
             self._note(event, values)

@@ -48,18 +48,19 @@ def summary(runs: list[Run]) -> Html:
 
 
 def errors(runs: list[Run]) -> Html | None:
-    """Return the error that ended each run."""
-    return _cards(runs, lambda _, run: _error(run))
+    """Return the errors that ended each run, one of each rank that had one."""
+    return _cards(runs, lambda _, run: _errors(run))
 
 
-def _error(run: Run) -> Html | None:
-    error = run.last("error")
-    if error is None:
-        return None
-    last = run.last("step")
-    steps = say.of(0 if last is None else last["step"], "optimizer step")
-    words = text("p", f"{error['type']}, {say.moment(error['time'])}, after {steps}.")
-    return Html(words + (text("pre", error["message"], class_="error", tabindex="0") if error["message"] else ""))
+def _errors(run: Run) -> Html | None:
+    begun, last = run.last("run") or {}, run.last("step") or {}
+    shown = ""
+    for error in run.events["error"]:
+        where = f" on rank {error['rank']}" if begun.get("ranks", 1) > 1 else ""
+        steps = say.of(last.get("step", 0), "optimizer step")
+        shown += text("p", f"{error['type']}{where}, {say.moment(error['time'])}, after {steps}.")
+        shown += text("pre", error["message"], class_="error", tabindex="0") if error["message"] else ""
+    return Html(shown) if shown else None
 
 
 def probes(runs: list[Run]) -> Html | None:

@@ -98,13 +98,13 @@ def state(run: Run) -> str:
     ended = run.last("end")
     if ended is not None:
         return f"ended {moment(ended['time'])}"
-    begun, plan, error = run.last("run"), run.last("plan"), run.last("error")
+    begun, plan, errors = run.last("run"), run.last("plan"), run.events["error"]
     if begun is None:
         return ""
     planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
     early = "the record ends here: the run goes on, or was cut off"
-    if error is not None:
-        early = f"ended early, {moment(error['time'])}"
+    if errors:
+        early = f"ended early, {moment(errors[0]['time'])}"
     return early + (f"; about {count(planned)} planned" if planned else "")
 
 
@@ -147,8 +147,7 @@ def _seen(run: Run) -> str:
 
 
 def _out_of_memory(run: Run, recoveries: int) -> tuple[str, str]:
-    error = run.last("error")
-    at_the_end = error is not None and "out of memory" in error["message"].lower()
+    at_the_end = any("out of memory" in error["message"].lower() for error in run.events["error"])
     if not recoveries:
         return ("at the end", "which ended the run") if at_the_end else ("never", "")
     often = "once" if recoveries == 1 else f"{count(recoveries)} times"

@@ -110,8 +110,7 @@ class AdaptiveBatching:
         if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
             about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
-            is_first, alone = self.ranks.is_first, self.ranks.size == 1
-            self._report = Report(directory, resume=resume, writes=is_first, alone=alone, about=about)
+            self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
                 restore_state(self._checkpoints)
@@ -155,8 +154,10 @@ class AdaptiveBatching:
         self._session.finish()
 
     def _showing_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose errors are on the page of the run."""
-        return contextlib.nullcontext() if self._report is None else self._report.showing_errors()
+        """Return a context whose errors are on the page of the run; ranks on other machines leave the record alone."""
+        if self._report is None or not self.ranks.is_next_to_first:
+            return contextlib.nullcontext()
+        return self._report.showing_errors()
 
     # What stock must see of a run
 

@@ -235,8 +235,9 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
     assert re.search(r"out of memory with a single sample, or pack, of \d+ tokens: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
-    page = read_page(launched[0] / "hopeless" / "adaptive_batching" / "report.html")
-    assert "DoesNotFitError, 20" in page.words["error"] and "out of memory on another rank" in page.words["error"]
+    words = read_page(launched[0] / "hopeless" / "adaptive_batching" / "report.html").words["error"]
+    assert "DoesNotFitError on rank 0" in words and "out of memory on another rank" in words
+    assert "DoesNotFitError on rank 1" in words and errors[1].splitlines()[0].removeprefix("error: ") in words
 
 
 @pytest.mark.parametrize(

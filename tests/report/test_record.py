@@ -120,7 +120,7 @@ def test_lines_that_were_cut_off_are_passed_over_and_stay_alone(cut_off: str, tm
 def test_a_directory_that_cannot_be_written_is_an_error_before_training(directory: str) -> None:
     with pytest.raises(ConfigError, match=f"adaptive_batching.report_dir='{directory}' cannot be written .*; set it"):
         Report(Path(directory))
-    Report(Path(directory), writes=False)
+    Report(Path(directory), rank=1, ranks=2)
 
 
 def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
@@ -191,7 +191,7 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
 def test_a_run_that_memory_has_ended_does_not_say_that_it_never_ran_out(
     epochs: int, often: str, tmp_path: Path
 ) -> None:
-    report = Report(tmp_path, alone=False)
+    report = Report(tmp_path)
     with pytest.raises(RuntimeError), report.showing_errors():
         runs.write_run(report, range(epochs), ends=False)
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -226,12 +226,33 @@ def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
 ) -> None:
     waited: list[object] = []
     monkeypatch.setattr("adaptive_batching.report.record.finish_page", lambda *args: waited.append(args))
-    report = Report(tmp_path, alone=False)
-    with pytest.raises(ZeroDivisionError), report.showing_errors():
+    about = {**runs.about(), "ranks": 2}
+    other, report = Report(tmp_path, rank=1, ranks=2), Report(tmp_path, ranks=2, about=about)
+    with pytest.raises(ZeroDivisionError), other.showing_errors():
         write_run(report, range(1))
-        raise ZeroDivisionError
-    assert not waited and report._page is not None
-    assert finish_page(report._page, seconds=60) == str(tmp_path / "report.html")
+        write_run(other, range(1))
+        raise ZeroDivisionError("a bug")
+    with pytest.raises(RuntimeError, match="closed"), report.showing_errors():
+        raise RuntimeError("connection closed")
+    assert [json.loads(line)["event"] for line in report.path.read_text().splitlines()][-3:] == [
+        "step",
+        "error",
+        "error",
+    ]
+    assert not waited and other._page is not None and report._page is not None
+    for page in (other._page, report._page):
+        assert finish_page(page, seconds=60) == str(tmp_path / "report.html")
+    words = read_page(write_page([tmp_path])).words["error"]
+    assert "ZeroDivisionError on rank 1" in words and "RuntimeError on rank 0" in words and "a bug" in words
+
+
+def test_a_rank_that_fails_before_the_first_has_begun_takes_nothing(tmp_path: Path) -> None:
+    for begins in (False, True):
+        other = Report(tmp_path, rank=1, ranks=2)
+        with pytest.raises(ZeroDivisionError), other.showing_errors():
+            write_run(other, range(int(begins)))
+            raise ZeroDivisionError
+        assert not list(tmp_path.iterdir())
 
 
 def test_the_page_shows_each_epoch_once_it_is_over(tmp_path: Path) -> None:
