@@ -175,6 +175,7 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
         raise error
     assert raised.value is error and error.__cause__ is error.__context__ is None
     [event] = read_events(report.path)["error"]
+    assert set(event) == {"time", "type", "message", "rank"}
     assert (event["type"], event["message"]) == (type(error).__name__, str(error))
     words = read_page(tmp_path / "report.html").words
     assert "ended early, 20" in words["summary"]
