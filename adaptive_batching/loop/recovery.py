@@ -99,10 +99,11 @@ class Recovery(Generic[Sample]):
             self._attempts.note_retry(self.tokens(largest), can_be_cut=len(largest) > 1)
         if not self._attempts.shrank and not self._shrink_if_thrashing(samples):
             self.limit.note_clean_step()
+        self._attempts.end_step()
 
     def _shrink_if_thrashing(self, samples: list[Sample]) -> bool:
         """Lower the limit where the allocator frees its cache to start over, step after step; the step stands."""
-        tokens, device = self._attempts.end_step(), device_of(self._model)
+        tokens, device = self._attempts.count_retries(), device_of(self._model)
         if not tokens or self.batch_dependent_module(samples) is not None:
             return False  # there is no need, or nothing to cut
         self._attempts.lower_for_retries(tokens, unit=self._unit, device=device, advice=allocator_advice(device))

@@ -110,10 +110,10 @@ class Attempts:
 
     def __init__(self, limit: TokenLimit, largest_that_ran: int = 0) -> None:
         self.failures = 0
-        """How often the current step has run out of memory."""
+        """How often the current step, or part of it, has run out of memory."""
 
         self.shrank = False
-        """True if it has run in smaller micro-batches since."""
+        """True if anything of the current step has run in smaller micro-batches since."""
 
         self._limit = limit
         self._largest_that_ran = largest_that_ran
@@ -122,11 +122,8 @@ class Attempts:
         self._retried_in_row = 0
 
     def start_step(self) -> None:
-        """Begin with the samples of the next step."""
+        """Begin with the samples of the next step, or of a part of it that can run again by itself."""
         self.failures = 0
-        self.shrank = False
-        self._retried = False
-        self._tokens_retried = 0
 
     def note(self, tokens: int) -> None:
         """Record that a micro-batch of ``tokens`` padded tokens has run."""
@@ -161,22 +158,27 @@ class Attempts:
         self.shrank = True
         return False
 
-    def end_step(self) -> int | None:
-        """End a step that has not shrunk.
+    def count_retries(self) -> int | None:
+        """Count a step that has not shrunk, at its end.
 
         Returns:
             The padded tokens below which forwards are to become, as the allocator has emptied its cache in several
             steps in a row; 0 if there is nothing to cut. None where it has not.
         """
         self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
-        tokens, self._retried, self._tokens_retried = self._tokens_retried, False, 0
         if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
             return None
         self._retried_in_row = 0
-        return tokens
+        return self._tokens_retried
+
+    def end_step(self) -> None:
+        """End a step, all of whose samples have run."""
+        self.shrank = False
+        self._retried = False
+        self._tokens_retried = 0
 
     def lower_for_retries(self, tokens: int, *, unit: str, device: object, advice: str | None) -> None:
-        """Lower the limit below what :meth:`end_step` has returned, and say so.
+        """Lower the limit below what :meth:`count_retries` has returned, and say so.
 
         Args:
             tokens: What it returned, above 0.

@@ -121,6 +121,7 @@ class Recovery:
         """Take note that an optimizer step is done."""
         if not self._attempts.shrank and not self._shrink_if_thrashing():
             self._limit.note_clean_step()
+        self._attempts.end_step()
         self._recovered_in_row = self._recovered_in_row + 1 if self._attempts.failures else 0
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
@@ -180,7 +181,7 @@ class Recovery:
     def _shrink_if_thrashing(self) -> bool:
         """Lower the limit where an allocator frees its cache to start over, step after step; the step stands."""
         device, ranks = self._host.device, self._host.ranks
-        retried = self._attempts.end_step()
+        retried = self._attempts.count_retries()
         if retried is None or not self._enabled or not self._host.recovers_together:  # else other ranks do not know
             return False
         tokens = int(ranks.largest(retried))
