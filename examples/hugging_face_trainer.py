@@ -10,6 +10,7 @@ Five small classes to copy and to change: a collator, a sampler and a data loade
 - Before training, real steps of the trainer find how many of the longest samples fit in a forward. From then on a
   forward holds samples of similar length, up to as many tokens, and a batch has as many forwards as it takes.
 - If memory runs out all the same, because another process takes some, the same samples run again in smaller forwards.
+- ``resume_from_checkpoint`` goes on within an epoch, with the samples that are left of it.
 
 It trains in one process on one device, with models that take ``num_items_in_batch``, as causal language models do.
 """
@@ -59,11 +60,15 @@ class PaddingCollator:
 
 
 class GrowingBatches(Sampler[list[int]]):
-    """Batches of the indices that a sampler draws, of a size for each epoch; the last of an epoch may be smaller."""
+    """Batches of the indices that a sampler draws, of a size for each epoch; the last of an epoch may be smaller.
 
-    def __init__(self, sampler: Any, sizes: list[int]) -> None:
+    They are a function of ``seed`` and the epoch alone, so that a run that is resumed goes on with those that are left.
+    """
+
+    def __init__(self, sampler: Any, sizes: list[int], seed: int = 0) -> None:
         self.sampler = sampler
         self.sizes = sizes
+        self.seed = seed
         self.epoch = 0
 
     @property
@@ -71,14 +76,32 @@ class GrowingBatches(Sampler[list[int]]):
         return self.sizes[self.epoch]
 
     @property
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        return sum(math.ceil(len(self.sampler) / size) for size in self.sizes)
+    def steps(self) -> list[int]:
+        """Steps of each epoch."""
+        return [math.ceil(len(self.sampler) / size) for size in self.sizes]
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        """Return how many whole epochs are over after ``step`` steps of the run, and how many steps of the next."""
+        for epoch, steps in enumerate(self.steps):
+            if step < steps:
+                return epoch, step
+            step -= steps
+        return len(self.sizes), 0
+
+    def epochs_after(self, step: int) -> float:
+        """Return how many epochs are over after ``step`` steps of the run."""
+        epoch, steps = self.place_of(step)
+        return epoch + steps / self.steps[epoch] if steps else float(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the size and the order of ``epoch``."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
-        return math.ceil(len(self.sampler) / self.batch_size)
+        return self.steps[self.epoch]
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         indices = list(self.sampler)
         for start in range(0, len(indices), self.batch_size):
             yield indices[start : start + self.batch_size]
@@ -93,7 +116,7 @@ class SampleLoader(DataLoader[Features]):
 
     def set_epoch(self, epoch: int) -> None:
         """Take the size of ``epoch``; ``Trainer`` calls this."""
-        self.batches.epoch = epoch
+        self.batches.set_epoch(epoch)
 
 
 class AdaptiveCallback(TrainerCallback):
@@ -101,18 +124,13 @@ class AdaptiveCallback(TrainerCallback):
 
     def __init__(self, trainer: AdaptiveTrainer) -> None:
         self._trainer = trainer
-        self._steps = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.prepare(kwargs["optimizer"])
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps = 0
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._steps += 1
-        batches = kwargs["train_dataloader"].batches
-        state.epoch = batches.epoch + self._steps / len(batches)  # Trainer takes all epochs to have as many steps
+        # Trainer takes all epochs to have as many steps.
+        state.epoch = kwargs["train_dataloader"].batches.epochs_after(state.global_step)
 
 
 class AdaptiveTrainer(Trainer):
@@ -155,19 +173,34 @@ class AdaptiveTrainer(Trainer):
         self.add_callback(AdaptiveCallback(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint and len(set(self._sizes())) > 1:
-            raise ConfigError("resume_from_checkpoint: Trainer takes all epochs to have as many steps, and these grow")
+        if resume_from_checkpoint and not hasattr(Trainer, "_init_training_state"):
+            raise ConfigError("resume_from_checkpoint: with batches that may grow, it takes transformers 5.3 or later")
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> SampleLoader:
-        batches = GrowingBatches(self._get_train_sampler(self.train_dataset), self._sizes())
-        return SampleLoader(self.train_dataset, batches, num_workers=self.args.dataloader_num_workers)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._batches = GrowingBatches(self._get_train_sampler(self.train_dataset), self._sizes(), seed)
+        return SampleLoader(self.train_dataset, self._batches, num_workers=self.args.dataloader_num_workers)
 
     def set_initial_training_values(self, args: Any, dataloader: SampleLoader) -> Any:
         """Lay out the run for the sizes of its epochs, the first of which has most steps."""
         _, *values, max_steps = super().set_initial_training_values(args, dataloader)
         batches = dataloader.batches
-        return (len(batches.sizes), *values, max_steps if args.max_steps > 0 else batches.num_steps)
+        return (len(batches.sizes), *values, max_steps if args.max_steps > 0 else sum(batches.steps))
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the epoch to go on in, and its steps that are over; ``Trainer`` takes epochs to be equally long."""
+        super()._init_training_state(*args, **kwargs)
+        step, epochs = self.state.global_step, self.state.epoch
+        if step and epochs != self._batches.epochs_after(step):
+            raise ConfigError(
+                f"resume_from_checkpoint: {epochs:.3f} epochs were over after step {step}, and would be "
+                f"{self._batches.epochs_after(step):.3f} with the batch sizes of this run; resume with the data, "
+                f"per_device_train_batch_size, increase and max_batch_size that it began with"
+            )
+        epoch, steps = self._batches.place_of(step)
+        self._batches.set_epoch(min(epoch, len(self._batches.sizes) - 1))  # before its first steps are left out
+        return epoch, steps
 
     def prepare(self, optimizer: Any) -> None:
         """Make the step, and probe how many tokens a forward holds."""

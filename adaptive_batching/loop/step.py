@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic
@@ -15,10 +14,9 @@ from torch.utils.data import default_collate
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.loop.batch import Loss, Sample, collated, device_of, run_forward
-from adaptive_batching.memory import is_out_of_memory, memory_meter, release_cached_memory
-from adaptive_batching.micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching.loop.recovery import Recovery
+from adaptive_batching.memory import is_out_of_memory, memory_meter, num_allocation_retries, release_cached_memory
 from adaptive_batching.micro_batches.cut import Capacity, cut_by_length, padded_tokens
-from adaptive_batching.micro_batches.limits import Attempts, TokenLimit
 from adaptive_batching.micro_batches.run import run_micro_batches
 from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.probe.find import find_maximum_batch_size
@@ -27,8 +25,6 @@ from adaptive_batching.probe.trial import Run, TrainingStep
 from adaptive_batching.random_state import random_state, set_random_state
 from adaptive_batching.ranks.agree import ALONE
 from adaptive_batching.values import ConfigError
-
-log = logging.getLogger(__name__)
 
 # Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
 # which the device could compute some hundreds of tokens more.
@@ -89,17 +85,14 @@ class AdaptiveStep(Generic[Sample]):
         self._optimizer = optimizer
         self._loss = loss
         self._collate = collate
-        self._length = length
         self._clip_norm = clip_norm
         self._backward = backward
-        self._limit = TokenLimit()
-        self._attempts = Attempts(self._limit)
-        self._parts_add_up = False
+        self._recovery = Recovery(model, loss, collate, length)
 
     @property
     def num_recoveries(self) -> int:
         """Number of times that samples have had to run again."""
-        return self._limit.num_recoveries
+        return self._recovery.limit.num_recoveries
 
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Take one optimizer step on ``samples``, and leave no gradients behind.
@@ -141,22 +134,21 @@ class AdaptiveStep(Generic[Sample]):
         self._check(samples)
         device = device_of(self._model)
         state = random_state(device)
-        self._attempts.start_step()
+        self._recovery.start_step()
         while True:
             parts = self._cut(samples)
             # Near the number of losses, so that half precision neither overflows nor vanishes.
             divisor = None if len(parts) == 1 else len(samples)
             outcome = run_micro_batches(
-                [partial(self._forward_backward, part, divisor) for part in parts], ALONE, None, self._discard
-            )
+                [partial(self._forward_backward, part, divisor) for part in parts],
+                ALONE, None, self._discard, partial(num_allocation_retries, device),
+            )  # fmt: skip
             if not outcome.failed:
                 break
             assert outcome.failed_here is not None and outcome.error is not None
-            self._prepare_to_run_again(samples, parts[outcome.failed_here], outcome.error)
+            self._recovery.recover(samples, parts[outcome.failed_here], outcome.error)
             set_random_state(state, device)
-        self._attempts.note(max(map(self._tokens, parts)))
-        if self._attempts.failures == 0:
-            self._limit.note_clean_step()
+        self._recovery.end_step(samples, parts, retried=outcome.retried)
         total = torch.stack([loss for loss, _ in outcome.results]).sum()
         number = _divisor(torch.stack([number for _, number in outcome.results]).sum())
         if divisor is not None:
@@ -216,7 +208,7 @@ class AdaptiveStep(Generic[Sample]):
             on_cuda=device.type == "cuda",
         )
         result = find_maximum_batch_size(step, settings, memory_meter(device), upper=upper)
-        self._attempts.note(result.batch_size * self._tokens([sample]))
+        self._recovery.note_fit(result.batch_size * self._recovery.tokens([sample]))
         return result
 
     def _check(self, samples: list[Sample]) -> None:
@@ -230,16 +222,16 @@ class AdaptiveStep(Generic[Sample]):
 
     def _cut(self, samples: list[Sample]) -> list[list[Sample]]:
         """Return ``samples`` in parts that are expected to fit, the longest first."""
-        limits = [limit for limit in (self.max_tokens, self._limit.max_tokens) if limit is not None]
+        limits = [limit for limit in (self.max_tokens, self._recovery.limit.max_tokens) if limit is not None]
         if not limits or len(samples) == 1:
             return [samples]
-        lengths = [self._tokens([sample]) for sample in samples]
+        lengths = [self._recovery.tokens([sample]) for sample in samples]
         if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
             return [samples]
         # A high cost keeps the number of parts low where the user has not asked for any.
         forward_cost = limits[0] if self.max_tokens is None else _FORWARD_COST
         cut = cut_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
-        module = self._batch_dependent_module(samples) if len(cut) > 1 else None
+        module = self._recovery.batch_dependent_module(samples) if len(cut) > 1 else None
         if module is not None:
             raise ConfigError(
                 f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so that its "
@@ -251,52 +243,6 @@ class AdaptiveStep(Generic[Sample]):
         total, number = run_forward(self._loss, self._model, collated(part, self._collate))
         self._backward(total / (_divisor(number) if divisor is None else divisor))
         return total.detach(), number
-
-    def _prepare_to_run_again(self, samples: list[Sample], failed: list[Sample], error: Exception) -> None:
-        """Lower the limit on parts after ``failed`` ran out of memory.
-
-        Raises:
-            DoesNotFitError: If ``samples`` cannot run in smaller parts.
-        """
-        tokens = self._tokens(failed)
-        what = f"out of memory with {len(failed)} sample{'s' if len(failed) > 1 else ''}"
-        if self._length is not None:
-            what += f" of up to {max(map(self._length, failed))} tokens"
-        fitted_before = self._attempts.has_fitted(tokens)
-        if len(failed) == 1 and not (fitted_before and self._attempts.failures == 0):
-            raise DoesNotFitError(f"{what}, which cannot be cut; shorten it, or checkpoint activations") from error
-        try:
-            module = self._batch_dependent_module(samples)
-        except Exception as again:
-            if not is_out_of_memory(again):
-                raise
-            raise DoesNotFitError(f"{what}, and again in a forward of three short ones") from again
-        if module is not None:
-            raise DoesNotFitError(
-                f"{what}, and smaller parts of the batch would not give the same result: {module} computes over the "
-                f"batch. Use a smaller batch size, or checkpoint activations"
-            ) from error
-        as_they_were = self._attempts.fail(tokens, fitted_before=fitted_before)
-        unit = "samples" if self._length is None else "padded tokens"
-        how = "as they were" if as_they_were else f"with at most {self._limit.max_tokens} {unit} in a forward"
-        log.warning("%s; running the step's samples again %s (recovery number %d)", what, how, self.num_recoveries)
-
-    def _batch_dependent_module(self, samples: list[Sample]) -> str | None:
-        """Name a module of the model that computes over the batch, or return None."""
-        if self._parts_add_up or len(samples) == 1:
-            return None
-        # Short samples show a dependence best. The longest of them comes first in both batches, which have one shape.
-        *others, first = sorted(samples, key=lambda sample: self._tokens([sample]))[:3]
-        batches = [collated([first, other, other], self._collate) for other in (others[0], [*others, first][1])]
-        module = find_batch_dependent_module(
-            self._model, lambda batch: run_forward(self._loss, self._model, batch), *batches
-        )
-        self._parts_add_up = module is None
-        return module
-
-    def _tokens(self, part: list[Sample]) -> int:
-        """Return the padded tokens of a part; without a length, its number of samples."""
-        return len(part) if self._length is None else padded_tokens([max(self._length(sample), 1) for sample in part])
 
     def _discard(self) -> None:
         for parameter in self._model.parameters():

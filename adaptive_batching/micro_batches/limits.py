@@ -8,6 +8,10 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+# The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
+# training crawl.
+_RETRIES_IN_ROW_TO_SHRINK = 3
+
 
 class TokenLimit:
     """Limit on the padded tokens of a micro-batch, learned from running out of memory.
@@ -96,32 +100,51 @@ class Attempts:
     If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
     samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half.
 
+    Where the allocator has had to empty its cache to find room in several steps in a row, later ones are to run with an
+    eighth less; a step that runs again as it was counts as one of these.
+
     Args:
-        limit: Lowered when samples run again in smaller micro-batches.
+        limit: Lowered when samples run again in smaller micro-batches, and by :meth:`lower_for_retries`.
         largest_that_ran: Padded tokens of the largest micro-batch known to fit.
     """
 
     def __init__(self, limit: TokenLimit, largest_that_ran: int = 0) -> None:
         self.failures = 0
-        """How often the current step has run out of memory."""
+        """How often the current step, or part of it, has run out of memory."""
+
+        self.shrank = False
+        """True if anything of the current step has run in smaller micro-batches since."""
 
         self._limit = limit
         self._largest_that_ran = largest_that_ran
+        self._retried = False
+        self._tokens_retried = 0
+        self._retried_in_row = 0
 
     def start_step(self) -> None:
-        """Begin with the samples of the next step."""
+        """Begin with the samples of the next step, or of a part of it that can run again by itself."""
         self.failures = 0
 
     def note(self, tokens: int) -> None:
         """Record that a micro-batch of ``tokens`` padded tokens has run."""
         self._largest_that_ran = max(self._largest_that_ran, tokens)
 
+    def note_retry(self, tokens: int, *, can_be_cut: bool) -> None:
+        """Record that the allocator had to empty its cache in this step, whose largest micro-batch has ``tokens``."""
+        self._retried = True
+        self._tokens_retried = max(self._tokens_retried, tokens if can_be_cut else 0)
+
     def has_fitted(self, tokens: int) -> bool:
         """Return True if a micro-batch of ``tokens`` has run before, and has not failed twice in this step."""
         return tokens <= self._largest_that_ran and self.failures < 2
 
-    def fail(self, tokens: int, *, fitted_before: bool) -> bool:
+    def fail(self, tokens: int, *, fitted_before: bool, can_be_cut: bool) -> bool:
         """Record that a micro-batch of ``tokens`` ran out of memory.
+
+        Args:
+            tokens: Its padded tokens.
+            fitted_before: As many have run before.
+            can_be_cut: It holds more than one sample.
 
         Returns:
             True if the samples run again as they were, False if in smaller micro-batches.
@@ -129,6 +152,44 @@ class Attempts:
         self.failures += 1
         if fitted_before and self.failures == 1:
             self._limit.keep()
+            self.note_retry(tokens, can_be_cut=can_be_cut)
             return True
         self._limit.shrink(tokens, fitted_before=fitted_before)
+        self.shrank = True
         return False
+
+    def count_retries(self) -> int | None:
+        """Count a step that has not shrunk, at its end.
+
+        Returns:
+            The padded tokens below which forwards are to become, as the allocator has emptied its cache in several
+            steps in a row; 0 if there is nothing to cut. None where it has not.
+        """
+        self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
+        if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
+            return None
+        self._retried_in_row = 0
+        return self._tokens_retried
+
+    def end_step(self) -> None:
+        """End a step, all of whose samples have run."""
+        self.shrank = False
+        self._retried = False
+        self._tokens_retried = 0
+
+    def lower_for_retries(self, tokens: int, *, unit: str, device: object, advice: str | None) -> None:
+        """Lower the limit below what :meth:`count_retries` has returned, and say so.
+
+        Args:
+            tokens: What it returned, above 0.
+            unit: Of the limit, in words.
+            device: The device that is short of memory.
+            advice: An environment variable by which its allocator would need less, if there is one.
+        """
+        self._limit.lower(tokens)
+        more = "" if advice is None else f". It may need less with the environment variable {advice}"
+        log.warning(
+            "memory of %s is so short that every step frees the allocator's cache to find room (num_alloc_retries); "
+            "from now on a forward takes at most %d %s, an eighth less than the largest%s",
+            device, self._limit.max_tokens, unit, more,
+        )  # fmt: skip

@@ -93,6 +93,11 @@ class Ranks:
         """True on the rank that writes and decides."""
         return self.rank == 0
 
+    @property
+    def is_next_to_first(self) -> bool:
+        """True on the first rank, and where the launcher has put a rank on the same machine."""
+        return self.is_first or os.environ.get("GROUP_RANK") == "0"
+
     def largest(self, value: float) -> float:
         """Return the largest ``value`` of all ranks."""
         return self._reduced(value, dist.ReduceOp.MAX)

@@ -28,7 +28,16 @@ def start_page(directory: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _CODE, str(_PACKAGE), str(directory)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,  # Ctrl-C, and a launcher that ends a rank, are not meant for it
     )  # fmt: skip
+
+
+def stop_page(process: subprocess.Popen[str], directory: Path) -> None:
+    """End a process that has not written the page of ``directory`` yet, and remove what there is of it."""
+    process.kill()
+    process.communicate()
+    for partial in directory.glob(f".*.{process.pid}.partial"):
+        partial.unlink(missing_ok=True)
 
 
 def finish_page(process: subprocess.Popen[str], seconds: float) -> str:

@@ -17,9 +17,10 @@ VERSION = 2
 
 KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
-    "epoch", "change", "step", "validation", "noise", "end",
+    "epoch", "change", "step", "validation", "noise", "error", "end",
 )  # fmt: skip
 _OF_STEPS = ("epoch", "change", "step", "validation", "noise")
+_LAST = ("error", "end")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
 """Folder of the record within the output directory of a run, unless ``report_dir`` names another."""
@@ -108,11 +109,16 @@ def read_events(path: Path) -> Events:
 
 
 def lines_that_count(path: Path) -> list[tuple[str, Event]]:
-    """Return (kind, values) of each event, in order, without those of epochs and steps that ran again."""
+    """Return (kind, values) of each event, in order, without those of epochs and steps that ran again.
+
+    An end after which the run was resumed is none.
+    """
     events: list[tuple[str, Event]] = []
     for kind, values in lines(path):
+        if kind in ("run", "epoch", "resume"):
+            events = [(k, v) for k, v in events if k not in _LAST]
         if kind in ("epoch", "resume"):
-            events = [(k, v) for k, v in events if k != "end" and (k not in _OF_STEPS or _came_before(values, v))]
+            events = [(k, v) for k, v in events if k not in _OF_STEPS or _came_before(values, v)]
         events.append((kind, values))
     return events
 

@@ -6,6 +6,7 @@ Its words and tables stand in the HTML. The curves are data in it, which uPlot d
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def write_page(paths: list[Path], output: Path | None = None) -> Path:
         if not any(run.events.values()):
             raise RecordError(f"{run.path} holds no event that can be read")
     output = output or runs[0].path.with_name(PAGE)
-    partial = output.with_name(f".{output.name}.partial")
+    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")  # others may be writing one
     try:
-        partial.write_text(page_of(runs), encoding="utf-8")
+        partial.write_text(page_of(runs), encoding="utf-8", errors="replace")  # a message may hold what is no text
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
@@ -57,6 +58,7 @@ def page_of(runs: list[Run]) -> str:
     curves = [curves_of(run.events, most) for run in runs]
     parts = [
         ("summary", "", sections.summary(runs)),
+        ("error", "Ended early", sections.errors(runs)),
         ("training", "Training, over the samples seen", sections.training(runs, curves)),
         ("decisions", "Decisions", sections.decisions(runs)),
         ("probe", "Probe", sections.probes(runs)),

@@ -18,7 +18,7 @@ from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.growth.noise_scale import NoiseEstimate
 from adaptive_batching.micro_batches.fastest import Exploration
 from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.report.apart import finish_page, start_page
+from adaptive_batching.report.apart import finish_page, start_page, stop_page
 from adaptive_batching.report.events import RECORD, VERSION, lines_that_count, written
 from adaptive_batching.report.rows import Row
 from adaptive_batching.report.watcher import StepCost, Watcher
@@ -30,6 +30,7 @@ _MIB = 2**20
 # Free disk space required to begin a run: a record of some ten thousand steps, and the page.
 _BYTES_NEEDED = 4 * _MIB
 _SECONDS_FOR_PAGE = 60
+_LONGEST_MESSAGE = 4000
 
 
 class Report(Watcher):
@@ -38,7 +39,8 @@ class Report(Watcher):
     Args:
         directory: Folder for the record and the page; created if needed.
         resume: True to append to an existing record. Otherwise the first event replaces it.
-        writes: True only on the rank that writes the record.
+        rank: Number of this process. The first writes the record; another adds no more than the error that ends it.
+        ranks: Number of processes; where there are several, others may wait for this one.
         about: What the record says of the run before its first event, in JSON's types.
 
     Raises:
@@ -46,11 +48,19 @@ class Report(Watcher):
     """
 
     def __init__(
-        self, directory: Path, *, resume: bool = False, writes: bool = True, about: Mapping[str, Any] | None = None
+        self,
+        directory: Path,
+        *,
+        resume: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = directory
         self.path = directory / RECORD
-        self._writes = writes
+        self._writes = rank == 0
+        self._rank = rank
+        self._is_alone = ranks == 1
         self._about = {"resumed": resume, **(about or {})}
         self._began = False
         self._warned = self._warned_of_page = False
@@ -63,9 +73,9 @@ class Report(Watcher):
         self._explored: list[tuple[str, str]] = []
         self._validations: list[Mapping[str, Any]] = []
         self._recoveries = 0
-        if writes:
+        if self._writes:
             self._check_room()
-        if writes and resume and self.path.exists():
+        if self._writes and resume and self.path.exists():
             self._note_all()
             self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
 
@@ -207,6 +217,28 @@ class Report(Watcher):
         if self._began:  # else nothing could be written, and an existing record is of another run
             self._make_page()
 
+    @contextlib.contextmanager
+    def showing_errors(self) -> Iterator[None]:
+        """Record an error that ends the run inside the context, and make the page; the error goes on as it was.
+
+        Where there are other ranks, the page is not waited for.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(KeyboardInterrupt):  # a second one: the page is not waited for any longer
+                self._break_off(error)
+            raise
+
+    def _break_off(self, error: BaseException) -> None:
+        if not self._began or not self.path.exists():  # as in finish
+            return
+        with self._only_warned():
+            values = {"type": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE], "rank": self._rank}
+            with self.path.open("a") as file:  # at once, so that lines of several ranks do not mix
+                file.write(("\n" if self._cut_off else "") + written("error", {"time": _now(), **values}))
+        self._make_page(waits=self._is_alone)
+
     def table(self) -> list[str]:
         """Return the lines of the summary: the maximum, then every epoch."""
         times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
@@ -226,12 +258,13 @@ class Report(Watcher):
             with self._only_warned_of_page():
                 self._page = start_page(self.directory)
 
-    def _make_page(self) -> None:
+    def _make_page(self, *, waits: bool = True) -> None:
         with self._only_warned_of_page():
             if self._page is not None:
-                self._page.kill()  # what it shows is out of date
-                self._page.communicate()
-            log.info("the page of this run: %s", finish_page(start_page(self.directory), _SECONDS_FOR_PAGE))
+                stop_page(self._page, self.directory)  # what it shows is out of date
+            self._page = start_page(self.directory)
+            if waits:
+                log.info("the page of this run: %s", finish_page(self._page, _SECONDS_FOR_PAGE))
 
     @contextlib.contextmanager
     def _only_warned(self) -> Iterator[None]:
@@ -254,6 +287,7 @@ class Report(Watcher):
 
     def _write(self, event: str, **values: Any) -> None:
         if not self._writes:
+            self._began = True  # on the first rank
             return
         with self._only_warned():
             self._note(event, values)

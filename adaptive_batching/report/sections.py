@@ -47,6 +47,22 @@ def summary(runs: list[Run]) -> Html:
     return Html(found + table(header, differ, words=words, caption=caption, class_="compare"))
 
 
+def errors(runs: list[Run]) -> Html | None:
+    """Return the errors that ended each run, one of each rank that had one."""
+    return _cards(runs, lambda _, run: _errors(run))
+
+
+def _errors(run: Run) -> Html | None:
+    begun, last = run.last("run") or {}, run.last("step") or {}
+    shown = ""
+    for error in run.events["error"]:
+        where = f" on rank {error['rank']}" if begun.get("ranks", 1) > 1 else ""
+        steps = say.of(last.get("step", 0), "optimizer step")
+        shown += text("p", f"{error['type']}{where}, {say.moment(error['time'])}, after {steps}.")
+        shown += text("pre", error["message"], class_="error", tabindex="0") if error["message"] else ""
+    return Html(shown) if shown else None
+
+
 def probes(runs: list[Run]) -> Html | None:
     """Return what each probe has found, with room for its picture."""
     return _cards(runs, lambda number, run: _probe(number, run.last("probe")))

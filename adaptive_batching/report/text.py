@@ -77,7 +77,6 @@ def facts(run: Run) -> list[Fact]:
     peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]
     recoveries = steps[-1].get("recoveries", 0) if steps else 0
     last = next((row for row in reversed(rows) if row.samples), None)
-    often = "never" if not recoveries else "once" if recoveries == 1 else f"{count(recoveries)} times"
     return [
         Fact("Batch size", *_batch_size(rows)),
         Fact("Largest that fits", *_largest(run)),
@@ -90,7 +89,7 @@ def facts(run: Run) -> list[Fact]:
         Fact("Padding", f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens
         else Fact("Padding", NOT_RECORDED),
         Fact("Peak memory", size(max(peaks)), _limit(run)) if peaks else Fact("Peak memory", NOT_RECORDED),
-        Fact("Out of memory", often, "recovered: the same samples ran again in smaller parts" if recoveries else ""),
+        Fact("Out of memory", *_out_of_memory(run, recoveries)),
     ]  # fmt: skip
 
 
@@ -99,13 +98,14 @@ def state(run: Run) -> str:
     ended = run.last("end")
     if ended is not None:
         return f"ended {moment(ended['time'])}"
-    begun, plan = run.last("run"), run.last("plan")
+    begun, plan, errors = run.last("run"), run.last("plan"), run.events["error"]
     if begun is None:
         return ""
     planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
-    return "the record ends here: the run goes on, or was cut off" + (
-        f"; about {count(planned)} planned" if planned else ""
-    )
+    early = "the record ends here: the run goes on, or was cut off"
+    if errors:
+        early = f"ended early, {moment(errors[0]['time'])}"
+    return early + (f"; about {count(planned)} planned" if planned else "")
 
 
 def _validation(run: Run) -> str:
@@ -144,6 +144,15 @@ def _seen(run: Run) -> str:
     dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
     epochs = of(len(run.events["epoch"]), "epoch")
     return f"{epochs}; {count(dropped)} left over at their ends" if dropped else epochs
+
+
+def _out_of_memory(run: Run, recoveries: int) -> tuple[str, str]:
+    at_the_end = any("out of memory" in error["message"].lower() for error in run.events["error"])
+    if not recoveries:
+        return ("at the end", "which ended the run") if at_the_end else ("never", "")
+    often = "once" if recoveries == 1 else f"{count(recoveries)} times"
+    recovered = "recovered: the same samples ran again in smaller parts"
+    return (f"{often}, and at the end", f"{recovered}, until the end") if at_the_end else (often, recovered)
 
 
 def _since(row: Row) -> str:

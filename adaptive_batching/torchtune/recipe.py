@@ -100,16 +100,17 @@ class AdaptiveBatching:
         self._stored: dict[str, Any] = {}
         self._rates: list[float] | None = None
         self._session: Session | None = None
+        self._report: Report | None = None
         self._warned_of_logger = False
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         self.ranks = Ranks(self._device)
 
     def setup(self, cfg: DictConfig) -> None:
-        settings, report = self._settings, None
+        settings = self._settings
         if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
             about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
-            report = Report(directory, resume=resume, writes=self.ranks.is_first, about=about)
+            self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
                 restore_state(self._checkpoints)
@@ -120,7 +121,8 @@ class AdaptiveBatching:
             refuse_step_checkpoints(cfg)
         with from_last_checkpoint(cfg) if resumes and settings.enabled else contextlib.nullcontext():
             super().setup(cfg=cfg)  # type: ignore[misc]
-        self._settle(cfg, report)
+        with self._showing_errors():
+            self._settle(cfg, self._report)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
         """Settle on everything that a run needs, now that stock has set up."""
@@ -145,8 +147,15 @@ class AdaptiveBatching:
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
-        self._session.loop(self, self.watchers).run()
+        with self._showing_errors():
+            self._session.loop(self, self.watchers).run()
         self._session.finish()
+
+    def _showing_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose errors are on the page of the run; ranks on other machines leave the record alone."""
+        if self._report is None or not self.ranks.is_next_to_first:
+            return contextlib.nullcontext()
+        return self._report.showing_errors()
 
     # What stock must see of a run
 

@@ -19,9 +19,6 @@ from adaptive_batching.torchtune.host import Host
 log = logging.getLogger(__name__)
 
 CONSECUTIVE_RECOVERIES_TO_WARN = 3
-# The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
-# training crawl.
-CONSECUTIVE_RETRIES_TO_SHRINK = 3
 
 
 class Recovery:
@@ -60,11 +57,7 @@ class Recovery:
         self._random_state: dict[str, Any] = {}
         self._attempts = Attempts(limit, probed_tokens)
         self._recovered_in_row = 0
-        self._recovered_in_step = False
         self._warned = False
-        self._retried_in_row = 0
-        self._retried_in_step = False
-        self._tokens_to_lower = 0
         self._unit = ""
 
     def remember(self) -> None:
@@ -78,11 +71,10 @@ class Recovery:
     def note(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
         """Take note of micro-batches that have run."""
         self._attempts.note(max((each.tokens for each in micro_batches), default=0))
-        self._retried_in_step |= outcome.retried
         if outcome.retried:
             self._unit = self._unit_of(micro_batches[0])
             largest = max(micro_batches, key=lambda each: each.tokens)
-            self._tokens_to_lower = max(self._tokens_to_lower, largest.tokens if len(largest.samples) > 1 else 0)
+            self._attempts.note_retry(largest.tokens, can_be_cut=len(largest.samples) > 1)
 
     def recover(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
         """Decide how the window runs again, alike on every rank, now that its gradients have been discarded.
@@ -111,14 +103,10 @@ class Recovery:
         # The same limit everywhere: from the largest that has failed.
         tokens = int(ranks.largest(0 if failed is None else failed.tokens))
         self._unit = self._unit_of(micro_batches[0])
-        if self._attempts.fail(tokens, fitted_before=ran_before):
-            # Where that goes on step after step, forwards become smaller.
-            self._retried_in_step = True
-            can_be_cut = failed is not None and len(failed.samples) > 1
-            self._tokens_to_lower = max(self._tokens_to_lower, tokens if can_be_cut else 0)
+        can_be_cut = failed is not None and len(failed.samples) > 1
+        if self._attempts.fail(tokens, fitted_before=ran_before, can_be_cut=can_be_cut):
             how = "as they were"
         else:
-            self._recovered_in_step = True
             how = f"with at most {self._limit.max_tokens} {self._unit} in a forward"
             if self._host.steps_in_backward:
                 how += f", which holds {size_of_gradients(self._host)} of gradients until the last of them"
@@ -131,12 +119,10 @@ class Recovery:
 
     def end_step(self) -> None:
         """Take note that an optimizer step is done."""
-        if not self._recovered_in_step and not self._shrink_if_thrashing():
+        if not self._attempts.shrank and not self._shrink_if_thrashing():
             self._limit.note_clean_step()
-        self._retried_in_step = False
-        self._tokens_to_lower = 0
+        self._attempts.end_step()
         self._recovered_in_row = self._recovered_in_row + 1 if self._attempts.failures else 0
-        self._recovered_in_step = False
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
             log.warning(
@@ -194,23 +180,14 @@ class Recovery:
 
     def _shrink_if_thrashing(self) -> bool:
         """Lower the limit where an allocator frees its cache to start over, step after step; the step stands."""
-        self._retried_in_row = self._retried_in_row + 1 if self._retried_in_step else 0
-        if self._retried_in_row < CONSECUTIVE_RETRIES_TO_SHRINK or not self._enabled:
+        device, ranks = self._host.device, self._host.ranks
+        retried = self._attempts.count_retries()
+        if retried is None or not self._enabled or not self._host.recovers_together:  # else other ranks do not know
             return False
-        if not self._host.recovers_together:
-            return False  # the other ranks do not know
-        self._retried_in_row = 0
-        tokens = int(self._host.ranks.largest(self._tokens_to_lower))
+        tokens = int(ranks.largest(retried))
         if tokens == 0 or self._batch_dependent_module() is not None:
             return False  # there is nothing to cut
-        self._limit.lower(tokens)
-        advice = allocator_advice(self._host.device)
-        more = "" if advice is None else f". It may need less with the environment variable {advice}"
-        log.warning(
-            "memory of %s is so short that every step frees the allocator's cache to find room (num_alloc_retries); "
-            "from now on a forward takes at most %d %s, an eighth less than the largest%s",
-            self._host.device, self._limit.max_tokens, self._unit, more,
-        )  # fmt: skip
+        self._attempts.lower_for_retries(tokens, unit=self._unit, device=device, advice=allocator_advice(device))
         return True
 
     def _why_not(self, micro_batch: MicroBatch) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests import conftest
 from tests.conftest import TuneRun
+from tests.support.html import read_page
 
 FUNCTION = "batch_increase_function._component_"
 PROBE = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB"]
@@ -66,8 +68,13 @@ def test_a_function_that_will_fail_ends_before_training(tune_run: TuneRun, tmp_p
     assert not list((tmp_path / "out").glob("epoch_*"))
 
 
-def test_a_function_that_fails_while_training_keeps_the_last_checkpoint(tune_run: TuneRun, tmp_path: Path) -> None:
+def test_a_function_that_fails_while_training_keeps_the_last_checkpoint_and_leaves_a_page(
+    tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "makes_pages", True)
     with pytest.raises(SystemExit, match=r"factory\(epoch=1, current_batch_size=4\) returned None; it must return"):
         tune_run("full", f"{FUNCTION}={__name__}.factory", "batch_increase_function.reads_state=True", BOUND)
     assert (tmp_path / "out" / "epoch_0" / "model-00001-of-00001.safetensors").exists()
     assert (tmp_path / "out" / "recipe_state" / "recipe_state.pt").exists()
+    words = read_page(tmp_path / "out" / "adaptive_batching" / "report.html").words["error"]
+    assert "IncreaseFunctionError, 20" in words and "factory(epoch=1, current_batch_size=4) returned None" in words

@@ -47,8 +47,8 @@ class Training:
             if shape.numel() > self.most_tokens and self.trainer.state.global_step == 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def run(self) -> Training:
-        self.trainer.train()
+    def run(self, resume_from_checkpoint: str | None = None) -> Training:
+        self.trainer.train(resume_from_checkpoint)
         return self
 
     def logged(self, key: str) -> list[float]:
@@ -79,19 +79,40 @@ def test_cut_batches_and_samples_that_run_again_train_as_stock_does(example: Any
     assert failing.logged("out_of_memory_recoveries")[-1] >= 1
 
 
-def test_a_growing_batch_ends_its_schedule_with_the_last_sample(example: Any, tmp_path: Path) -> None:
-    increase = example.growth.step(every=1, gamma=2)
+def growing(example: Any, folder: Path, **settings: Any) -> Training:
+    """Batches of 10, 20 and 32, in random order, with dropout."""
     training = Training(
-        example, tmp_path, per_device_train_batch_size=10, num_train_epochs=3, increase=increase, max_batch_size=32,
-        train_sampling_strategy="random", max_tokens=10**6,
+        example, folder, per_device_train_batch_size=10, num_train_epochs=3, max_batch_size=32, max_tokens=10**6,
+        increase=example.growth.step(every=1, gamma=2), train_sampling_strategy="random", **settings,
     )  # fmt: skip
-    training.run()
+    for layer in training.trainer.model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    return training
+
+
+def test_a_growing_batch_ends_its_schedule_with_the_last_sample(example: Any, tmp_path: Path) -> None:
+    training = growing(example, tmp_path).run()
     sizes = [shape[0] for shape in training.forwards]
     assert sizes == [10, 10, 10, 10, 10, 10, 4, 20, 20, 20, 4, 32, 32]
     assert training.logged("epoch")[6::4] == [1.0, 2.0]
     assert training.logged("epoch")[-1] == 3.0
     rates = training.logged("learning_rate")
     assert rates[-1] == pytest.approx(rates[0] / 13), "one step before it reaches 0"
+
+
+def test_a_growing_run_goes_on_from_within_an_epoch_and_from_its_end(example: Any, tmp_path: Path) -> None:
+    whole = growing(example, tmp_path, save_strategy="steps", save_steps=1).run()
+    for step in (9, 11, 12):  # the epochs have 7, 4 and 2 steps
+        resumed = growing(example, tmp_path / str(step)).run(str(tmp_path / f"checkpoint-{step}"))
+        assert resumed.forwards == whole.forwards[step:]
+        for key in ("loss", "learning_rate", "epoch"):
+            assert resumed.logged(key) == whole.logged(key), key
+        for ours, expected in zip(resumed.trainer.model.parameters(), whole.trainer.model.parameters(), strict=True):
+            assert torch.equal(ours, expected)
+    other = growing(example, tmp_path / "other", data_seed=1).run()
+    assert other.forwards != whole.forwards, "the order is not that of the data"
+    with pytest.raises(ValueError, match=r"1\.500 epochs were over after step 9, and would be 1\.286 with the batch"):
+        Training(example, tmp_path, per_device_train_batch_size=10).run(str(tmp_path / "checkpoint-9"))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +124,3 @@ def test_what_cannot_be_used_with_it_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Training(example, tmp_path, **setting)
-
-
-def test_a_growing_run_is_not_resumed(example: Any, tmp_path: Path) -> None:
-    training = Training(example, tmp_path, increase=example.growth.step())
-    with pytest.raises(ValueError, match="resume_from_checkpoint"):
-        training.trainer.train(resume_from_checkpoint=True)

@@ -22,6 +22,7 @@ from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, asser
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAILING_COLLECTIVES, IN_TWO, OTHERS, REAL_LIMITS, same_everywhere
 from tests.support.environment import TAME_MALLOC
+from tests.support.html import read_page
 from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events, without_sizes
 
@@ -234,6 +235,9 @@ def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tupl
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
     assert re.search(r"out of memory with a single sample, or pack, of \d+ tokens: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
+    words = read_page(launched[0] / "hopeless" / "adaptive_batching" / "report.html").words["error"]
+    assert "DoesNotFitError on rank 0" in words and "out of memory on another rank" in words
+    assert "DoesNotFitError on rank 1" in words and errors[1].splitlines()[0].removeprefix("error: ") in words
 
 
 @pytest.mark.parametrize(

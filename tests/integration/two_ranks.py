@@ -226,7 +226,7 @@ def runs_that_recover(run: Runner) -> None:
     run("full", "checkpointing_whole", *checkpointing)
     run("full", "checkpointing_forward", *checkpointing, where="forward", on=[1], layer=1, call=3)
     run("full", "checkpointing_backward", *checkpointing, where="backward", on=[0], call=3)
-    run("full", "hopeless", model("full"), where="forward", on=[1], times=10**6)
+    run("full", "hopeless", model("full"), "micro_batch_size=4", where="forward", on=[1], times=10**6)
     run("full", "not_to_recover", model("full"), "adaptive_batching.recover_from_oom=False", where="forward", on=[0, 1])
     common = recoverable("full")
     run("full", "full_whole", *common)

@@ -180,6 +180,38 @@ def test_what_fitted_before_runs_again_as_it_was_in_every_step_that_fails_once()
     assert set(model.forwards) == {(8, 30)}
 
 
+def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After the third step, which stands; with smaller parts it starts over no more."""
+    plain, plain_optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer()
+
+    def forwards_without_room(device: torch.device) -> int:
+        return sum(b * s > 220 for b, s in model.forwards)
+
+    monkeypatch.setattr("adaptive_batching.loop.step.num_allocation_retries", forwards_without_room)
+    step = AdaptiveStep(model, optimizer, loss, collate, length=length, clip_norm=0.5)
+    for _ in range(6):
+        torch.testing.assert_close(step(SAMPLES), plain_step(plain, plain_optimizer, SAMPLES, 0.5))
+    assert model.forwards[:3] == [(8, 30)] * 3
+    assert len(model.forwards[3:]) == 6 and all(b * s <= 210 for b, s in model.forwards[3:])
+    assert caplog.text.count("from now on a forward takes at most 210 padded tokens, an eighth less") == 1
+    assert step.num_recoveries == 0
+
+
+@pytest.mark.parametrize(("samples", "norm"), [(SAMPLES[:1], None), (SAMPLES, Centred())], ids=["one", "dependent"])
+def test_an_allocator_that_starts_over_is_left_alone_where_nothing_can_be_cut(
+    samples: list[Text], norm: nn.Module | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = model_and_optimizer(norm=norm)
+    monkeypatch.setattr("adaptive_batching.loop.step.num_allocation_retries", lambda device: len(model.forwards))
+    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
+    for _ in range(5):
+        step(samples)
+    assert len(model.forwards) == 5 and not caplog.records
+
+
 def test_without_a_length_parts_are_numbers_of_samples() -> None:
     model, optimizer = model_and_optimizer()
     model.most_tokens = 3 * 8

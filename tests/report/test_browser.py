@@ -27,9 +27,12 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of all there is, one of a record of the first version, and one of both."""
+    """A page of all there is, an error included, one of a record of the first version, and one of both."""
     folder = tmp_path_factory.mktemp("pages")
-    write_run(Report(folder / "run", about=about()), steps=40)
+    report = Report(folder / "run", about=about())
+    with pytest.raises(ValueError, match="too long"), report.showing_errors():
+        write_run(report, steps=40, ends=False)
+        raise ValueError(f"a path that is too long: {'/folder' * 60}")
     paths = {"run": [folder / "run"], "old": [OLD], "both": [folder / "run", OLD]}
     return {name: write_page(records, folder / f"{name}.html") for name, records in paths.items()}
 

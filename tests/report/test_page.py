@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching.report import page as pages
+from adaptive_batching.report.apart import finish_page, start_page, stop_page
 from adaptive_batching.report.events import read_events
 from adaptive_batching.report.page import write_page
 from adaptive_batching.report.record import Report
@@ -191,6 +192,21 @@ def test_what_makes_the_page_loads_nothing_large(run: Path) -> None:
     package = str(ROOT / "adaptive_batching")
     done = subprocess.run([sys.executable, "-I", "-c", code, package, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
+
+
+def test_a_page_can_be_made_while_another_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def after_another(partial: Path, target: Path) -> Path:
+        assert finish_page(start_page(run), seconds=60) == str(target)
+        (run / f".report.html.{stopped.pid}.partial").touch()
+        stop_page(stopped, run)
+        return replace(partial, target)
+
+    stopped = start_page(run)
+    monkeypatch.setattr(Path, "replace", after_another)
+    assert read_page(write_page([run])).facts["Optimizer steps"] == "12"
+    assert not list(run.glob(".*"))
 
 
 def test_the_library_is_the_one_that_its_note_says() -> None:

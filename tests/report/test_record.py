@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import pytest
 from adaptive_batching.growth.course import PlannedEpoch
 from adaptive_batching.report.apart import finish_page
 from adaptive_batching.report.events import read_events
+from adaptive_batching.report.page import write_page
 from adaptive_batching.report.record import Report
 from adaptive_batching.values import ConfigError
+from tests.support import runs
 from tests.support.examples import RESULT
 from tests.support.html import read_page
 
@@ -117,7 +120,7 @@ def test_lines_that_were_cut_off_are_passed_over_and_stay_alone(cut_off: str, tm
 def test_a_directory_that_cannot_be_written_is_an_error_before_training(directory: str) -> None:
     with pytest.raises(ConfigError, match=f"adaptive_batching.report_dir='{directory}' cannot be written .*; set it"):
         Report(Path(directory))
-    Report(Path(directory), writes=False)
+    Report(Path(directory), rank=1, ranks=2)
 
 
 def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
@@ -162,6 +165,95 @@ def test_no_process_for_the_page_is_one_warning(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and "no page of this run ([Errno 2] No such file" in warnings[0]
     assert len(read_events(report.path)["step"]) == 6
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("sample 7 is <b>bad</b> \ud800")], ids=repr)
+def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: BaseException, tmp_path: Path) -> None:
+    report = Report(tmp_path, about=runs.about())
+    with pytest.raises(type(error)) as raised, report.showing_errors():
+        write_run(report, range(2))
+        raise error
+    assert raised.value is error and error.__cause__ is error.__context__ is None
+    [event] = read_events(report.path)["error"]
+    assert set(event) == {"time", "type", "message", "rank"}
+    assert (event["type"], event["message"]) == (type(error).__name__, str(error))
+    words = read_page(tmp_path / "report.html").words
+    assert "ended early, 20" in words["summary"]
+    assert f"{event['type']}, 20" in words["error"] and "after 4 optimizer steps." in words["error"]
+    assert str(error).replace("\ud800", "?") in words["error"]
+    resumed = Report(tmp_path, resume=True)
+    write_run(resumed, range(2, 3))
+    resumed.finish()
+    page = read_page(tmp_path / "report.html")
+    assert "error" not in page.words and "ended 20" in page.words["summary"]
+
+
+@pytest.mark.parametrize(("epochs", "often"), [(1, "at the end"), (2, "once, and at the end")])
+def test_a_run_that_memory_has_ended_does_not_say_that_it_never_ran_out(
+    epochs: int, often: str, tmp_path: Path
+) -> None:
+    report = Report(tmp_path)
+    with pytest.raises(RuntimeError), report.showing_errors():
+        runs.write_run(report, range(epochs), ends=False)
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert read_page(write_page([tmp_path])).facts["Out of memory"] == often
+
+
+def test_an_error_before_the_first_decision_takes_nothing(tmp_path: Path) -> None:
+    write_run(Report(tmp_path), range(1))
+    before = (tmp_path / "report.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="no"), Report(tmp_path).showing_errors():
+        raise ValueError("no")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.jsonl"]
+    assert (tmp_path / "report.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt, subprocess.TimeoutExpired("page", 60), MemoryError])
+def test_no_trouble_with_the_page_hides_the_error(
+    trouble: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> str:
+        raise trouble
+
+    monkeypatch.setattr("adaptive_batching.report.record.finish_page", fail)
+    report = Report(tmp_path)
+    with pytest.raises(ZeroDivisionError), report.showing_errors():
+        write_run(report, range(1))
+        raise ZeroDivisionError
+
+
+def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr("adaptive_batching.report.record.finish_page", lambda *args: waited.append(args))
+    about = {**runs.about(), "ranks": 2}
+    other, report = Report(tmp_path, rank=1, ranks=2), Report(tmp_path, ranks=2, about=about)
+    with pytest.raises(ZeroDivisionError), other.showing_errors():
+        write_run(report, range(1))
+        write_run(other, range(1))
+        raise ZeroDivisionError("a bug")
+    with pytest.raises(RuntimeError, match="closed"), report.showing_errors():
+        raise RuntimeError("connection closed")
+    assert [json.loads(line)["event"] for line in report.path.read_text().splitlines()][-3:] == [
+        "step",
+        "error",
+        "error",
+    ]
+    assert not waited and other._page is not None and report._page is not None
+    for page in (other._page, report._page):
+        assert finish_page(page, seconds=60) == str(tmp_path / "report.html")
+    words = read_page(write_page([tmp_path])).words["error"]
+    assert "ZeroDivisionError on rank 1" in words and "RuntimeError on rank 0" in words and "a bug" in words
+
+
+def test_a_rank_that_fails_before_the_first_has_begun_takes_nothing(tmp_path: Path) -> None:
+    for begins in (False, True):
+        other = Report(tmp_path, rank=1, ranks=2)
+        with pytest.raises(ZeroDivisionError), other.showing_errors():
+            write_run(other, range(int(begins)))
+            raise ZeroDivisionError
+        assert not list(tmp_path.iterdir())
 
 
 def test_the_page_shows_each_epoch_once_it_is_over(tmp_path: Path) -> None:

@@ -64,6 +64,22 @@ def test_only_what_goes_on_shrinks_micro_batches_and_by_as_little_as_helps() -> 
     assert limit.max_tokens == 14, "an eighth less than 16"
 
 
+def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
+    """A rollout of PPO runs in parts that can each run again by itself."""
+    limit = TokenLimit(steps_to_recover=1)
+    recovery = Recovery(host(), limit, lambda: None)
+    ran_out = Outcome[Any]([], failed=True, failed_here=0, error=torch.OutOfMemoryError())
+    for raised in (False, True):
+        recovery.remember()
+        if not raised:
+            recovery.recover(PARTS, ran_out)
+        recovery.note(PARTS, Outcome([], failed=False))
+        recovery.remember()
+        recovery.note(PARTS, Outcome([], failed=False))
+        recovery.end_step()
+        assert limit.max_tokens == (16 if raised else 8), "half of 16, until a clean step doubles it"
+
+
 class Run:
     """Training on a model of a GPU's allocator: batches are cut, run, and run again in smaller parts."""
 

@@ -50,7 +50,8 @@ class AdaptivePPO(AdaptiveBatching):
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
-        self._session.ppo_loop(self, self.watchers).run()
+        with self._showing_errors():
+            self._session.ppo_loop(self, self.watchers).run()
         self._session.finish()
 
     def note_rollouts(self, *, epochs_run: int, rollouts: int) -> None:
