@@ -1,8 +1,9 @@
 """Adaptive batching for torchtune's recipes. The only part of the package that imports torchtune."""
 
 from adaptive_batching.torchtune.checkpoints import BatchStateInCheckpoint, ThroughClient
+from adaptive_batching.torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit, load_stock_evaluation
 from adaptive_batching.torchtune.host import distillation, fake_quantized, preferences
-from adaptive_batching.torchtune.launch import entry_point, run_recipe
+from adaptive_batching.torchtune.launch import entry_point, run_evaluation, run_recipe
 from adaptive_batching.torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching.torchtune.ppo.recipe import AdaptivePPO
 from adaptive_batching.torchtune.ppo.settings import check_settings as check_ppo_settings
@@ -12,8 +13,10 @@ from adaptive_batching.torchtune.stock import load_stock
 
 __all__ = [
     "AdaptiveBatching",
+    "AdaptiveEvaluation",
     "AdaptivePPO",
     "BatchStateInCheckpoint",
+    "BatchesThatFit",
     "ManyDevices",
     "ThroughClient",
     "accept_configs_of_torchao",
@@ -22,7 +25,9 @@ __all__ = [
     "entry_point",
     "fake_quantized",
     "load_stock",
+    "load_stock_evaluation",
     "preferences",
+    "run_evaluation",
     "run_recipe",
     "start_process_group",
 ]
