@@ -127,14 +127,14 @@ class BatchesThatFit:
     _in_parts = False
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        before = self._batch_size
-        if self.settings.enabled:
-            self._batch_size = sys.maxsize  # windows that are run together below
+        stock: Any = super().loglikelihood_rolling  # type: ignore[misc]
+        if not self.settings.enabled:
+            return stock(requests, disable_tqdm)
+        before, self._batch_size = self._batch_size, sys.maxsize  # so that the windows of all texts come at once
         try:
-            return super().loglikelihood_rolling(requests, disable_tqdm)  # type: ignore[misc]
+            return stock(requests, disable_tqdm)
         finally:
-            if self.settings.enabled:
-                self._batch_size = before
+            self._batch_size = before
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.loop.rows import Rows
 from adaptive_batching.probe.does_not_fit import DoesNotFitError
@@ -23,6 +23,7 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)
 pytestmark = pytest.mark.xdist_group("harness")  # which takes seconds to import
 
 LARGEST = {"use_maximum_batch_size": True, "adaptive_batching": {"memory_limit": "6GiB", "max_batch_size": 16}}
+PARTS_WITH_IMAGES = {"model": "model", "checkpointer": "Checkpointer"}
 GENERATED = 24
 STOPS = [*range(7, 700, 23)]
 """Tokens that end what is generated, each row after another number of them."""
@@ -45,12 +46,14 @@ def in_characters(tokens: list[int]) -> str:
 class Evaluation:
     """A recipe that has been set up, and the sizes of the forwards that it runs."""
 
-    def __init__(self, recipe: Any) -> None:
+    def __init__(self, recipe: Any, cfg: DictConfig) -> None:
         self.recipe = recipe
+        recipe.setup(cfg)
         self.stock = load_stock("eleuther_eval")
         self.wrapper = recipe.eleuther_model_wrapper
-        self.wrapper._tokenizer.stop_tokens = STOPS
-        self.wrapper._tokenizer.decode = in_characters
+        if isinstance(self.wrapper, self.stock._LLMEvalWrapper):
+            self.wrapper._tokenizer.stop_tokens = STOPS
+            self.wrapper._tokenizer.decode = in_characters
         self.rows: list[int] = []
         self.wrapper.model.register_forward_pre_hook(lambda _, inputs: self.rows.append(len(inputs[0])))
 
@@ -82,8 +85,7 @@ def evaluation(folder: Path, inputs: Path) -> Iterator[Callable[..., Evaluation]
         version = mock.patch.object(importlib.metadata, "version", lambda name: "0.4.9")
         with version if of_stock else mock.patch.dict({}):
             recipe = (stock.EleutherEvalRecipe if of_stock else EleutherEvalRecipe)(cfg)
-        recipe.setup(cfg)
-        return Evaluation(recipe)
+        return Evaluation(recipe, cfg)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -251,3 +253,12 @@ def test_without_recovery_memory_that_runs_out_ends_the_evaluation(
     room.is_short = True
     with pytest.raises(torch.OutOfMemoryError):
         unset.recipe.evaluate()
+
+
+def test_a_model_that_reads_images_keeps_its_batch(
+    evaluation: Callable[..., Evaluation], caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = {key: {"_component_": f"tests.support.vision.{value}"} for key, value in PARTS_WITH_IMAGES.items()}
+    sees = evaluation(**LARGEST | parts | {"batch_size": 1})
+    assert "use_maximum_batch_size=True does nothing for a model that reads images" in caplog.text
+    assert sees.wrapper.batch_size == 1
