@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import logging
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,40 +24,18 @@ from adaptive_batching.memory import memory_meter, release_cached_memory
 from adaptive_batching.micro_batches.cut import Capacity
 from adaptive_batching.micro_batches.run import run_micro_batches
 from adaptive_batching.probe.budget import within_memory_limit
-from adaptive_batching.probe.does_not_fit import Remedy
+from adaptive_batching.probe.does_not_fit import DoesNotFitError, Remedy
 from adaptive_batching.probe.find import find_maximum_batch_size
 from adaptive_batching.probe.trial import TrainingStep
 from adaptive_batching.ranks.agree import ALONE
 from adaptive_batching.torchtune.settings import read_evaluation
-from adaptive_batching.torchtune.stock import load_stock, replaced_in
+from adaptive_batching.torchtune.stock import any_version_of_the_harness, replaced_in
 from adaptive_batching.values import ConfigError
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Forward = Callable[[range], Sequence[Result]]
-
-_OLDEST = (0, 4, 8)
-
-
-def load_stock_evaluation() -> ModuleType:
-    """Load stock's recipe for evaluation.
-
-    Raises:
-        SystemExit: If the harness is missing, or too old, or does not go with what is installed.
-    """
-    remedy = "pip install 'adaptive-batching[eval]'"
-    try:
-        installed = importlib.metadata.version("lm-eval")
-        numbers = tuple(map(int, re.findall(r"\d+", installed)[:3]))
-        if numbers < _OLDEST:
-            needed = ".".join(map(str, _OLDEST))
-            raise SystemExit(f"error: eleuther_eval needs lm_eval {needed} or later, and {installed} is here; {remedy}")
-        return load_stock("eleuther_eval")
-    except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(f"error: eleuther_eval needs lm_eval, which is not installed; {remedy}") from None
-    except (ImportError, AttributeError) as error:  # a package that it needs, or a name that this one has lost
-        raise SystemExit(f"error: lm_eval {installed} cannot be imported ({error}); {remedy}") from error
 
 
 class AdaptiveEvaluation:
@@ -78,8 +54,7 @@ class AdaptiveEvaluation:
         self._settings = read_evaluation(cfg)
         if self._settings.enabled and cfg.device == "cpu":
             keep_little_on_the_host()
-        # Stock compares versions as text, by which 0.4.10 comes before 0.4.5.
-        with replaced_in(importlib.metadata, version=_version_as_text):
+        with any_version_of_the_harness():
             super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
     def setup(self, cfg: DictConfig) -> None:
@@ -97,10 +72,6 @@ class AdaptiveEvaluation:
                 "use_maximum_batch_size=True does nothing for a model that reads images, for which torchtune generates "
                 "one sample at a time; batch_size=%s stays", cfg.batch_size,
             )  # fmt: skip
-
-
-def _version_as_text(distribution: str, version: Callable[[str], str] = importlib.metadata.version) -> str:
-    return "0.4.5" if distribution == "lm-eval" else version(distribution)
 
 
 class BatchesThatFit:
@@ -177,11 +148,12 @@ class BatchesThatFit:
 
         def at_worst(part: range) -> Sequence[str]:
             self._batch_size = len(part)
+            chosen = [requests[longest_first[row]].args[0] for row in part]
+            if len(part) > 1:
+                chosen[-1] = requests[longest_first[-1]].args[0]  # with padding, each row has a mask of its own
             alike = requests[longest_first[0]].args[1]
             with self._without_stop_tokens():
-                found: Sequence[str] = stock(
-                    [_Request((requests[longest_first[row]].args[0], alike)) for row in part], disable_tqdm=True
-                )
+                found: Sequence[str] = stock([_Request((prompt, alike)) for prompt in chosen], disable_tqdm=True)
             return found
 
         # Each takes a cache of that length, however long it is.
@@ -201,11 +173,16 @@ class BatchesThatFit:
         """With the field unset, run as stock does; return True and the results, or False if they are still to come."""
         if self.settings.enabled:
             return False, []
-        if not self.settings.recover_from_oom or not isinstance(self._batch_size, int):
+        if not isinstance(self._batch_size, int):
             return True, run()
         outcome = run_micro_batches([run], ALONE, None, self._discard)
         if not outcome.failed:
             return True, outcome.results[0]
+        if not self.settings.recover_from_oom:
+            raise DoesNotFitError(
+                f"out of memory with batch_size={self._batch_size}; set a smaller one, or "
+                f"adaptive_batching.recover_from_oom=True"
+            ) from outcome.error
         before, self._batch_size = self._batch_size, max(self._batch_size // 2, 1)
         log.warning(
             "out of memory with batch_size=%d; running the requests again, with at most %d at once",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from adaptive_batching.loop.rows import Rows
 from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.torchtune.evaluating import BatchesThatFit
-from adaptive_batching.torchtune.stock import load_stock, replaced_in
+from adaptive_batching.torchtune.stock import any_version_of_the_harness, load_stock, replaced_in
 from tests.support.harness import DOCUMENTS, TASKS, evaluation_config, make_harness_inputs, task_manager
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
@@ -74,16 +73,14 @@ class Evaluation:
 
 @pytest.fixture(scope="module")
 def evaluation(folder: Path, inputs: Path) -> Iterator[Callable[..., Evaluation]]:
-    """``evaluation(stock=False, **config)``: a recipe, which generates few tokens."""
+    """``evaluation(of_stock=False, **config)``: a recipe, which generates few tokens."""
     from recipes.eleuther_eval import EleutherEvalRecipe
 
     stock = EleutherEvalRecipe.stock
 
     def make(*, of_stock: bool = False, **changes: Any) -> Evaluation:
         cfg = OmegaConf.create({**evaluation_config(folder, inputs), **changes})
-        # which stock compares as texts
-        version = mock.patch.object(importlib.metadata, "version", lambda name: "0.4.9")
-        with version if of_stock else mock.patch.dict({}):
+        with any_version_of_the_harness() if of_stock else contextlib.nullcontext():
             recipe = (stock.EleutherEvalRecipe if of_stock else EleutherEvalRecipe)(cfg)
         return Evaluation(recipe, cfg)
 
@@ -251,7 +248,7 @@ def test_without_recovery_memory_that_runs_out_ends_the_evaluation(
     unset, room = evaluation(adaptive_batching={"recover_from_oom": False}, tasks=["small_letters"]), Room(rows=3)
     in_a_forward(unset, room, monkeypatch)
     room.is_short = True
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(DoesNotFitError, match="out of memory with batch_size=8; set a smaller one"):
         unset.recipe.evaluate()
 
 
