@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
 from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.memory import MemoryMeter
+from adaptive_batching.memory import MemoryMeter, memory_meter
 from adaptive_batching.ranks.agree import ALONE, Ranks
 from adaptive_batching.values import ConfigError, memory_size
 
@@ -21,6 +26,22 @@ def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Return memory in use plus free memory in bytes, within ``memory_limit``."""
     available = meter.used_bytes() + meter.free_bytes()
     return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
+
+
+@contextlib.contextmanager
+def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) -> Iterator[None]:
+    """Have this process run out of memory at ``memory_limit``, as a probe does, rather than take it from others.
+
+    Args:
+        config: Provides ``memory_limit``; without one, nothing is limited.
+        device: The device; on one that cannot be limited, nothing is.
+    """
+    with contextlib.ExitStack() as stack:
+        if config.memory_limit is not None:
+            with contextlib.suppress(NotImplementedError):
+                meter = memory_meter(device)
+                stack.enter_context(meter.limit(config.memory_limit.of(meter.total_bytes)))
+        yield
 
 
 def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks = ALONE, *, added: int = 0) -> None:

@@ -109,9 +109,10 @@ def _ours() -> list[Any]:
             for config in ours
             if path.stem in re.findall(LAUNCHED, config.read_text())
         ]
-        others = [config for config in stock[path.stem].configs if "/" in config.name]
         several = stock[path.stem].supports_distributed
-        found.append(registry.Recipe(path.stem, str(path), [*configs, *others], supports_distributed=several))
+        found.append(
+            registry.Recipe(path.stem, str(path), [*configs, *stock[path.stem].configs], supports_distributed=several)
+        )
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from adaptive_batching.probe.does_not_fit import DoesNotFitError
 from adaptive_batching.ranks.agree import GroupError
 from adaptive_batching.torchtune.checkpoints import CheckpointError
 from adaptive_batching.torchtune.laying_out import resolve_increase
-from adaptive_batching.torchtune.settings import read_settings, read_validation
+from adaptive_batching.torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching.torchtune.validating import check_validation
 from adaptive_batching.values import ConfigError
 
@@ -39,13 +40,19 @@ _NOT_OF_THE_USER = [
 ]
 
 
-def entry_point(recipe_class: type[Any], before: Callable[[DictConfig], None] = lambda cfg: None) -> Callable[[], Any]:
+def entry_point(
+    recipe_class: type[Any],
+    before: Callable[[DictConfig], None] = lambda cfg: None,
+    run: Callable[[type[Any], DictConfig, Callable[[DictConfig], None]], None] | None = None,
+) -> Callable[[], Any]:
     """Return the main function of a recipe file, which reads the command line as torchtune does.
 
     Args:
         recipe_class: The recipe.
         before: Called with the config before the recipe is made.
+        run: Runs it; None for :func:`run_recipe`.
     """
+    run = run or run_recipe
 
     def main() -> Any:
         begun = False
@@ -53,7 +60,7 @@ def entry_point(recipe_class: type[Any], before: Callable[[DictConfig], None] = 
         def recipe_main(cfg: DictConfig) -> None:
             nonlocal begun
             begun = True
-            run_recipe(recipe_class, cfg, before)
+            run(recipe_class, cfg, before)
 
         recipe_main.__doc__ = recipe_class.__doc__
         try:
@@ -100,8 +107,7 @@ def run_recipe(
     Raises:
         SystemExit: With that line.
     """
-    _log_for_people()
-    try:
+    with _mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
         # Before the config is shown and pushes errors out of sight.
         increase = resolve_increase(read_settings(cfg, warns=False))
         check_validation(read_validation(cfg, warns=False), increase, recipe_class)
@@ -112,6 +118,36 @@ def run_recipe(
         recipe.train()
         recipe.ranks.leave()
         recipe.cleanup()
+
+
+def run_evaluation(
+    recipe_class: type[Any], cfg: DictConfig, before: Callable[[DictConfig], None] = lambda cfg: None
+) -> None:
+    """Set a recipe for evaluation up and evaluate, as stock's ``recipe_main`` does; else as :func:`run_recipe`.
+
+    Raises:
+        SystemExit: After a mistake, with one line that names key, value and remedy.
+    """
+    with _mistakes_in_one_line("batch"):
+        read_evaluation(cfg, warns=False)
+        before(cfg)
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+        recipe = recipe_class(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        recipe.evaluate()
+
+
+@contextlib.contextmanager
+def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
+    """Show our log, and end the process with one line where the user can do something about an error.
+
+    Args:
+        recovered: What runs again where it runs out of memory.
+        kept: What an error leaves as it was.
+    """
+    _log_for_people()
+    try:
+        yield
     except _CLEAR as error:
         sys.stderr.write(_frames_of_the_user(error))
         raise SystemExit(f"error: {error}") from None
@@ -120,9 +156,8 @@ def run_recipe(
             raise
         log.debug("out of memory, in full:", exc_info=error)
         raise SystemExit(
-            f"error: out of memory outside of a forward or backward, where nothing can run again "
-            f"({_first_line(error)}); a checkpoint that was saved before stands. Leave more memory: raise "
-            f"adaptive_batching.headroom, or set a smaller batch_size"
+            f"error: out of memory outside of a {recovered}, where nothing can run again ({_first_line(error)}){kept}. "
+            f"Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
         ) from None
 
 

@@ -170,10 +170,19 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
 
 
 def _recipe_of(path: Path, cfg: DictConfig) -> str:
-    """Return the recipe that a config names in its launch command, or else the one that its keys are for."""
-    for name in re.findall(LAUNCHED, path.read_text()):
+    """Return the recipe that a config names in its launch command, or else the one that its keys are for.
+
+    Raises:
+        NotPlannedError: If that one is not covered.
+    """
+    launched = re.findall(LAUNCHED, path.read_text())
+    for name in launched:
         if name in RECIPES:
             return str(name)
+    known = [recipe.name for recipe in registry.get_all_recipes()]
+    other = next((name for name in launched if name in known), "eleuther_eval" if "tasks" in cfg else None)
+    if other is not None:
+        raise NotPlannedError(_not_covered(str(path), other))
     adapters = "lora_attn_modules" in cfg.model
     if "quantizer" in cfg:
         return "qat_lora_finetune_distributed" if adapters else "qat_distributed"

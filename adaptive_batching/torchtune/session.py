@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from adaptive_batching.config import AdaptiveBatchingConfig
 from adaptive_batching.growth.accumulation import Accumulation
-from adaptive_batching.memory import memory_meter
 from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching.probe.budget import within_memory_limit
 from adaptive_batching.random_state import random_state, set_random_state
 from adaptive_batching.report.record import Report
 from adaptive_batching.report.watcher import Watcher
@@ -222,18 +222,11 @@ class Session:
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)
 
-    @contextlib.contextmanager
-    def _within_memory_limit(self) -> Iterator[None]:
-        """Have training run out of memory at ``memory_limit``, as the probe does, rather than take it from others.
-
-        Checkpoints are saved outside: nothing may come in their way.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.growth is not None and self.settings.memory_limit is not None:
-                with contextlib.suppress(NotImplementedError):  # a device that cannot be limited
-                    meter = memory_meter(self.host.device)
-                    stack.enter_context(meter.limit(self.settings.memory_limit.of(meter.total_bytes)))
-            yield
+    def _within_memory_limit(self) -> contextlib.AbstractContextManager[None]:
+        """Have training run out of memory at ``memory_limit``, but for checkpoints: nothing may come in their way."""
+        if self.growth is None:
+            return contextlib.nullcontext()
+        return within_memory_limit(self.settings, self.host.device)
 
 
 def check_that_noise_has_a_meaning(host: Host, increase: Increase) -> None:

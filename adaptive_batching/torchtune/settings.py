@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
 _OF_ANY: tuple[str, ...] = ("lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch")
+_OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
 FIELDS = (
     "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps", "adaptive_batching",
 )  # fmt: skip
@@ -83,6 +84,28 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
         )
     if warns:
         _warn_of_what_does_nothing(settings)
+    return settings
+
+
+def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
+    """Read and validate what the config of an evaluation says about adaptive batching.
+
+    Args:
+        cfg: The config.
+        warns: Warn of settings that do nothing.
+
+    Raises:
+        ConfigError: On a setting that cannot be used.
+    """
+    for key in (*FIELDS[1:-1], *VALIDATION):
+        value = _plain(cfg, key)
+        if value not in (None, {"_component_": None}):
+            raise ConfigError(f"{key}={value!r} is for training, and cannot be used in an evaluation; set {key}=null")
+    known = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
+    settings, default = read_settings(known, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
+    for key in _SECTION if warns else ():
+        if key not in _OF_EVALUATION and getattr(settings, key) != getattr(default, key):
+            log.warning("adaptive_batching.%s=%s does nothing in an evaluation", key, getattr(settings, key))
     return settings
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Any
 
 import torchtune
 from torchtune import training
+
+_OLDEST_HARNESS = (0, 4, 8)
+"""Version of lm_eval from which on the harness runs the windows of all texts together."""
 
 
 def load_stock(name: str) -> ModuleType:
@@ -32,7 +37,11 @@ def load_stock(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # before execution, so that what it defines can be pickled
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
     return module
 
 
@@ -52,3 +61,28 @@ def replaced_in(module: ModuleType, **functions: Callable[..., Any]) -> Iterator
     finally:
         for name, function in replaced.items():
             setattr(module, name, function)
+
+
+def load_stock_evaluation() -> ModuleType:
+    """Load stock's recipe for evaluation, which needs EleutherAI's harness.
+
+    Raises:
+        SystemExit: If the harness is missing, or too old, or does not go with what is installed.
+    """
+    remedy = "pip install 'adaptive-batching[eval]'"
+    try:
+        installed = importlib.metadata.version("lm-eval")
+        if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST_HARNESS:
+            oldest = ".".join(map(str, _OLDEST_HARNESS))
+            raise SystemExit(f"error: eleuther_eval needs lm_eval {oldest} or later, and {installed} is here; {remedy}")
+        return load_stock("eleuther_eval")
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(f"error: eleuther_eval needs lm_eval, which is not installed; {remedy}") from None
+    except (ImportError, AttributeError) as error:  # a package that it needs, or a name that this one has lost
+        raise SystemExit(f"error: lm_eval {installed} cannot be imported ({error}); {remedy}") from error
+
+
+def any_version_of_the_harness() -> contextlib.AbstractContextManager[None]:
+    """Have stock's check pass, which compares versions as text: by that, 0.4.10 comes before 0.4.5."""
+    version = importlib.metadata.version
+    return replaced_in(importlib.metadata, version=lambda name: "0.4.5" if name == "lm-eval" else version(name))

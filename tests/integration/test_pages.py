@@ -11,7 +11,7 @@ import re
 import runpy
 import shlex
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +23,12 @@ from omegaconf import OmegaConf
 
 from adaptive_batching.ranks.fsdp import can_drain
 from adaptive_batching.report.record import Report
+from adaptive_batching.torchtune.stock import load_stock
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan
 from tests.support.command_line import in_shell, in_this_process, make_environment, small
 from tests.support.environment import OF_THE_RECIPES
+from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text, loops
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events, without_sizes
@@ -136,6 +138,9 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "pip install '.[torchtune]'": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
     "pip install '.[examples]'": Elsewhere("test_an_example_runs"),
+    "pip install '.[eval]'": Elsewhere("test_an_evaluation_runs"),
+    "adaptive-batching run eleuther_eval --config llama3_2/evaluation use_maximum_batch_size=True "
+    "'tasks=[hellaswag,gsm8k]'": Elsewhere("test_an_evaluation_runs"),
     "python examples/hugging_face_trainer.py": Elsewhere("test_an_example_runs"),
     "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere("test_reports_are_made_as_shown"),
     "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(
@@ -314,6 +319,36 @@ def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("transformers", reason="transformers is not installed (the extra examples)")
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "hugging_face_trainer.py"), run_name="__main__")
+
+
+@pytest.mark.xdist_group("harness")
+def test_an_evaluation_runs(
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
+    make_harness_inputs(tmp_path, inputs)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(load_stock("eleuther_eval"), "TaskManager", task_manager)
+    [command] = [command for command in COMMANDS if " run eleuther_eval " in command]
+    values = evaluation_config(tmp_path, inputs) | {"adaptive_batching": {"max_batch_size": 16}, "limit": 2}
+    overrides = [f"{key}={value}" for key, value in flattened({**values, "tasks": "[small_letters]"})]
+    words = [word for word in shlex.split(command)[1:] if not word.startswith("tasks=")]
+    assert in_this_process(*words, *overrides) == 0
+    assert "|small_letters|" in caplog.text
+    assert in_this_process(*words, *overrides, "micro_batch_size=auto") == 1
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the overrides of the command line that set ``values``."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "null" if value is None else str(value).replace("'", "").replace(" ", "")
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ from torchtune.config._utils import _get_component_from_path
 
 from adaptive_batching.torchtune import load_stock
 from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching.torchtune.settings import FIELDS, read_settings
+from adaptive_batching.torchtune.settings import FIELDS, read_evaluation, read_settings
 from tests.conftest import ROOT
 from tests.support.planned_batches import ADAPTIVE, planned, planned_apart, question_of, shown
 
 OURS = sorted((ROOT / "recipes" / "configs").glob("**/*.yaml"))
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "__init__")
-STOCK_CONFIGS = Path(load_stock(RECIPES[0]).__file__ or "").parent / "configs"
+STOCK_CONFIGS = Path(load_stock("full_finetune_single_device").__file__ or "").parent / "configs"
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
@@ -75,12 +75,13 @@ def test_a_config_shows_the_batches_that_are_planned() -> None:
 def test_every_stock_config_of_a_recipe_works_with_ours(recipe: str) -> None:
     [stock] = [r for r in _recipe_registry.get_all_recipes() if r.name == recipe]
     assert stock.configs
+    read = read_evaluation if recipe == "eleuther_eval" else read_settings
     for config in stock.configs:
         cfg = OmegaConf.load(STOCK_CONFIGS / config.file_path)
-        assert not read_settings(cfg).enabled, config.name
+        assert not read(cfg).enabled, config.name
         cfg.use_maximum_batch_size = True
         cfg.adaptive_batching = {"memory_limit": "40GiB", "max_batch_size": 1024}
-        assert read_settings(cfg).probes, config.name
+        assert read(cfg).probes, config.name
 
 
 def test_a_recipe_that_torchtune_does_not_ship_is_named() -> None:

@@ -178,9 +178,16 @@ def test_a_mistake_ends_in_one_line(plan: Any, arguments: list[str], message: st
     assert not out
 
 
-@pytest.mark.parametrize(("name", "why"), [("mistral/7B_full_ppo_low_memory", "ppo_full_finetune_single_device")])
-def test_what_is_not_covered_is_named(plan: Any, name: str, why: str) -> None:
-    code, out, _ = plan("--config", name)
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ("mistral/7B_full_ppo_low_memory", "ppo_full_finetune_single_device"),
+        ("eleuther_evaluation", "eleuther_eval"),
+        (f"{CONFIGS}/llama3_2/evaluation.yaml", "eleuther_eval"),
+    ],
+)
+def test_what_is_not_covered_is_named(plan: Any, config: str, why: str) -> None:
+    code, out, _ = plan("--config", config)
     assert code == 4
     assert out.startswith("cannot tell: ") and why in out
 

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching.growth.increase import IncreaseFunctionError, resolve
-from adaptive_batching.torchtune.settings import read_settings, read_validation
+from adaptive_batching.torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching.values import ConfigError
 from tests.conftest import ROOT
 
@@ -103,3 +103,30 @@ def test_a_name_of_ours_that_the_config_uses_itself_is_left_alone() -> None:
         read_settings(cfg)
     del cfg["search"]
     assert not read_settings(cfg).enabled
+
+
+EVALUATION = ["use_maximum_batch_size=True", "batch_increase_function._component_=null"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch_increase_function=adaptive_batching.growth.step", "batch_increase_function='adaptive_batching.growth"),
+        ("micro_batch_size=2", "micro_batch_size=2 is for training"),
+        ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
+        ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
+        ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is no amount of memory"),
+        ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4"),
+    ],
+)
+def test_what_an_evaluation_cannot_use_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_evaluation(config("use_maximum_batch_size=True", override))
+
+
+def test_what_does_nothing_in_an_evaluation_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    used = ["adaptive_batching.memory_limit=2GiB", "adaptive_batching.recover_from_oom=False", "batch_size=auto"]
+    assert read_evaluation(config(*EVALUATION, *used)).enabled
+    assert not caplog.text
+    read_evaluation(config(*EVALUATION, "adaptive_batching.sequence_length=64"))
+    assert "adaptive_batching.sequence_length=64 does nothing in an evaluation" in caplog.text
