@@ -187,7 +187,8 @@ def _norms_scale_in_bfloat16() -> Iterator[None]:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
-        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+        scale: torch.Tensor = self.scale
+        return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
 
     with mock.patch.object(RMSNorm, "forward", forward):
         yield

@@ -83,6 +83,7 @@ class Rows:
             assert outcome.error is not None
             self._prepare_to_run_again(len(part), lengths[start], outcome.error)
         self._attempts.note(len(part) * lengths[start])
+        self._attempts.end_step()
         if self._attempts.failures == 0:
             self._limit.note_clean_step()
         [results] = outcome.results
@@ -102,6 +103,6 @@ class Rows:
             raise DoesNotFitError(f"{what}; set adaptive_batching.recover_from_oom=True") from error
         if rows == 1 and not (fitted_before and self._attempts.failures == 0):
             raise DoesNotFitError(f"{what}, which cannot be cut; {self._remedy}") from error
-        as_they_were = self._attempts.fail(rows * length, fitted_before=fitted_before)
+        as_they_were = self._attempts.fail(rows * length, fitted_before=fitted_before, can_be_cut=rows > 1)
         how = "as they were" if as_they_were else f"with at most {self._rows_of(length)} of them at once"
         log.warning("%s; running them again %s (recovery number %d)", what, how, self.num_recoveries)
