@@ -92,10 +92,11 @@ def table_of(curves: Curves) -> list[str]:
         above, of_above = mean_and_interval([run[-1].loss - control[-1].loss for run, control in pairs])
         difference = "" if way == CONFIGURED else f"{above:+.3f} ± {of_above:.3f}"
         seconds, steps = against_best_control(curves, way)
-        spans = break_evens(curves, way)
-        is_judged = way not in CONTROLS and way != "goodput"
-        first = spelled([start for start, _ in spans], "never") if is_judged else ""
-        last = spelled([end for _, end in spans], "no end") if is_judged and first != "never" else ""
+        first = last = ""
+        if way not in CONTROLS and way != "goodput":
+            spans = break_evens(curves, way)
+            first = spelled([start for start, _ in spans], "never")
+            last = "" if first == "never" else spelled([end for _, end in spans], "no end")
         taken = statistics.median(run[-1].steps for run in runs)
         rows.append(
             f"| {way} | {loss:.3f} ± {width:.3f} | {difference} | {taken:.0f} | {seconds:.2f} | {steps:.2f} "
