@@ -47,7 +47,7 @@ def test_a_run_that_is_cut_off_within_epochs_goes_on_as_if_it_had_not_been(
 ) -> None:
     """Prompts, batches, samples drawn, random orders, both optimizers, and growth within the epoch."""
     whole = ppo_run(inputs, tmp_path / "whole", *GROW)
-    broken, resume = PPORun(tmp_path / "broken"), []
+    broken, resume = PPORun(tmp_path / "broken"), list[str]()
     for moment, left in ((0.5, ["step_4*"]), (1.5, ["step_4", "step_8*"])):
         monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", moment)
         with pytest.raises(SystemExit, match="the power went out"):
