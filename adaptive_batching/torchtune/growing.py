@@ -15,7 +15,9 @@ import torch
 from adaptive_batching.growth.controller import Decision
 from adaptive_batching.growth.course import Course
 from adaptive_batching.growth.noise_scale import NoiseEstimate
+from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.torchtune.cutting import Execution, MicroBatch
+from adaptive_batching.torchtune.data import Sample
 from adaptive_batching.torchtune.host import Host, StockRun
 from adaptive_batching.torchtune.learning_rate import LearningRate
 from adaptive_batching.torchtune.noise_meter import NoiseMeter
@@ -76,6 +78,7 @@ class Growth:
         self._second_moment = second_moment
         self._configured_window = run.window
         self._loader = host.loader
+        self._device = host.device
         self._execution = execution
         self._is_warm = False
         self._losses: list[float] = list(stored.get("losses", []))
@@ -113,6 +116,15 @@ class Growth:
         decision = self.course.start_epoch(number, self._observe)
         self._apply(decision)
         return decision
+
+    def batches(self) -> Iterator[list[Sample]]:
+        """Return the batches of this epoch that are left."""
+        if not self.course.seen_in_epoch:
+            return iter(self._loader)
+        if self.course.epoch_is_over:  # as another batch size leaves no room for a step
+            return iter(())
+        with unchanged_random_state(self._device):  # a new iterator draws a number, and this one is not new
+            return self._loader.iter_from(self.course.seen_in_epoch)
 
     def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
         """Advance the course and the schedule by an optimizer step on ``num_tokens`` targets of all devices.

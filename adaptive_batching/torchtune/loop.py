@@ -12,7 +12,6 @@ import torch
 from torchtune import training
 from tqdm import tqdm
 
-from adaptive_batching.random_state import unchanged_random_state
 from adaptive_batching.report.watcher import StepCost, Watcher
 from adaptive_batching.torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching.torchtune.data import Sample
@@ -169,7 +168,7 @@ class TrainingLoop:
         before = 0 if growth is None else growth.course.steps_in_epoch
         total = self.steps_per_epoch
         with tqdm(total=total, initial=before, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
-            for index, batch in enumerate(self._batches()):
+            for index, batch in enumerate(host.loader if growth is None else growth.batches()):
                 with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1
                     ends_window = batches == self.accumulation
@@ -185,16 +184,6 @@ class TrainingLoop:
                 if ends_window and self._is_step_to_save:
                     yield False
                     self._window_start = time.perf_counter()
-
-    def _batches(self) -> Iterator[list[Sample]]:
-        """Return the batches of this epoch that are left."""
-        loader, course = self._host.loader, None if self._growth is None else self._growth.course
-        if course is None or not course.seen_in_epoch:
-            return iter(loader)
-        if course.epoch_is_over:  # as another batch size leaves no room for a step
-            return iter(())
-        with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
-            return loader.iter_from(course.seen_in_epoch)
 
     def _start_window(self) -> None:
         """Begin the batches of an optimizer step."""

@@ -187,8 +187,8 @@ class AdaptiveBatching:
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
         writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
-        checkpointer = hosts.checkpointer_of(self)
-        around = saved_as_step(checkpointer, self._checkpoints, step) if writes else contextlib.nullcontext()
+        to = hosts.checkpointer_of(self), self._checkpoints
+        around = saved_as_step(step, to) if writes else contextlib.nullcontext()
         self._save(self.total_epochs - 1 if is_last else WITHIN_TRAINING, around)
 
     def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +28,40 @@ WITHIN_TRAINING = -1
 
 
 @contextlib.contextmanager
-def saved_as_step(checkpointer: Any, output_dir: Path, step: int) -> Iterator[None]:
-    """Have what a checkpointer of stock saves inside become the folder ``step_<step>``.
+def saved_as_step(step: int, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
+    """Have what checkpointers of stock save inside become folders ``step_<step>``, all of them or none.
 
-    The optimizer's state is moved into it; the one in the folder before is deleted then, as stock keeps only one.
+    The optimizer's state is moved into the first one's; the one in the folder before is deleted then, as stock keeps
+    only one. As that state makes a checkpoint, the folder that holds it is completed last.
 
     Args:
-        checkpointer: Saves one checkpoint inside.
-        output_dir: Folder of the checkpoints.
-        step: Optimizer steps of the run so far.
+        step: Steps of the run so far.
+        checkpointers: Save one checkpoint each inside, with the folder that each saves into. The first saves the state.
 
     Raises:
         CheckpointError: If the disk is full. What was written is gone then, and the checkpoint before stands.
     """
-    unfinished = output_dir / UNFINISHED
-    shutil.rmtree(unfinished, ignore_errors=True)
-    own_dir, checkpointer._output_dir = checkpointer._output_dir, unfinished
+    output_dirs = [output_dir for _, output_dir in checkpointers]
+    own_dirs = [checkpointer._output_dir for checkpointer, _ in checkpointers]
+    for checkpointer, output_dir in checkpointers:
+        shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)
+        checkpointer._output_dir = output_dir / UNFINISHED
     try:
         yield
-        _complete(unfinished, output_dir / f"step_{step}")
+        _complete(output_dirs, f"step_{step}")
     except Exception as error:
         if not says_that_disk_is_full(error):
             raise
-        shutil.rmtree(unfinished, ignore_errors=True)
-        free = shutil.disk_usage(output_dir).free / 2**20
+        for output_dir in output_dirs:
+            shutil.rmtree(output_dir / UNFINISHED, ignore_errors=True)
+        free, full = min((shutil.disk_usage(output_dir).free, output_dir) for output_dir in output_dirs)
         raise CheckpointError(
-            f"the checkpoint of step {step} cannot be written: the disk of output_dir={str(output_dir)!r} is full, "
-            f"with {free:,.0f} MiB free without what had been written. {_what_stands(output_dir)}"
+            f"the checkpoint of step {step} cannot be written: the disk of output_dir={str(full)!r} is full, "
+            f"with {free / 2**20:,.0f} MiB free without what had been written. {_what_stands(output_dirs[0])}"
         ) from None
     finally:
-        checkpointer._output_dir = own_dir
+        for (checkpointer, _), own_dir in zip(checkpointers, own_dirs, strict=True):
+            checkpointer._output_dir = own_dir
 
 
 def states_of_steps(output_dir: Path) -> list[Path]:
@@ -66,22 +70,31 @@ def states_of_steps(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
-def _complete(unfinished: Path, folder: Path) -> None:
+def _complete(output_dirs: Sequence[Path], name: str) -> None:
+    written = [_prepared(output_dir / UNFINISHED) for output_dir in output_dirs]
+    is_last = not (written[0] / STATE_NAME).exists()
+    for output_dir in output_dirs:  # first the state, which must not be found with files that are not its own
+        if (output_dir / name).exists():  # of an earlier run, or of this one before it was resumed
+            (output_dir / name).rename(output_dir / UNFINISHED / "replaced")
+    for folder, output_dir in reversed(list(zip(written, output_dirs, strict=True))):
+        folder.rename(output_dir / name)
+        flush(output_dir)
+    for output_dir in output_dirs:
+        shutil.rmtree(output_dir / UNFINISHED)
+    for earlier in states_of_steps(output_dirs[0]) if not is_last else ():
+        if earlier.parent.name != name:
+            earlier.unlink()
+
+
+def _prepared(unfinished: Path) -> Path:
+    """Return the folder of the weights that have been written, with the state, if there is one, and on the disk."""
     [written] = unfinished.glob("epoch_*")
     state = unfinished / RECIPE_STATE_DIRNAME / STATE_NAME
-    is_last = not state.exists()
-    if not is_last:
+    if state.exists():
         state.rename(written / STATE_NAME)
     for path in (*written.rglob("*"), written):
         flush(path)  # else a power cut could leave files that are named and empty
-    if folder.exists():  # of an earlier run, or of this one before it was resumed
-        folder.rename(unfinished / "replaced")
-    written.rename(folder)
-    flush(folder.parent)
-    shutil.rmtree(unfinished)
-    for earlier in states_of_steps(folder.parent) if not is_last else ():
-        if earlier.parent != folder:
-            earlier.unlink()
+    return written
 
 
 def flush(path: Path) -> None:

@@ -234,7 +234,10 @@ def test_the_maximum_trains_as_stock_does_with_that_batch(run: PPO) -> None:
 def test_a_resumed_run_equals_the_uninterrupted_one(
     in_backward: bool, run: PPO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches, random orders, samples drawn, and the optimizer of each model; more steps are asked for meanwhile."""
+    """Batches, random orders, samples drawn, and the optimizer of each model; more steps are asked for meanwhile.
+
+    The checkpoint is found, or named as stock has it.
+    """
     common = ["dataset.split=train[:12]", "adaptive_batching.max_batch_size=8", *FUNCTION]
     common += [f"optimizer_in_bwd={in_backward}", "optimizer._component_=torch.optim.AdamW", "optimizer.lr=1e-3"]
     whole = run(*common, "num_steps=48", name="whole")
@@ -243,12 +246,13 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         run(*common, "num_steps=30", name="broken")
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     folder = whole.output_dir.parent / "broken"
-    resumed = run(
-        *common, "num_steps=48", "resume_from_checkpoint=True",
+    named = [
         "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]",
         f"value_checkpointer.checkpoint_dir={folder}/value/epoch_1",
-        "value_checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]", name="broken",
-    )  # fmt: skip
+        "value_checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]",
+    ]
+    resume = ["resume_from_checkpoint=True", *(named if in_backward else [])]
+    resumed = run(*common, "num_steps=48", *resume, name="broken")
     assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 3
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(3), whole.weights(3))
@@ -262,7 +266,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         (["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=2"],
          "keep_global_batch=True is not for PPO"),
         (["use_maximum_batch_size=True", "adaptive_batching.noise_scale_every=2"], "noise scale.*not measured in PPO"),
-        (["save_every_n_steps=4"], "save_every_n_steps=4 is not for PPO, .*; set save_every_n_steps=null"),
+        (["save_every_n_steps=4", "value_checkpointer.output_dir=${output_dir}"],
+         "save_every_n_steps=4 would save policy and value model to the same folders"),
         ([*VALIDATE, "run_val_every_n_steps=5"],
          "run_val_every_n_steps=5 cannot be used with PPOFullFinetune.*; set run_val_every_n_steps=null"),
     ],

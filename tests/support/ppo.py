@@ -86,11 +86,11 @@ def config_of(inputs: Path, output_dir: Path) -> dict[str, Any]:
 class PPORun(Run):
     """What a run left behind, the value model included."""
 
-    def weights(self, epoch: int) -> dict[str, torch.Tensor]:
-        """The saved weights of both models."""
+    def weights_in(self, folder: str) -> dict[str, torch.Tensor]:
+        """The weights of both models that were saved in folders of this name."""
         found: dict[str, torch.Tensor] = {}
-        for name, folder in (("policy", self.output_dir), ("value", self.output_dir / "value")):
-            path = folder / f"epoch_{epoch}" / "model-00001-of-00001.safetensors"
+        for name, directory in (("policy", self.output_dir), ("value", self.output_dir / "value")):
+            path = directory / folder / "model-00001-of-00001.safetensors"
             found |= {f"{name}.{key}": weight for key, weight in load_file(path).items()}
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,9 @@ class PPOOutlet(Protocol):
     def save(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoint that ends ``epoch``."""
 
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoint after the ``step``-th rollout of the run and what is learned from it."""
+
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
 
@@ -70,7 +73,8 @@ class PPOLoop:
         learning: Takes the optimizer steps.
         growth: Makes the batch follow its course; None for the batches of stock.
         watchers: Are told what happens.
-        limited: Gives a context for the training of an epoch, in which memory is limited.
+        limited: Gives a context for training, in which memory is limited; checkpoints are saved outside of it.
+        save_every: Rollouts from one checkpoint to the next; None for one at the end of each epoch.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class PPOLoop:
         *,
         watchers: Sequence[Watcher] = (),
         limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        save_every: int | None = None,
     ) -> None:
         self._host = host
         self._stock = stock
@@ -95,10 +100,11 @@ class PPOLoop:
         self._growth = growth
         self._watchers = watchers
         self._limited = limited
+        self._save_every = save_every
         self.rollouts = run.first_step
 
     def run(self) -> None:
-        """Train until the trajectories of the config are used up, and save a checkpoint after each epoch."""
+        """Train until the trajectories of the config are used up, and save checkpoints."""
         host, run = self._host, self._run
         if not host.steps_in_backward:
             for optimizer in host.optimizers:
@@ -108,15 +114,32 @@ class PPOLoop:
             for epoch in range(run.first_epoch, run.epochs):
                 self._start_epoch(epoch)
                 progress.total = self._total_rollouts
-                with self._limited():
-                    self._run_epoch(epoch, progress)
-                self._outlet.note_rollouts(epochs_run=epoch + 1, rollouts=self.rollouts)
-                is_last = self._is_over(epoch)
-                with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
-                    self._outlet.save(epoch, is_last=is_last)
+                training_of_epoch = self._run_epoch(epoch, progress)
+                is_over = False
+                while not is_over:
+                    with self._limited():
+                        is_over = next(training_of_epoch, True)
+                    self._outlet.note_rollouts(epochs_run=epoch + is_over, rollouts=self.rollouts)
+                    is_last = is_over and self._is_over(epoch)
+                    self._save_if_due(epoch, is_last=is_last)
                 if is_last:
                     break
         run.profiler.stop()
+
+    def _save_if_due(self, epoch: int, *, is_last: bool) -> None:
+        """Save a checkpoint at the end of ``epoch``, or within it."""
+        by_steps = self._save_every is not None
+        if by_steps and not is_last and not self._is_step_to_save:
+            return
+        with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
+            if by_steps:
+                self._outlet.save_step(self.rollouts, is_last=is_last)
+            else:
+                self._outlet.save(epoch, is_last=is_last)
+
+    @property
+    def _is_step_to_save(self) -> bool:
+        return self._save_every is not None and self.rollouts % self._save_every == 0
 
     @property
     def _total_rollouts(self) -> int:
@@ -133,7 +156,8 @@ class PPOLoop:
         if self._growth is None:
             return
         decision = self._growth.start_epoch(epoch)
-        assert decision is not None, "checkpoints are saved at the ends of epochs"
+        if decision is None:
+            return
         expected = self._growth.course.expected()
         for watcher in self._watchers:
             watcher.epoch(
@@ -142,12 +166,13 @@ class PPOLoop:
                 dropped_samples=expected.dropped_samples, reason=decision.reason,
             )  # fmt: skip
 
-    def _run_epoch(self, epoch: int, progress: Any) -> None:
+    def _run_epoch(self, epoch: int, progress: Any) -> Iterator[bool]:
+        """Train an epoch; yield False where a checkpoint within it is due."""
         host, run, growth = self._host, self._run, self._growth
         host.loader.sampler.set_epoch(epoch)
         if growth is not None and growth.course.epoch_is_over:
             return  # what is left of the run's trajectories is less than a batch
-        for index, samples in enumerate(host.loader):
+        for index, samples in enumerate(host.loader if growth is None else growth.batches()):
             with recorded_memory(run.memory_history, epoch, index):
                 size_has_changed = self._run_batch(epoch, samples)
                 if size_has_changed:
@@ -156,6 +181,8 @@ class PPOLoop:
             run.profiler.step()
             if growth.course.epoch_is_over if growth is not None else self._is_over(epoch):
                 break
+            if self._is_step_to_save:
+                yield False
 
     def _run_batch(self, epoch: int, samples: list[Sample]) -> bool:
         """Generate and learn; return True if batches have another size from now on."""

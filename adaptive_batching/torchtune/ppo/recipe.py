@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,13 @@ from torchtune.rlhf import PPOStats, Trajectory
 from adaptive_batching.report.record import Report
 from adaptive_batching.torchtune.checkpoints import kept_if_disk_is_full, with_batch_state
 from adaptive_batching.torchtune.ppo import stock as stocks
+from adaptive_batching.torchtune.ppo.resuming import take_value_model_of
 from adaptive_batching.torchtune.ppo.session import PPOSession
 from adaptive_batching.torchtune.ppo.settings import check_settings
 from adaptive_batching.torchtune.ppo.trajectories import Trajectories
 from adaptive_batching.torchtune.probing import circumstances_of
 from adaptive_batching.torchtune.recipe import AdaptiveBatching
+from adaptive_batching.torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 
 
 class AdaptivePPO(AdaptiveBatching):
@@ -26,7 +27,12 @@ class AdaptivePPO(AdaptiveBatching):
     ``batch_size`` counts the trajectories of a rollout. As it grows, ``ppo_batch_size`` grows with it, so that a batch
     keeps its number of optimizer steps. ``forward_batch_size`` and the micro-batches of a backward pass change nothing
     that the optimizer sees.
+
+    A step of ``save_every_n_steps`` is a rollout with all that is learned from it, several optimizer steps.
     """
+
+    # Set by the stock recipe
+    _resume_from_checkpoint: bool
 
     validates = False
     _batches_of_a_step = 1  # gradients are accumulated within a batch
@@ -82,14 +88,29 @@ class AdaptivePPO(AdaptiveBatching):
 
     def save(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoints that end ``epoch``, as stock does."""
+        of_policy = kept_if_disk_is_full(self._checkpoints, epoch)
+        with of_policy, kept_if_disk_is_full(self._value_checkpoints, epoch):
+            self._save_both(epoch, is_last=is_last)
+
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoints after the ``step``-th rollout, both of them or neither; the last have no state."""
+        policy, value = stocks.checkpointers_of(self)
+        with saved_as_step(step, (policy, self._checkpoints), (value, self._value_checkpoints)):
+            self._save_both(WITHIN_TRAINING, is_last=is_last)
+
+    def _save_both(self, epoch: int, *, is_last: bool) -> None:
         assert self._session is not None, "set up first"
         self._session.note_random_state()
         policy, _ = stocks.checkpointers_of(self)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(kept_if_disk_is_full(self._checkpoints, epoch))
-            stack.enter_context(kept_if_disk_is_full(self._value_checkpoints, epoch))
-            stack.enter_context(with_batch_state(policy, self._state_to_store()))
+        with with_batch_state(policy, self._state_to_store()):
             self.save_checkpoint(epoch, is_intermediate_checkpoint=not is_last)  # type: ignore[attr-defined]
+
+    def _setup_checkpointers(
+        self, policy: DictConfig, ref_policy: DictConfig, value: DictConfig, reward: DictConfig
+    ) -> Any:
+        if self._settings.enabled and self._resume_from_checkpoint:
+            take_value_model_of(policy, value)
+        return super()._setup_checkpointers(policy, ref_policy, value, reward)  # type: ignore[misc]
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(stocks.rollouts_of(self))

@@ -86,6 +86,7 @@ class PPOSession(Session):
             self.growth,
             watchers=[*watchers] if self._report is None else [self._report, *watchers],
             limited=self._within_memory_limit,
+            save_every=self.settings.save_every_n_steps,
         )
 
     def state_dict(self, global_step: int) -> dict[str, Any] | None:

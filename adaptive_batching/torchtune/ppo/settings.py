@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from adaptive_batching.torchtune.laying_out import resolve_increase
@@ -28,10 +30,11 @@ def check_settings(cfg: DictConfig) -> None:
             "adaptive_batching.keep_global_batch=True is not for PPO: ppo_batch_size, which the optimizer sees, grows "
             "with batch_size; set keep_global_batch=False"
         )
-    if settings.save_every_n_steps is not None:
+    policy_dir, value_dir = cfg.checkpointer.output_dir, cfg.value_checkpointer.output_dir
+    if settings.save_every_n_steps is not None and Path(policy_dir).resolve() == Path(value_dir).resolve():
         raise ConfigError(
-            f"save_every_n_steps={settings.save_every_n_steps} is not for PPO, whose checkpoints are saved at the ends "
-            f"of epochs; set save_every_n_steps=null"
+            f"save_every_n_steps={settings.save_every_n_steps} would save policy and value model to the same folders, "
+            f"in output_dir={policy_dir!r}; set value_checkpointer.output_dir to another"
         )
     increase = resolve_increase(settings)
     if increase.noise_scale_every is not None:
