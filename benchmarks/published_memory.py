@@ -1,7 +1,7 @@
 """Hold planned peaks against those that torchtune's README publishes for GPUs.
 
     pip install -e .[torchtune]
-    python benchmarks/published_memory.py            # about 5 minutes on 2 cores, no GPU
+    python benchmarks/published_memory.py            # about 8 minutes on 2 cores, no GPU
 
 Each row is a run of fixed length whose settings are published, or follow from the stock config that is named; what had
 to be inferred is said. The planned figure is the peak of tensors (``peak_memory_active`` in torchtune's log), as
