@@ -88,15 +88,18 @@ class Forecast:
         high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
         if not high or self._reserved(high) <= budget:
             return high or 0
-        low = 0
+        low, above = 0, high
         guess = self.step.curve.largest_within(budget * self.step.curve.peak_bytes(high) // self._reserved(high)) or 0
-        while high - low > 1:
-            middle = guess if low < guess < high else (low + high) // 2
+        while above - low > 1:
+            middle = guess if low < guess < above else (low + above) // 2
             guess = 0 if middle == guess else guess
             if self._reserved(middle) <= budget:
                 low, guess = middle, middle + 1
             else:
-                high = middle
+                above = middle
+        # As blocks are rounded, a size can fit where the one below it does not.
+        while larger := [n for n in (low + 1, low + 2) if n < high and self._reserved(n) <= budget]:
+            low = max(larger)
         return low
 
     def _reserved(self, batch_size: int) -> int:
