@@ -48,7 +48,7 @@ TEACHER = Architecture(embed_dim=512, intermediate_dim=1536)
 
 @dataclass(frozen=True)
 class Kind:
-    """A recipe, and what its config has beside the quickstart's."""
+    """A recipe, and what its config has besides the quickstart's."""
 
     recipe: str
     recipe_class: str

@@ -25,7 +25,7 @@ def time_epoch(recipe: Any) -> dict[str, Any]:
 
 
 class Noted:
-    """What is noted while a recipe trains: losses, tokens of forwards with a gradient, and seconds of each part."""
+    """Notes taken while a recipe trains: losses, tokens of forwards with a gradient, and seconds of each part."""
 
     def __init__(self, recipe: Any) -> None:
         self.losses: list[float] = []

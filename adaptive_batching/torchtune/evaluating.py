@@ -48,7 +48,7 @@ class AdaptiveEvaluation:
     """The module of stock's recipe."""
 
     wrapper: type[BatchesThatFit]
-    """What wraps the model for the harness, in place of stock's."""
+    """Wrapper of the model for the harness, in place of stock's."""
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = read_evaluation(cfg)
@@ -272,7 +272,7 @@ class BatchesThatFit:
 
 @dataclass(frozen=True)
 class _Request:
-    """What the harness reads of a request."""
+    """Part of a request that the harness reads."""
 
     args: tuple[str, Any]
 

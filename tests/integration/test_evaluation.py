@@ -94,7 +94,7 @@ def evaluation(folder: Path, inputs: Path) -> Iterator[Callable[..., Evaluation]
 
 @pytest.fixture(scope="module")
 def one_by_one(evaluation: Callable[..., Evaluation]) -> Responses:
-    """What stock gives with a batch of one."""
+    """Results of stock with a batch of one."""
     return evaluation(of_stock=True, batch_size=1).responses()
 
 

@@ -23,7 +23,7 @@ def linear_step() -> TracedStep:
 
 @pytest.mark.parametrize("fits", [0, 1, 2, 5, 11, 30])
 def test_a_size_fits_where_the_one_below_it_does_not(fits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is reserved is not quite monotonic, as blocks are rounded."""
+    """Reserved memory is not quite monotonic, as blocks are rounded."""
     forecast = Forecast(linear_step(), [])
     budget = forecast.step.curve.peak_bytes(40)
     reserved = {size: budget + (1 if size > fits or size == fits - 1 else 0) for size in range(100)}

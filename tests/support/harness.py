@@ -1,4 +1,4 @@
-"""What EleutherAI's harness needs to run a small model without a network: tasks over a local file, and a gpt2."""
+"""Files that EleutherAI's harness needs to run a small model without a network: tasks over a local file, and a gpt2."""
 
 from __future__ import annotations
 

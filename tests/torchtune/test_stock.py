@@ -1,4 +1,4 @@
-"""What is said where EleutherAI's harness is missing, or does not go with what is installed."""
+"""Messages where EleutherAI's harness is missing, or does not go with what is installed."""
 
 from __future__ import annotations
 
