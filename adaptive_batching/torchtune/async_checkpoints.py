@@ -10,6 +10,7 @@ import contextlib
 import logging
 import pickle
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -36,6 +37,8 @@ _OF_STEPS = "dist_step"
 _NOT_READ_BACK = "recipe.pt"
 _METADATA = ".metadata"
 """File that torch writes when a checkpoint is complete."""
+
+_ONE_AT_A_TIME = threading.Lock()  # a checkpoint is completed in a thread, which that of the next may overtake
 
 
 class ThroughClient:
@@ -173,15 +176,16 @@ def _supersede(folder: Path, saved: Future[Any]) -> None:
     """Leave the checkpoints of the steps before that of ``folder`` with their weights alone, if it has been saved."""
     if saved.exception() is not None:
         return  # stock says so
-    try:
-        for path in (*folder.iterdir(), folder):
-            flush(path)  # else a power cut could leave none that is complete
-        for path in folder.parent.iterdir():
-            name = re.fullmatch(rf"{_OF_STEPS}_(\d+)", path.name)
-            if name is not None and int(name[1]) < int(folder.name.rpartition("_")[2]):
-                keep_weights_alone(path)
-    except OSError as error:
-        log.warning("a checkpoint before %s keeps its state (%s); training goes on", folder.name, error)
+    with _ONE_AT_A_TIME:
+        try:
+            for path in (*folder.iterdir(), folder):
+                flush(path)  # else a power cut could leave none that is complete
+            for path in folder.parent.iterdir():
+                name = re.fullmatch(rf"{_OF_STEPS}_(\d+)", path.name)
+                if name is not None and int(name[1]) < int(folder.name.rpartition("_")[2]):
+                    keep_weights_alone(path)
+        except OSError as error:
+            log.warning("a checkpoint before %s keeps its state (%s); training goes on", folder.name, error)
 
 
 def keep_weights_alone(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from adaptive_batching.torchtune import async_checkpoints
 from adaptive_batching.torchtune.async_checkpoints import _supersede, check_that_state_is_there
 from adaptive_batching.values import ConfigError
 
@@ -59,6 +61,28 @@ def test_those_before_one_that_is_complete_keep_their_weights_alone(tmp_path: Pa
         check_that_state_is_there(tmp_path / f"dist_step_{step}")
         assert loaded(tmp_path / f"dist_step_{step}").keys() == {"model", "optimizer", "epochs_run", "seed"}
     assert (broken_off / "__0_0.distcp").exists() and another.exists()
+
+
+def test_two_that_are_complete_at_once_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (4, 8, 12):
+        (tmp_path / f"dist_step_{step}").mkdir()
+    running: list[Path] = []
+    overlaps: list[bool] = []
+
+    def note(folder: Path) -> None:
+        overlaps.append(bool(running))
+        running.append(folder)
+        time.sleep(0.1)
+        running.pop()
+
+    monkeypatch.setattr(async_checkpoints, "keep_weights_alone", note)
+    done: Future[None] = Future()
+    done.set_result(None)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda step: _supersede(tmp_path / f"dist_step_{step}", done), (8, 12)))
+    assert overlaps == [False] * 3
 
 
 @pytest.mark.parametrize("fails", ["to be saved", "to be followed"])
