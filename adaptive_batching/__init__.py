@@ -5,19 +5,19 @@ What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batch
 """
 
 from adaptive_batching import growth
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.growth.accumulation import FixedAccumulation, KeepGlobal
-from adaptive_batching.growth.by_epoch import plan_batch_sizes
-from adaptive_batching.growth.controller import BatchController
-from adaptive_batching.growth.course import Course, RunShape
-from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
-from adaptive_batching.loop.step import AdaptiveStep
-from adaptive_batching.memory import is_out_of_memory, memory_meter
-from adaptive_batching.probe.does_not_fit import DoesNotFitError
-from adaptive_batching.probe.find import find_maximum_batch_size
-from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.probe.trial import TrainingStep
-from adaptive_batching.values import ConfigError
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.accumulation import FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.by_epoch import plan_batch_sizes
+from adaptive_batching._growth.controller import BatchController
+from adaptive_batching._growth.course import Course, RunShape
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching._loop.step import AdaptiveStep
+from adaptive_batching._memory import is_out_of_memory, memory_meter
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._values import ConfigError
 
 __version__ = "0.1.0"
 

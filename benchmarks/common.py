@@ -96,7 +96,7 @@ def write_report(
         packages: Distributions whose versions matter.
         quiet: Print nothing.
     """
-    from adaptive_batching.memory import memory_meter
+    from adaptive_batching._memory import memory_meter
 
     name = memory_meter(device).device_name
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)

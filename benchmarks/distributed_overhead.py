@@ -36,7 +36,7 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
     import torch
     from omegaconf import OmegaConf
 
-    from adaptive_batching.report.watcher import Watcher
+    from adaptive_batching._report.watcher import Watcher
     from recipes import full_finetune_distributed as ours
 
     stock: Any = ours.stock
@@ -103,7 +103,7 @@ def main() -> None:
         measure(inputs, directory, args.device, args.samples, int(first))
         return
 
-    from adaptive_batching.torchtune.quickstart import build
+    from adaptive_batching._torchtune.quickstart import build
 
     pairs: list[float] = []
     seconds: list[list[float]] = [[], []]

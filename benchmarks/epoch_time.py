@@ -46,12 +46,13 @@ from omegaconf import OmegaConf
 from timed_epoch import time_epoch
 from torchtune import config
 
-from adaptive_batching.memory import MemoryMeter, memory_meter
-from adaptive_batching.micro_batches.forward_cost import ForwardTimes
-from adaptive_batching.probe import find
-from adaptive_batching.probe.trace import trace_peak_memory, trace_step
-from adaptive_batching.torchtune import AdaptiveBatching, load_stock, probing
-from adaptive_batching.torchtune.quickstart import build
+from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+from adaptive_batching._probe import find
+from adaptive_batching._probe.trace import trace_peak_memory, trace_step
+from adaptive_batching._torchtune import probing
+from adaptive_batching._torchtune.quickstart import build
+from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent
 BATCH_64, ACCUMULATED, PACKED = "stock, batch_size=64", "stock, 4 x 16 accumulated", "stock, packed"

@@ -34,12 +34,12 @@ import torch
 from common import Recipe, write_report
 from omegaconf import OmegaConf
 
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.memory import memory_meter, release_cached_memory
-from adaptive_batching.probe.find import find_maximum_batch_size
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import memory_meter, release_cached_memory
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._torchtune.quickstart import Architecture, build
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
-from adaptive_batching.torchtune.quickstart import Architecture, build
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20

@@ -74,9 +74,9 @@ from omegaconf import OmegaConf
 from overhead import TakingTurns, run_all
 from torchtune import config
 
-from adaptive_batching.report.watcher import Watcher
+from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._torchtune.quickstart import Architecture, build, save_checkpoint
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
-from adaptive_batching.torchtune.quickstart import Architecture, build, save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 BATCH_SIZE, MAXIMUM = 4, 32

@@ -54,10 +54,10 @@ from torchtune import modules, training
 from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.memory import is_out_of_memory, memory_meter
-from adaptive_batching.probe.find import find_maximum_batch_size
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import is_out_of_memory, memory_meter
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.trial import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
 OURS, TRUTH = "adaptive_batching predict", "truth"

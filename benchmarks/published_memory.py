@@ -8,7 +8,7 @@ to be inferred is said. The planned figure is the peak of tensors (``peak_memory
 ``adaptive-batching plan`` computes it with the installed versions; the published ones were measured with versions that
 are older by up to two years. Where the code of then is known to have done otherwise, the run is planned a second time
 with that behaviour, and the error is of that plan: see ``AS_OF``. Nothing is tuned to the figures, which are in
-``adaptive_batching/plan/published.py``. The last line printed is a JSON object.
+``adaptive_batching/_plan/published.py``. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torchtune import training
 from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.modules import RMSNorm
 
-from adaptive_batching.plan.published import PEAKS, Peak, error_band
-from adaptive_batching.torchtune.levers import CONFIGS
-from adaptive_batching.torchtune.objective import NextToken, Sums
-from adaptive_batching.torchtune.planning import Question, sketch
+from adaptive_batching._plan.published import PEAKS, Peak, error_band
+from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.objective import NextToken, Sums
+from adaptive_batching._torchtune.planning import Question, sketch
 
 GIB = 2**30
 PUBLISHED = {peak.name: peak for peak in PEAKS}
@@ -262,7 +262,7 @@ def main() -> None:
     )  # fmt: skip
     for before, now in zip(PEAKS, found, strict=True):
         if before != now:
-            print(f"adaptive_batching/plan/published.py has {before}; now {now}")
+            print(f"adaptive_batching/_plan/published.py has {before}; now {now}")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from adaptive_batching.memory import memory_meter
-from adaptive_batching.micro_batches.forward_cost import ForwardCost
+from adaptive_batching._memory import memory_meter
+from adaptive_batching._micro_batches.forward_cost import ForwardCost
 
 
 def time_epoch(recipe: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from adaptive_batching.report.record import Report
+from adaptive_batching._report.record import Report
 from tests.support.overrides import TEACHER
 
 # What a run of continuous integration says has to be what the next one says. To look for more, leave this out.
@@ -78,7 +78,7 @@ def made_once(directory: Path) -> Iterator[bool]:
 @pytest.fixture(scope="session")
 def inputs(shared: Path) -> Path:
     """A directory with real text, a tokenizer trained on it, and a tiny model."""
-    from adaptive_batching.torchtune.quickstart import Architecture, build, build_model, save_checkpoint
+    from adaptive_batching._torchtune.quickstart import Architecture, build, build_model, save_checkpoint
 
     with made_once(shared / "small") as missing:
         if missing:
@@ -207,7 +207,7 @@ probes_by_speed = False
 
 def all_that_fits() -> contextlib.AbstractContextManager[Any]:
     """Have probes look for all that fits: how large a forward has to be depends on the speed of the machine."""
-    from adaptive_batching.micro_batches.forward_cost import ForwardTimes
+    from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 
     return mock.patch.object(ForwardTimes, "enough", lambda self: None)
 

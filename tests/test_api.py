@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
+import pytest
+
 import adaptive_batching
-from adaptive_batching import AdaptiveBatchingConfig, growth
+from adaptive_batching import AdaptiveBatchingConfig, growth, torchtune
 from tests.conftest import ROOT
 
-EXPECTED = """
+EXPECTED = {
+    adaptive_batching: """
 AdaptiveBatchingConfig
 AdaptiveBatchingConfig.decisions_per_epoch
 AdaptiveBatchingConfig.grows
@@ -78,7 +83,119 @@ growth (module)
 is_out_of_memory(error)
 memory_meter(device)
 plan_batch_sizes(batch_size, increase, *, epochs, samples, maximum=...)
-"""
+""",
+    growth: """
+constant()
+cosine(end=..., ramp_epochs=...)
+fixed_increase(increase, epochs=...)
+goodput(gain=...)
+gradient_noise_scale(multiplier=..., hysteresis=...)
+late_switch(fraction, end=...)
+linear(end=..., ramp_epochs=...)
+multistep(milestones, gamma=...)
+norm_test(eta=...)
+on_plateau(patience=..., rate=..., min_delta=..., cooldown=..., metric=...)
+polynomial(end=..., ramp_epochs=..., power=...)
+replace_lr_decay(alpha=...)
+staged(stages)
+step(every=..., gamma=...)
+""",
+    torchtune: """
+AdaptiveBatching(cfg)
+AdaptiveBatching.make_objective(parts)
+AdaptiveBatching.validates
+AdaptiveBatching.setup(self, cfg)
+AdaptiveBatching.train(self)
+AdaptiveBatching.note_progress(self, *, epochs_run, global_step, steps_per_epoch)
+AdaptiveBatching.learning_rate(self)
+AdaptiveBatching.log_metrics(self, metrics, step)
+AdaptiveBatching.save_epoch(self, epoch)
+AdaptiveBatching.save_step(self, step, *, is_last)
+AdaptiveBatching.cleanup(self)
+AdaptiveEvaluation(cfg)
+AdaptiveEvaluation.setup(self, cfg)
+AdaptivePPO(cfg)
+AdaptivePPO.validates
+AdaptivePPO.train(self)
+AdaptivePPO.note_rollouts(self, *, epochs_run, rollouts)
+AdaptivePPO.learning_rate(self)
+AdaptivePPO.log_rollout(self, trajectory, stats, divergence, tokens_per_second, added)
+AdaptivePPO.save(self, epoch, *, is_last)
+AdaptivePPO.save_step(self, step, *, is_last)
+BatchStateInCheckpoint()
+BatchStateInCheckpoint.save_checkpoint(self, epoch)
+BatchesThatFit()
+BatchesThatFit.settings
+BatchesThatFit.loglikelihood_rolling(self, requests, disable_tqdm=...)
+BatchesThatFit.generate_until(self, requests, disable_tqdm=...)
+Counts(terms, tokens)
+ManyDevices(cfg)
+ManyDevices.profiles_steps
+NextToken(collate, loss, activations, num_chunks=...)
+NextToken.tokens(self, sample)
+NextToken.counts(self, samples)
+NextToken.size(self, sample)
+NextToken.is_text(self, sample)
+NextToken.stretch(self, sample, length)
+NextToken.filler(self, samples)
+NextToken.collate(self, samples)
+NextToken.loss(self, model, batch, weight)
+NextToken.smallest_batch(self, dataset)
+NextToken.equalize_collectives(self)
+NextToken.forget(self)
+NextToken.divisor(self, sums)
+NextToken.mean_loss(self, sums)
+NextToken.recompile(self, again)
+NextToken.for_trace(self, frozen_models)
+Objective()
+Objective.frozen_models
+Objective.sums_gradients
+Objective.saves_memory_by
+Objective.tokens(self, sample)
+Objective.counts(self, samples)
+Objective.weight_of(self, batch)
+Objective.size(self, sample)
+Objective.is_text(self, sample)
+Objective.stretch(self, sample, length)
+Objective.filler(self, samples)
+Objective.collate(self, samples)
+Objective.loss(self, model, batch, weight)
+Objective.smallest_batch(self, dataset)
+Objective.leave_stock(self)
+Objective.equalize_collectives(self)
+Objective.forget(self)
+Objective.batch_dependent_part(self)
+Objective.begin_step(self, step, samples)
+Objective.divisor(self, sums)
+Objective.mean_loss(self, sums)
+Objective.metrics(self, sums)
+Objective.recompile(self, again)
+Objective.for_trace(self, frozen_models)
+StepCost(seconds, forwards, tokens, padded_tokens, peak_bytes)
+Sums(loss, tokens, metrics=...)
+Sums.map(self, function)
+ThroughClient(cfg)
+ThroughClient.save_checkpoint(self, epoch)
+Watcher()
+Watcher.epoch(self, **values)
+Watcher.change(self, **values)
+Watcher.cost(self, cost)
+Watcher.step(self, epoch, step, samples, loss, lr, recoveries=...)
+Watcher.validation(self, epoch, step, loss)
+Watcher.noise(self, step, shown, noise_scale)
+accept_configs_of_torchao()
+check_ppo_settings(cfg)
+distillation(parts)
+entry_point(recipe_class, before=..., run=...)
+fake_quantized(parts)
+load_stock(name)
+load_stock_evaluation()
+preferences(parts)
+run_evaluation(recipe_class, cfg, before=...)
+run_recipe(recipe_class, cfg, before=...)
+start_process_group(cfg)
+""",
+}
 
 
 def described(package: Any, name: str) -> Iterator[str]:
@@ -113,9 +230,19 @@ def arguments(function: Callable[..., Any]) -> str:
     return str(inspect.Signature(parameters)).replace("=Ellipsis", "=...")
 
 
-def test_names_and_signatures_are_stable() -> None:
-    lines = [line for name in adaptive_batching.__all__ for line in described(adaptive_batching, name)]
-    assert "\n".join(lines) == EXPECTED.strip(), "\n".join(lines)
+@pytest.mark.parametrize("module", EXPECTED, ids=lambda module: module.__name__)
+def test_names_and_signatures_are_stable(module: ModuleType) -> None:
+    lines = [line for name in module.__all__ for line in described(module, name)]
+    assert "\n".join(lines) == EXPECTED[module].strip(), "\n".join(lines)
+
+
+def test_what_is_not_public_is_private_by_name() -> None:
+    modules = {name for _, name, _ in pkgutil.walk_packages(adaptive_batching.__path__, "adaptive_batching.")}
+    public = {name for name in modules if not any(part.startswith("_") for part in name.split("."))}
+    assert public == {module.__name__ for module in EXPECTED} - {"adaptive_batching"}
+    for module in EXPECTED:
+        names = {name for name in vars(module) if not name.startswith("_")} - {"growth", "torchtune"}
+        assert names == set(module.__all__) - {"growth"}, module
 
 
 def test_all_that_is_public_has_a_docstring_and_a_row() -> None:
@@ -127,8 +254,7 @@ def test_all_that_is_public_has_a_docstring_and_a_row() -> None:
 
 def test_the_package_tells_type_checkers_that_it_is_typed() -> None:
     assert (ROOT / "adaptive_batching" / "py.typed").exists()
-    for name in (*adaptive_batching.__all__, *growth.__all__):
-        found = getattr(adaptive_batching, name, None) or getattr(growth, name)
+    for found in (getattr(module, name) for module in EXPECTED for name in module.__all__):
         if inspect.isfunction(found):
             untyped = [p.name for p in inspect.signature(found).parameters.values() if p.annotation is p.empty]
-            assert not untyped, (name, untyped)
+            assert not untyped, (found, untyped)

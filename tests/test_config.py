@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, Whole
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, Whole
 
 
 def test_defaults_are_off() -> None:

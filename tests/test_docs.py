@@ -20,12 +20,12 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
-from adaptive_batching.cli.main import COMMANDS
-from adaptive_batching.growth.increase import resolve
-from adaptive_batching.torchtune.host import StockParts, next_token
-from adaptive_batching.torchtune.objective import Objective
-from adaptive_batching.torchtune.recipe import AdaptiveBatching
-from adaptive_batching.torchtune.settings import FIELDS, VALIDATION, read_settings
+from adaptive_batching._cli.main import COMMANDS
+from adaptive_batching._growth.increase import resolve
+from adaptive_batching._torchtune.host import StockParts, next_token
+from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, read_settings
 from tests.conftest import ROOT
 from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, commands
 from tests.support.settings_table import PAGE, page
@@ -281,4 +281,4 @@ def check_run(args: Any, known: dict[str, Any], *, ours: bool) -> None:
 
 def test_the_command_of_the_pages_is_installed() -> None:
     scripts = re.search(r"^\[project.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
-    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching.cli.main:main"'
+    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching._cli.main:main"'

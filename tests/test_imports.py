@@ -10,9 +10,9 @@ import pytest
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "adaptive_batching"
-OUTER = ("torchtune", "cli", "__main__.py")
+OUTER = ("torchtune.py", "_torchtune", "_cli", "__main__.py")
 CORE = sorted(path for path in PACKAGE.glob("**/*.py") if not set(OUTER) & set(path.relative_to(PACKAGE).parts))
-# Folders and modules of the core that each of them may import, besides itself.
+# Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "values": set(),
     "config": {"probe", "values"},  # of the probe, the names of the searches
@@ -63,7 +63,7 @@ PURE = [
 
 
 def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).with_suffix("").as_posix()
+    return path.relative_to(PACKAGE).with_suffix("").as_posix().removeprefix("_")
 
 
 def imported(path: Path) -> set[str]:
@@ -78,8 +78,9 @@ def imported(path: Path) -> set[str]:
 
 
 def ours(path: Path) -> set[str]:
-    """Modules of the package that ``path`` imports, as paths within it."""
-    return {n.removeprefix("adaptive_batching.").replace(".", "/") for n in imported(path) if "adaptive_batching." in n}
+    """Modules of the package that ``path`` imports, as :func:`name_of` writes them."""
+    found = [name.split(".", 1)[1] for name in imported(path) if name.startswith("adaptive_batching.")]
+    return {name.removeprefix("_").replace(".", "/") for name in found}
 
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
@@ -99,17 +100,17 @@ def test_rooms_of_the_core_import_in_one_direction(path: Path) -> None:
 
 @pytest.mark.parametrize("name", PURE)
 def test_what_decides_imports_no_torch(name: str) -> None:
-    path = PACKAGE / f"{name}.py"
+    path = PACKAGE / f"_{name}.py"
     assert not any(n.split(".")[0] == "torch" for n in imported(path))
     assert ours(path) <= set(PURE)
 
 
 def test_importing_the_package_does_not_import_torchtune_nor_does_its_command_for_pages() -> None:
-    code = "import sys, adaptive_batching.cli.main as cli; sys.argv[1:] = ['report', '--help']\n"
+    code = "import sys, adaptive_batching._cli.main as cli; sys.argv[1:] = ['report', '--help']\n"
     code += "try: cli.main()\nexcept SystemExit: sys.exit('torchtune' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 def test_torchtune_is_imported_in_one_place_only() -> None:
-    outside = [p for p in PACKAGE.glob("**/*.py") if PACKAGE / "torchtune" not in p.parents]
+    outside = [p for p in PACKAGE.glob("**/*.py") if PACKAGE / "_torchtune" not in p.parents]
     assert not [p for p in outside if any(n.split(".")[0] == "torchtune" for n in imported(p))]

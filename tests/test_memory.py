@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaptive_batching.host_memory import CpuMeter, _status, keep_little_on_the_host
-from adaptive_batching.memory import (
+from adaptive_batching._host_memory import CpuMeter, _status, keep_little_on_the_host
+from adaptive_batching._memory import (
     AcceleratorMeter,
     Segments,
     allocator_advice,

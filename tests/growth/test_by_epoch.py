@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching import IncreaseFunctionError, growth, plan_batch_sizes
-from adaptive_batching.growth.increase import IncreaseFunction
+from adaptive_batching._growth.increase import IncreaseFunction
 
 
 def test_sizes_follow_the_increase_function_within_the_maximum() -> None:

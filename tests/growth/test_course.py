@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adaptive_batching._growth.accumulation import FixedAccumulation, InParts, KeepGlobal
+from adaptive_batching._growth.controller import BatchController
+from adaptive_batching._growth.course import Course, RunShape, learning_rate_scale
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
-from adaptive_batching.growth.accumulation import FixedAccumulation, InParts, KeepGlobal
-from adaptive_batching.growth.controller import BatchController
-from adaptive_batching.growth.course import Course, RunShape, learning_rate_scale
-from adaptive_batching.growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from tests.support.examples import STATE
 
 

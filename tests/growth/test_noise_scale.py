@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from adaptive_batching.growth.noise_scale import MIN_MEASUREMENTS, NoiseEstimate, NoiseScale
+from adaptive_batching._growth.noise_scale import MIN_MEASUREMENTS, NoiseEstimate, NoiseScale
 
 
 def gradients(rng: np.random.Generator, mean: np.ndarray, deviation: np.ndarray, tokens: list[int]) -> list[np.ndarray]:

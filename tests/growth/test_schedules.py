@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching import growth
-from adaptive_batching.growth.increase import (
+from adaptive_batching._growth.increase import (
     GrowthState,
     IncreaseFunction,
     IncreaseFunctionError,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.llama2 import llama2, lora_llama2
 
-from adaptive_batching.ranks import fsdp
+from adaptive_batching._ranks import fsdp
 
 # What the next models do: where they run out of memory, and how often.
 plan: dict[str, Any] = {}

@@ -14,13 +14,13 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 
-import adaptive_batching.torchtune.probing
-from adaptive_batching.host_memory import CpuMeter, _status
-from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.torchtune.host import Host
-from adaptive_batching.torchtune.probing import probe_or_stored
-from adaptive_batching.torchtune.step import training_step
+import adaptive_batching._torchtune.probing
+from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._memory import is_out_of_memory
+from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.probing import probe_or_stored
+from adaptive_batching._torchtune.step import training_step
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
 
@@ -76,7 +76,7 @@ def snapshot(host: Host) -> list[torch.Tensor]:
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     gc.freeze()  # else each collection goes through all that torch has made
-    adaptive_batching.torchtune.probing.probe_or_stored = partial(limited_probe, cfg.extra_mib)  # type: ignore[assignment]
+    adaptive_batching._torchtune.probing.probe_or_stored = partial(limited_probe, cfg.extra_mib)  # type: ignore[assignment]
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)

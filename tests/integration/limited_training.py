@@ -11,9 +11,9 @@ import sys
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batching.host_memory import CpuMeter, _status
+from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._values import MemoryAmount
 from adaptive_batching.torchtune import run_recipe
-from adaptive_batching.values import MemoryAmount
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 
 MIB = 2**20

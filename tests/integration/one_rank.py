@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torchtune.models.llama2 import llama2
 
-from adaptive_batching.memory import release_cached_memory
-from adaptive_batching.micro_batches.run import run_micro_batches
-from adaptive_batching.ranks.agree import Ranks
-from adaptive_batching.ranks.fsdp import MicroBatchCollectives, _Collective, _Room
+from adaptive_batching._memory import release_cached_memory
+from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
 
 SIZES = dict(vocab_size=512, num_layers=4, num_heads=8, num_kv_heads=8, embed_dim=256, max_seq_len=128)
 

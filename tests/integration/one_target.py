@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from adaptive_batching.growth.noise_scale import NoiseEstimate
-from adaptive_batching.torchtune.gradients import forward_backward
-from adaptive_batching.torchtune.host import Host
+from adaptive_batching._growth.noise_scale import NoiseEstimate
+from adaptive_batching._torchtune.gradients import forward_backward
+from adaptive_batching._torchtune.host import Host
 
 # Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.
 NOISE = [

@@ -31,12 +31,12 @@ from unittest import mock
 from torch import nn
 from torchtune.models.llama2 import llama2, lora_llama2
 
-from adaptive_batching.host_memory import CpuMeter, _status
-from adaptive_batching.report.events import read_events
-from adaptive_batching.report.record import Report
-from adaptive_batching.torchtune import probing, session
-from adaptive_batching.torchtune.data import index_of
-from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._report.events import read_events
+from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune import probing, session
+from adaptive_batching._torchtune.data import index_of
+from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration import faults
 

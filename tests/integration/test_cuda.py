@@ -19,13 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune.models.llama2 import llama2
 
-from adaptive_batching.memory import Segments, cuda_segments, memory_meter
-from adaptive_batching.probe import trace
-from adaptive_batching.probe.allocator import CachingAllocator, ExpandableAllocator
-from adaptive_batching.probe.reserved import ReservedPeaks
-from adaptive_batching.probe.trace import trace_step
-from adaptive_batching.probe.trial import TrainingStep, Trial
-from adaptive_batching.ranks.fsdp import can_drain
+from adaptive_batching._memory import Segments, cuda_segments, memory_meter
+from adaptive_batching._probe import trace
+from adaptive_batching._probe.allocator import CachingAllocator, ExpandableAllocator
+from adaptive_batching._probe.reserved import ReservedPeaks
+from adaptive_batching._probe.trace import trace_step
+from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._ranks.fsdp import can_drain
 from tests.conftest import ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
 from tests.support.overrides import SGD, VALIDATE

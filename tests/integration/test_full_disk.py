@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching.torchtune import checkpoints
+from adaptive_batching._torchtune import checkpoints
 from tests.conftest import TuneRun, assert_same_weights
 
 GROW = [

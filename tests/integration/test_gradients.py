@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.micro_batches.cut import Capacity
-from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
-from adaptive_batching.torchtune.data import Sample
-from adaptive_batching.torchtune.gradients import gather_gradients
-from adaptive_batching.torchtune.host import Host
-from adaptive_batching.values import ByLength, Explore, parse_micro_batch_size
+from adaptive_batching._micro_batches.cut import Capacity
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.data import Sample
+from adaptive_batching._torchtune.gradients import gather_gradients
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._values import ByLength, Explore, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 
 IGNORED = -100
@@ -102,6 +102,6 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
 
             compare()
 
-    monkeypatch.setattr("adaptive_batching.torchtune.session.TrainingLoop", Compared)
+    monkeypatch.setattr("adaptive_batching._torchtune.session.TrainingLoop", Compared)
     tune_run(kind, f"loss._component_={loss}", "epochs=1")
     assert max(tried) >= 5 and sum(count > 1 for count in tried) > 15

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from adaptive_batching.growth.increase import IncreaseFunction
-from adaptive_batching.host_memory import CpuMeter
-from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching._growth.increase import IncreaseFunction
+from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel
 from tests.support.overrides import DOUBLE, SGD

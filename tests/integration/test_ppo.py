@@ -102,7 +102,7 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     common = [*ONE_STEP, f"gradient_accumulation_steps={backwards}"]
     whole = undisturbed(*common, stock=True)
     if size == "auto":  # as if three fitted
-        monkeypatch.setattr("adaptive_batching.torchtune.ppo.probing.settled", three_fit)
+        monkeypatch.setattr("adaptive_batching._torchtune.ppo.probing.settled", three_fit)
     cut = run(*common, LIMIT, f"micro_batch_size={size}", name="cut")
     if size == "auto":
         assert events(cut, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"
@@ -118,7 +118,7 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
 def three_fit(settings: Any, found: Any, *_: Any) -> Any:
     from dataclasses import replace
 
-    from adaptive_batching.micro_batches.cut import Capacity
+    from adaptive_batching._micro_batches.cut import Capacity
 
     return replace(found, capacity=Capacity(((1, 3),)))
 
@@ -181,7 +181,7 @@ def test_caches_that_do_not_fit_are_made_again_for_fewer(
 
 def without_trying_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the forward of a few samples by which recovery knows that a model can be cut: it would fail as well."""
-    monkeypatch.setattr("adaptive_batching.torchtune.session.batch_dependent_module", lambda host: None)
+    monkeypatch.setattr("adaptive_batching._torchtune.session.batch_dependent_module", lambda host: None)
 
 
 @pytest.mark.parametrize("phase", ["rollout", "learning"])

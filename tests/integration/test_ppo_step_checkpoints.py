@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching.torchtune.ppo.resuming import take_value_model_of
-from adaptive_batching.torchtune.resuming import from_last_checkpoint
-from adaptive_batching.values import ConfigError
+from adaptive_batching._torchtune.ppo.resuming import take_value_model_of
+from adaptive_batching._torchtune.resuming import from_last_checkpoint
+from adaptive_batching._values import ConfigError
 from tests.conftest import assert_same_weights
 from tests.integration.test_full_disk import full_disk_from
 from tests.support.power_cut import FUNCTION

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from adaptive_batching.report.events import read_events
-from adaptive_batching.report.page import write_page
-from adaptive_batching.torchtune.loop import TrainingLoop
-from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching._report.events import read_events
+from adaptive_batching._report.page import write_page
+from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.settings import read_settings
 from tests import conftest
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan

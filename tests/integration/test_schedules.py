@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.torchtune.data import Sample, index_of
-from adaptive_batching.torchtune.growing import Growth
-from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.data import Sample, index_of
+from adaptive_batching._torchtune.growing import Growth
+from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_same_weights
 from tests.support.lr_schedules import SCHEDULES
 from tests.support.overrides import VALIDATE

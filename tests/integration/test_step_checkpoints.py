@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching.torchtune.data import Sample, index_of
-from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.data import Sample, index_of
+from adaptive_batching._torchtune.loop import TrainingLoop
 from tests import conftest
 from tests.conftest import ROOT, Run, TuneRun, assert_same_weights
 from tests.integration.test_full_disk import full_disk_from

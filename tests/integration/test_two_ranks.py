@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtune.modules.peft import LoRALinear
 
-from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights, made_once
 from tests.integration.one_target import NOISE, truth
 from tests.integration.two_ranks import FAILING_COLLECTIVES, IN_TWO, OTHERS, REAL_LIMITS, same_everywhere

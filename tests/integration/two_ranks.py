@@ -29,11 +29,12 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
 
-from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
-from adaptive_batching.host_memory import CpuMeter, _status
-from adaptive_batching.ranks import agree
-from adaptive_batching.torchtune import accept_configs_of_torchao, cutting, load_stock, many_devices, session
-from adaptive_batching.torchtune.loop import TrainingLoop
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
+from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._ranks import agree
+from adaptive_batching._torchtune import cutting, many_devices, session
+from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import ARCHITECTURE, ROOT, all_that_fits
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE

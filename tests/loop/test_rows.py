@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batching.loop.rows import Rows
-from adaptive_batching.micro_batches.cut import Capacity
-from adaptive_batching.probe.does_not_fit import DoesNotFitError
+from adaptive_batching._loop.rows import Rows
+from adaptive_batching._micro_batches.cut import Capacity
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
 
 
 class Device:

@@ -190,7 +190,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
     def forwards_without_room(device: torch.device) -> int:
         return sum(b * s > 220 for b, s in model.forwards)
 
-    monkeypatch.setattr("adaptive_batching.loop.step.num_allocation_retries", forwards_without_room)
+    monkeypatch.setattr("adaptive_batching._loop.step.num_allocation_retries", forwards_without_room)
     step = AdaptiveStep(model, optimizer, loss, collate, length=length, clip_norm=0.5)
     for _ in range(6):
         torch.testing.assert_close(step(SAMPLES), plain_step(plain, plain_optimizer, SAMPLES, 0.5))
@@ -205,7 +205,7 @@ def test_an_allocator_that_starts_over_is_left_alone_where_nothing_can_be_cut(
     samples: list[Text], norm: nn.Module | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = model_and_optimizer(norm=norm)
-    monkeypatch.setattr("adaptive_batching.loop.step.num_allocation_retries", lambda device: len(model.forwards))
+    monkeypatch.setattr("adaptive_batching._loop.step.num_allocation_retries", lambda device: len(model.forwards))
     step = AdaptiveStep(model, optimizer, loss, collate, length=length)
     for _ in range(5):
         step(samples)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.micro_batches.cut import (
+from adaptive_batching._micro_batches.cut import (
     Capacity,
     Cut,
     cut_by_length,
@@ -17,8 +17,8 @@ from adaptive_batching.micro_batches.cut import (
     length_in_chunks,
     padded_tokens,
 )
-from adaptive_batching.micro_batches.forward_cost import ForwardCost
-from adaptive_batching.micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.forward_cost import ForwardCost
+from adaptive_batching._micro_batches.limits import TokenLimit
 
 lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.micro_batches.fastest import Exploration, NothingRanError, Timings, explore
+from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, Timings, explore
 
 EVALUATE = Timings.evaluate
 SIZES = [1, 2, 4, 8, 16, 32, 64]

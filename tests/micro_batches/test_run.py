@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from adaptive_batching.memory import is_out_of_memory
-from adaptive_batching.micro_batches.run import CannotRecoverError, run_micro_batches
-from adaptive_batching.ranks.agree import GroupError, Ranks
-from adaptive_batching.ranks.fsdp import MicroBatchCollectives
+from adaptive_batching._memory import is_out_of_memory
+from adaptive_batching._micro_batches.run import CannotRecoverError, run_micro_batches
+from adaptive_batching._ranks.agree import GroupError, Ranks
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives
 
 ALONE = Ranks(alone=True)
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching.plan.devices import outside_of_allocator
-from adaptive_batching.plan.forecast import SET_UP, Forecast
-from adaptive_batching.probe.trace import TracedStep, trace_step
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._plan.devices import outside_of_allocator
+from adaptive_batching._plan.forecast import SET_UP, Forecast
+from adaptive_batching._probe.trace import TracedStep, trace_step
+from adaptive_batching._probe.trial import TrainingStep
 
 MIB = 2**20
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from adaptive_batching.plan.published import PEAKS, Peak, error_band
+from adaptive_batching._plan.published import PEAKS, Peak, error_band
 from tests.conftest import ROOT
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from adaptive_batching.plan.devices import GPUS, Outside, find_gpu, outside_of_allocator
-from adaptive_batching.plan.text import first_line
-from adaptive_batching.plan.verdict import Answer, judge
-from adaptive_batching.probe.allocator import GIB, MIB
-from adaptive_batching.probe.reserved import Reserved
-from adaptive_batching.values import ConfigError
+from adaptive_batching._plan.devices import GPUS, Outside, find_gpu, outside_of_allocator
+from adaptive_batching._plan.text import first_line
+from adaptive_batching._plan.verdict import Answer, judge
+from adaptive_batching._probe.allocator import GIB, MIB
+from adaptive_batching._probe.reserved import Reserved
+from adaptive_batching._values import ConfigError
 
 RESERVED = Reserved(by_default=20 * GIB, expandable=18 * GIB, least=19 * GIB, least_expandable=17 * GIB)
 BESIDE = [Outside("context", 1 * GIB, 2 * GIB, "a source")]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.probe.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
-from adaptive_batching.probe.reserved import replay, reserved_by_default, reserved_for
+from adaptive_batching._probe.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._probe.reserved import replay, reserved_by_default, reserved_for
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.memory import Segments
-from adaptive_batching.probe import does_not_fit
-from adaptive_batching.probe import find as find_module
-from adaptive_batching.probe.does_not_fit import DoesNotFitError, Remedy
-from adaptive_batching.probe.find import find_maximum_batch_size
-from adaptive_batching.probe.reserved import ReservedPeaks
-from adaptive_batching.probe.result import ProbeResult
-from adaptive_batching.probe.trial import TrainingStep
-from adaptive_batching.values import MemoryAmount
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import Segments
+from adaptive_batching._probe import does_not_fit
+from adaptive_batching._probe import find as find_module
+from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.reserved import ReservedPeaks
+from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._values import MemoryAmount
 from tests.support.caching_allocator import GIB, KIB, MIB, CachingAllocator, Device, Layer, Recorded
 
 EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})

@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adaptive_batching.probe.compiled import _VIEWS, _is, _is_library_call, _stored
-from adaptive_batching.probe.fusion import Schedule, schedule
+from adaptive_batching._probe.compiled import _VIEWS, _is, _is_library_call, _stored
+from adaptive_batching._probe.fusion import Schedule, schedule
 
 
 def scheduled(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[str], Schedule]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from adaptive_batching.probe.trace import trace_peak_memory
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._probe.trace import trace_peak_memory
+from adaptive_batching._probe.trial import TrainingStep
 from tests.support.real_memory import most_in_use
 
 VOCABULARY, WIDTH, LENGTH = 4000, 64, 16

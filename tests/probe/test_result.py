@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching.probe.result import load_result, store_result
+from adaptive_batching._probe.result import load_result, store_result
 from tests.support.examples import RESULT
 
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from adaptive_batching.probe.trace import trace_peak_memory
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._probe.trace import trace_peak_memory
+from adaptive_batching._probe.trial import TrainingStep
 from tests.support.real_memory import most_in_use
 
 RANKS, VOCABULARY, WIDTH, LENGTH, PARTS = 8, 3000, 64, 32, 4

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from adaptive_batching.probe import compiled, trace
-from adaptive_batching.probe.compiled import compile_modules
-from adaptive_batching.probe.recording import Recorder
-from adaptive_batching.probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._probe import compiled, trace
+from adaptive_batching._probe.compiled import compile_modules
+from adaptive_batching._probe.recording import Recorder
+from adaptive_batching._probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
+from adaptive_batching._probe.trial import TrainingStep
 
 WIDTH = 64
 

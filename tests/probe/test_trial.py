@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching.host_memory import CpuMeter
-from adaptive_batching.probe import snapshot
-from adaptive_batching.probe.trial import TrainingStep, Trial
-from adaptive_batching.values import ConfigError
+from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._probe import snapshot
+from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._values import ConfigError
 
 BUDGET = 2**40
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching.report.page import write_page
-from adaptive_batching.report.record import Report
+from adaptive_batching._report.page import write_page
+from adaptive_batching._report.record import Report
 from tests.report.test_events import OLD
 from tests.support.browser import Browser, browser, chromium
 from tests.support.runs import about, write_run

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching.cli.main import main
-from adaptive_batching.report.record import Report
+from adaptive_batching._cli.main import main
+from adaptive_batching._report.record import Report
 from tests.support.runs import about, write_run
 
 

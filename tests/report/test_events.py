@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching.report.events import VERSION, RecordError, find_record, read_events, read_runs
-from adaptive_batching.report.record import Report
+from adaptive_batching._report.events import VERSION, RecordError, find_record, read_events, read_runs
+from adaptive_batching._report.record import Report
 from tests.support.runs import about, write_run
 
 OLD = Path(__file__).parent / "version_1.jsonl"

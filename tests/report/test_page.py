@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.report import page as pages
-from adaptive_batching.report.apart import finish_page, start_page, stop_page
-from adaptive_batching.report.events import read_events
-from adaptive_batching.report.page import write_page
-from adaptive_batching.report.record import Report
+from adaptive_batching._report import page as pages
+from adaptive_batching._report.apart import finish_page, start_page, stop_page
+from adaptive_batching._report.events import read_events
+from adaptive_batching._report.page import write_page
+from adaptive_batching._report.record import Report
 from tests.conftest import ROOT
 from tests.report.test_events import OLD
 from tests.support.html import Page, read_page
 from tests.support.runs import EXPLORED, about, write_run
 
 MIB = 2**20
-UPLOT = ROOT / "adaptive_batching" / "report" / "assets" / "uplot"
+UPLOT = ROOT / "adaptive_batching" / "_report" / "assets" / "uplot"
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, mo
 
 def test_what_makes_the_page_loads_nothing_large(run: Path) -> None:
     """So that it takes a fifth of a second, and little memory, while training goes on."""
-    from adaptive_batching.report import apart
+    from adaptive_batching._report import apart
 
     code = apart._CODE + "\nlarge = {'torch', 'numpy', 'torchtune', 'matplotlib'} & set(sys.modules)\nassert not large"
     package = str(ROOT / "adaptive_batching")

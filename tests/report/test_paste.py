@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.report.events import read_runs
-from adaptive_batching.report.paste import Snippet, snippet
-from adaptive_batching.report.record import Report
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._report.events import read_runs
+from adaptive_batching._report.paste import Snippet, snippet
+from adaptive_batching._report.record import Report
 from tests.support.runs import about, write_run
 
 FUNCTION = {"_component_": "adaptive_batching.growth.staged", "stages": {0: 4, 2: 8}}

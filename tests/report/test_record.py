@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching.growth.course import PlannedEpoch
-from adaptive_batching.report.apart import finish_page
-from adaptive_batching.report.events import read_events
-from adaptive_batching.report.page import write_page
-from adaptive_batching.report.record import Report
-from adaptive_batching.values import ConfigError
+from adaptive_batching._growth.course import PlannedEpoch
+from adaptive_batching._report.apart import finish_page
+from adaptive_batching._report.events import read_events
+from adaptive_batching._report.page import write_page
+from adaptive_batching._report.record import Report
+from adaptive_batching._values import ConfigError
 from tests.support import runs
 from tests.support.examples import RESULT
 from tests.support.html import read_page
@@ -215,7 +215,7 @@ def test_no_trouble_with_the_page_hides_the_error(
     def fail(*args: object) -> str:
         raise trouble
 
-    monkeypatch.setattr("adaptive_batching.report.record.finish_page", fail)
+    monkeypatch.setattr("adaptive_batching._report.record.finish_page", fail)
     report = Report(tmp_path)
     with pytest.raises(ZeroDivisionError), report.showing_errors():
         write_run(report, range(1))
@@ -226,7 +226,7 @@ def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[object] = []
-    monkeypatch.setattr("adaptive_batching.report.record.finish_page", lambda *args: waited.append(args))
+    monkeypatch.setattr("adaptive_batching._report.record.finish_page", lambda *args: waited.append(args))
     about = {**runs.about(), "ranks": 2}
     other, report = Report(tmp_path, rank=1, ranks=2), Report(tmp_path, ranks=2, about=about)
     with pytest.raises(ZeroDivisionError), other.showing_errors():

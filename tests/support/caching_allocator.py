@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching.memory import Segments
-from adaptive_batching.probe import allocator
-from adaptive_batching.probe.allocator import GIB, KIB, MIB
-from adaptive_batching.probe.trial import TrainingStep
+from adaptive_batching._memory import Segments
+from adaptive_batching._probe import allocator
+from adaptive_batching._probe.allocator import GIB, KIB, MIB
+from adaptive_batching._probe.trial import TrainingStep
 
 __all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory", "Recorded"]
 
@@ -84,7 +84,7 @@ class Layer:
 class Device:
     """A device with an allocator, other memory, and a model whose training steps run on it.
 
-    Also what a :class:`~adaptive_batching.memory.MemoryMeter` is.
+    Also what a :class:`~adaptive_batching._memory.MemoryMeter` is.
     """
 
     total_bytes: int

@@ -10,10 +10,10 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from adaptive_batching.ranks.agree import Ranks
-from adaptive_batching.torchtune.data import SampleLoader
-from adaptive_batching.torchtune.host import Host
-from adaptive_batching.torchtune.objective import NextToken, Objective
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune.data import SampleLoader
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.objective import NextToken, Objective
 
 ALONE = Ranks(alone=True)
 SAMPLES = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 9, 3, 7, 4, 8, 6)]

@@ -14,9 +14,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from adaptive_batching.probe.allocator import GIB
-from adaptive_batching.torchtune.commands import LAUNCHED
-from adaptive_batching.torchtune.planning import Question, sketch
+from adaptive_batching._probe.allocator import GIB
+from adaptive_batching._torchtune.commands import LAUNCHED
+from adaptive_batching._torchtune.planning import Question, sketch
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"
 ADAPTIVE = sorted(path for path in FOLDER.glob("**/*.yaml") if path.parent.name != "quickstart")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from adaptive_batching.growth.increase import GrowthState, IncreaseFunction
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
 
 fail_at_epoch = int(os.environ["FAIL_AT_EPOCH"]) if "FAIL_AT_EPOCH" in os.environ else None
 

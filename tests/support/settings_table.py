@@ -11,9 +11,9 @@ import inspect
 import re
 from pathlib import Path
 
-from adaptive_batching.config import LR_SCALINGS, AdaptiveBatchingConfig
-from adaptive_batching.probe.search import SEARCHES
-from adaptive_batching.torchtune.settings import FIELDS
+from adaptive_batching._config import LR_SCALINGS, AdaptiveBatchingConfig
+from adaptive_batching._probe.search import SEARCHES
+from adaptive_batching._torchtune.settings import FIELDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 _START, _END = "<!-- from AdaptiveBatchingConfig -->\n", "<!-- end -->"

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry
 from torchtune.config._utils import _get_component_from_path
 
+from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching._torchtune.settings import FIELDS, read_evaluation, read_settings
 from adaptive_batching.torchtune import load_stock
-from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching.torchtune.settings import FIELDS, read_evaluation, read_settings
 from tests.conftest import ROOT
 from tests.support.planned_batches import ADAPTIVE, planned, planned_apart, question_of, shown
 

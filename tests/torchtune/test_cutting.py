@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching.micro_batches.cut import Capacity, length_in_chunks
-from adaptive_batching.micro_batches.limits import TokenLimit
-from adaptive_batching.torchtune import cutting
-from adaptive_batching.torchtune.cutting import Cutter, Execution
-from adaptive_batching.torchtune.data import index_of
-from adaptive_batching.torchtune.in_backward import Gate
-from adaptive_batching.torchtune.objective import NextToken
-from adaptive_batching.values import ByLength, Fixed
+from adaptive_batching._micro_batches.cut import Capacity, length_in_chunks
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._torchtune import cutting
+from adaptive_batching._torchtune.cutting import Cutter, Execution
+from adaptive_batching._torchtune.data import index_of
+from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.objective import NextToken
+from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 
 

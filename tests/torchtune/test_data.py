@@ -6,8 +6,8 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from adaptive_batching.torchtune.data import SampleLoader, check_data_fills_a_step, stretch, worst_case_sample
-from adaptive_batching.values import ConfigError
+from adaptive_batching._torchtune.data import SampleLoader, check_data_fills_a_step, stretch, worst_case_sample
+from adaptive_batching._values import ConfigError
 from tests.support.hosts import next_token
 
 DATA = [{"tokens": list(range(n)), "labels": [-100, *range(1, n)]} for n in (5, 9, 3, 7, 4, 8, 6)]

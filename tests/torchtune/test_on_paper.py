@@ -10,10 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batching.probe.trace import TracedStep, trace_step
-from adaptive_batching.torchtune.host import Host
-from adaptive_batching.torchtune.on_paper import Data, set_up
-from adaptive_batching.torchtune.step import training_step
+from adaptive_batching._probe.trace import TracedStep, trace_step
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.on_paper import Data, set_up
+from adaptive_batching._torchtune.step import training_step
 from tests.conftest import ARCHITECTURE, ROOT
 
 LENGTH = 48

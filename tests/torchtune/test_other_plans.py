@@ -20,15 +20,15 @@ from omegaconf import OmegaConf
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from adaptive_batching.probe.trace import TracedStep, trace_step
-from adaptive_batching.probe.trial import TrainingStep, kept_tensors
-from adaptive_batching.ranks.agree import Ranks
-from adaptive_batching.ranks.fsdp import is_sharded
-from adaptive_batching.torchtune.host import Host, preferences
-from adaptive_batching.torchtune.on_paper import RECIPES, Data, on_devices, set_up
-from adaptive_batching.torchtune.recipe import AdaptiveBatching
-from adaptive_batching.torchtune.set_up_memory import set_up_bytes
-from adaptive_batching.torchtune.step import training_step
+from adaptive_batching._probe.trace import TracedStep, trace_step
+from adaptive_batching._probe.trial import TrainingStep, kept_tensors
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._torchtune.host import Host, preferences
+from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
+from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.set_up_memory import set_up_bytes
+from adaptive_batching._torchtune.step import training_step
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER

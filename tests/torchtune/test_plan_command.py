@@ -11,10 +11,10 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching.cli.main import main
-from adaptive_batching.torchtune.levers import CONFIGS, levers
-from adaptive_batching.torchtune.plan_command import _load
-from adaptive_batching.torchtune.planning import Question, look_out
+from adaptive_batching._cli.main import main
+from adaptive_batching._torchtune.levers import CONFIGS, levers
+from adaptive_batching._torchtune.plan_command import _load
+from adaptive_batching._torchtune.planning import Question, look_out
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.torchtune.test_on_paper import config, real_host
 

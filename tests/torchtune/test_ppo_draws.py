@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchtune.generation import _generation, generate
 from torchtune.models.llama2 import llama2
 
-from adaptive_batching.torchtune.ppo.draws import Draws, sampling_with
+from adaptive_batching._torchtune.ppo.draws import Draws, sampling_with
 
 TOKENS, VOCABULARY = 3, 11
 

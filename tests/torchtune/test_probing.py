@@ -9,10 +9,10 @@ import pytest
 import torchtune
 from omegaconf import OmegaConf
 
-from adaptive_batching.micro_batches.forward_cost import ForwardTimes
-from adaptive_batching.torchtune.kept_probe import settings_of_memory
-from adaptive_batching.torchtune.probing import config_of_memory
-from adaptive_batching.torchtune.settings import read_settings
+from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+from adaptive_batching._torchtune.kept_probe import settings_of_memory
+from adaptive_batching._torchtune.probing import config_of_memory
+from adaptive_batching._torchtune.settings import read_settings
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
 

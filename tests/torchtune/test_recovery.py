@@ -11,16 +11,16 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching.config import AdaptiveBatchingConfig
-from adaptive_batching.micro_batches.cut import Capacity
-from adaptive_batching.micro_batches.limits import TokenLimit
-from adaptive_batching.micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching.probe.does_not_fit import DoesNotFitError
-from adaptive_batching.probe.find import find_maximum_batch_size
-from adaptive_batching.torchtune.cutting import Cutter, Execution, MicroBatch
-from adaptive_batching.torchtune.recovery import Recovery, remedy
-from adaptive_batching.torchtune.step import remedies
-from adaptive_batching.values import ByLength
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._micro_batches.cut import Capacity
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.recovery import Recovery, remedy
+from adaptive_batching._torchtune.step import remedies
+from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 from tests.support.hosts import ALONE, SAMPLES, host
 

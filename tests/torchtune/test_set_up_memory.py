@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
-from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching.torchtune.set_up_memory import set_up_bytes
+from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching._torchtune.set_up_memory import set_up_bytes
 from tests.support.real_memory import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, LORA, config
 

@@ -7,9 +7,9 @@ import logging
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching.growth.increase import IncreaseFunctionError, resolve
-from adaptive_batching.torchtune.settings import read_evaluation, read_settings, read_validation
-from adaptive_batching.values import ConfigError
+from adaptive_batching._growth.increase import IncreaseFunctionError, resolve
+from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
+from adaptive_batching._values import ConfigError
 from tests.conftest import ROOT
 
 CONFIG = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from adaptive_batching.torchtune.stock import load_stock_evaluation
+from adaptive_batching._torchtune.stock import load_stock_evaluation
 
 MODULE = "_torchtune_stock_eleuther_eval"
 REMEDY = r"pip install 'adaptive-batching\[eval\]'$"

@@ -15,11 +15,11 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching.plan.forecast import Need
-from adaptive_batching.probe.allocator import GIB
-from adaptive_batching.torchtune.levers import CONFIGS
-from adaptive_batching.torchtune.on_paper import RECIPES, Data, on_devices, set_up
-from adaptive_batching.torchtune.planning import Question, sketch
+from adaptive_batching._plan.forecast import Need
+from adaptive_batching._probe.allocator import GIB
+from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
+from adaptive_batching._torchtune.planning import Question, sketch
 
 LENGTH = 512
 MOST_MEMORY = 4 * GIB

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.plan.forecast import Need
-from adaptive_batching.torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching.torchtune.planning import NotPlannedError, Question, sketch
+from adaptive_batching._plan.forecast import Need
+from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
 from tests.conftest import ROOT
 from tests.torchtune.test_on_paper import LENGTH, config
 from tests.torchtune.test_real_steps import BATCH, predicted_bytes

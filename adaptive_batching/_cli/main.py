@@ -1,0 +1,46 @@
+"""The parser of the command line, and the place where a command joins it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import adaptive_batching
+from adaptive_batching._cli.report import add_report
+
+PROG = "adaptive-batching"
+
+
+def add_torchtune(subparsers: Any, prog: str) -> None:
+    """Add the commands that need torchtune, which takes seconds to import."""
+    try:
+        from adaptive_batching._torchtune.commands import add_commands, add_quickstart
+        from adaptive_batching._torchtune.plan_command import add_plan
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"{prog} is for torchtune recipes, and {error.name} is not installed; "
+            f"pip install 'adaptive-batching[torchtune]'"
+        ) from None
+    for add in (add_quickstart, add_plan, add_commands):
+        add(subparsers, prog)
+
+
+COMMANDS: list[Callable[[Any, str], None]] = [add_torchtune, add_report]
+"""Functions that take (subparsers, program name) and add one or more commands, each with its ``func``."""
+
+
+def main() -> None:
+    """Run the command that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog=PROG,
+        description="torchtune fine-tuning with the largest batch that fits: recipes, configs, and their runs.",
+    )
+    parser.add_argument("--version", action="version", version=f"{PROG} {adaptive_batching.__version__}")
+    parser.set_defaults(func=lambda args: parser.print_help())
+    subparsers = parser.add_subparsers(title="commands")
+    for add in [add_report] if sys.argv[1:2] == ["report"] else COMMANDS:
+        add(subparsers, PROG)
+    args = parser.parse_args()
+    args.func(args)

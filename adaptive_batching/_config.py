@@ -1,0 +1,284 @@
+"""The settings of adaptive batching: validated when they are made, immutable afterwards.
+
+This module knows neither torch nor omegaconf. A YAML reader hands :meth:`AdaptiveBatchingConfig.from_mapping` plain
+Python values and gets a dataclass or a :class:`ConfigError` that names key, value and remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from adaptive_batching._probe.search import SEARCHES
+from adaptive_batching._values import (
+    ByLength,
+    ConfigError,
+    Explore,
+    Fixed,
+    MemoryAmount,
+    MicroBatchSize,
+    Whole,
+    parse_micro_batch_size,
+    require_bool,
+    require_positive_int,
+)
+
+LR_SCALINGS = ("none", "sqrt", "linear", "auto")
+"""``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
+
+_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps")
+_FLAGS = (
+    "round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "keep_beta2_half_life",
+    "recover_from_oom",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdaptiveBatchingConfig:
+    """The settings that a user has made.
+
+    Fields also take the values of a YAML, such as ``micro_batch_size="auto"`` or ``headroom="2%"``, and hold them
+    parsed.
+
+    Raises:
+        ConfigError: On a value of the wrong type or out of range, and on two that contradict each other.
+    """
+
+    use_maximum_batch_size: bool = False
+    """Probe the largest batch that fits before training, and train with it."""
+
+    batch_increase_function: str | Mapping[str, Any] | None = None
+    """``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``; see
+    :mod:`adaptive_batching.growth`."""
+
+    micro_batch_size: MicroBatchSize = field(default_factory=Whole)
+    """Samples of one forward and backward: the whole batch (null), a number, by length (``"auto"``: as many tokens as
+    is fastest within what fits), or the fastest of these, measured before training (``"explore"``). It changes how a
+    batch runs, not its gradient."""
+
+    save_every_n_steps: int | None = None
+    """Optimizer steps from one checkpoint to the next, each a folder ``step_N``, from which a run goes on within the
+    epoch. None for one at the end of each epoch, ``epoch_N``, as in stock."""
+
+    search: str = "predict"
+    """How the probe looks for the maximum."""
+
+    round_to_power_of_two: bool = True
+    """Round the maximum down to a power of two. False keeps the exact one."""
+
+    max_batch_size: int | None = None
+    """Upper bound on the batch size. With it, growth without ``use_maximum_batch_size`` needs no probe."""
+
+    memory_limit: MemoryAmount | None = None
+    """Memory that training may take. None for what is free, less the headroom."""
+
+    headroom: MemoryAmount = field(default_factory=lambda: MemoryAmount(fraction=0.02))
+    """Memory of the device to keep free. An explicit ``memory_limit`` is taken as it is."""
+
+    sequence_length: int | None = None
+    """Sample length in tokens to probe at. None for the packed length, else the tokenizer's ``max_seq_len``, else the
+    longest sample."""
+
+    keep_global_batch: bool = False
+    """Divide ``gradient_accumulation_steps`` by the factor that ``batch_size`` gains, so that the optimizer sees the
+    same."""
+
+    grow_beyond_memory: bool = False
+    """Let growth continue past the maximum: a batch that does not fit in one forward runs in several."""
+
+    increase_every: str | float = "epoch"
+    """When ``batch_increase_function`` is asked: every ``"epoch"``, or after each fraction of one."""
+
+    grow_during_warmup: bool = True
+    """False keeps the size until the learning rate has risen to its peak."""
+
+    lr_scaling: str = "none"
+    """How the learning rate follows the global batch, on top of its schedule; a value of :data:`LR_SCALINGS`."""
+
+    max_lr_scale: float = 4.0
+    """The most that ``lr_scaling`` multiplies the learning rate by."""
+
+    keep_beta2_half_life: bool = False
+    """Raise Adam's beta2 to the power of the global batch over the configured one, so that its second moment reaches
+    back over as many samples as in the configured run."""
+
+    noise_scale_every: int | None = None
+    """Optimizer steps from one measurement of the gradient noise scale to the next. None for 5 with an increase
+    function of this package that reads it, and never otherwise."""
+
+    recover_from_oom: bool = True
+    """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
+
+    report_dir: str | None = None
+    """Folder for the record, the page and the probe's result."""
+
+    def __post_init__(self) -> None:
+        require_bool("use_maximum_batch_size", self.use_maximum_batch_size)
+        _check_increase_field(self.batch_increase_function)
+        self._set("micro_batch_size", parse_micro_batch_size(self.micro_batch_size))
+        if self.save_every_n_steps is not None:
+            require_positive_int("save_every_n_steps", self.save_every_n_steps)
+        for key in _FLAGS:
+            require_bool(f"adaptive_batching.{key}", getattr(self, key))
+        for key in ("max_batch_size", "sequence_length", "noise_scale_every"):
+            if getattr(self, key) is not None:
+                require_positive_int(f"adaptive_batching.{key}", getattr(self, key))
+        headroom = MemoryAmount.parse("adaptive_batching.headroom", self.headroom)
+        if headroom.fraction == 1:
+            raise ConfigError(
+                f"adaptive_batching.headroom={self.headroom!r} keeps all of the device free and leaves no memory to "
+                f"train in; write less, such as '2%' or '1GiB'"
+            )
+        self._set("headroom", headroom)
+        if self.memory_limit is not None:
+            limit = MemoryAmount.parse("adaptive_batching.memory_limit", self.memory_limit)
+            if limit.of(2**50) == 0:
+                raise ConfigError(
+                    f"adaptive_batching.memory_limit={self.memory_limit!r} leaves no memory to train in; write what "
+                    f"training may take, such as '40GiB' or '90%'"
+                )
+            self._set("memory_limit", limit)
+        if self.report_dir is not None and not isinstance(self.report_dir, str):
+            raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
+        if self.keep_global_batch and self.grow_beyond_memory:
+            raise ConfigError(
+                "adaptive_batching.keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True "
+                "lets it grow by accumulation; set one of them to False"
+            )
+        _check_increase_every(self.increase_every)
+        _check_choice("lr_scaling", self.lr_scaling, LR_SCALINGS)
+        _check_choice("search", self.search, tuple(SEARCHES))
+        scale = self.max_lr_scale
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale >= 1:
+            raise ConfigError(f"adaptive_batching.max_lr_scale={scale!r} must be a number of at least 1")
+
+    def _set(self, field: str, parsed: Any) -> None:
+        object.__setattr__(self, field, parsed)
+
+    @property
+    def decisions_per_epoch(self) -> int:
+        """Number of decisions on the batch size in an epoch."""
+        return 1 if isinstance(self.increase_every, str) else round(1 / self.increase_every)
+
+    @property
+    def grows(self) -> bool:
+        """True if an increase function is asked for larger batches."""
+        return self.batch_increase_function is not None
+
+    @property
+    def fills_memory(self) -> bool:
+        """True if micro-batches take all that fits alongside the gradients of earlier ones."""
+        grows_by_accumulation = self.grows and not self.growth_is_bound_by_memory
+        whole = isinstance(self.micro_batch_size, Whole)
+        return isinstance(self.micro_batch_size, (ByLength, Explore)) or (whole and grows_by_accumulation)
+
+    @property
+    def growth_is_bound_by_memory(self) -> bool:
+        """True if a batch has to fit in one forward."""
+        return isinstance(self.micro_batch_size, Whole) and not self.grow_beyond_memory
+
+    @property
+    def enabled(self) -> bool:
+        """False for a run as stock's, its checkpoints included."""
+        sizes = self.use_maximum_batch_size or self.grows or not isinstance(self.micro_batch_size, Whole)
+        return sizes or self.save_every_n_steps is not None
+
+    @property
+    def probes(self) -> bool:
+        """True if the largest batch has to be measured."""
+        needs_bound = self.grows and self.growth_is_bound_by_memory and self.max_batch_size is None
+        return self.enabled and (self.use_maximum_batch_size or self.fills_memory or needs_bound)
+
+    @classmethod
+    def from_mapping(
+        cls,
+        section: Mapping[str, Any] | None,
+        *,
+        use_maximum_batch_size: Any = False,
+        batch_increase_function: Any = None,
+        micro_batch_size: Any = None,
+        save_every_n_steps: Any = None,
+        batch_size: Any = 1,
+    ) -> AdaptiveBatchingConfig:
+        """Validate the top-level fields and the ``adaptive_batching`` section of a config.
+
+        Args:
+            section: The ``adaptive_batching`` section, or None. A null in it means the default.
+            use_maximum_batch_size: The top-level field.
+            batch_increase_function: The top-level field.
+            micro_batch_size: The top-level field.
+            save_every_n_steps: The top-level field.
+            batch_size: The configured batch size, which bounds are checked against.
+
+        Raises:
+            ConfigError: On an unknown key, a wrong type or a value out of range.
+        """
+        require_positive_int("batch_size", batch_size)
+        if section is not None and not isinstance(section, Mapping):
+            raise ConfigError(
+                f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
+            )
+        known = [f.name for f in dataclasses.fields(cls) if f.name not in _TOP_LEVEL]
+        for key in section or {}:
+            if key not in known:
+                raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), known)}")
+        settings = cls(
+            use_maximum_batch_size=use_maximum_batch_size,
+            batch_increase_function=batch_increase_function,
+            micro_batch_size=micro_batch_size,
+            save_every_n_steps=save_every_n_steps,
+            **{key: value for key, value in (section or {}).items() if value is not None},
+        )
+        size, maximum = settings.micro_batch_size, settings.max_batch_size
+        if isinstance(size, Fixed) and not (settings.use_maximum_batch_size or settings.grows):
+            _check_that_it_divides(size.samples, batch_size)
+        if maximum is not None and maximum < batch_size:
+            raise ConfigError(
+                f"adaptive_batching.max_batch_size={maximum} is below batch_size={batch_size}; "
+                f"raise max_batch_size or set batch_size to at most {maximum}"
+            )
+        return settings
+
+
+def _check_choice(key: str, value: Any, known: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"adaptive_batching.{key}={value!r} is unknown{_closest(str(value), list(known))}")
+
+
+def _check_increase_field(value: Any) -> None:
+    remedy = (
+        "write a dotted path to a function (epoch, current_batch_size) -> int, such as "
+        "'my_package.my_module.my_function', or {_component_: my_package.my_module.my_factory, ...arguments}"
+    )
+    if isinstance(value, Mapping):
+        if not isinstance(value.get("_component_"), str):
+            raise ConfigError(f"batch_increase_function={dict(value)!r} has no _component_; {remedy}")
+    elif value is not None and not isinstance(value, str):
+        raise ConfigError(f"batch_increase_function={value!r} is of type {type(value).__name__}; {remedy}")
+
+
+def _check_increase_every(value: Any) -> None:
+    remedy = "write epoch, or a fraction of an epoch that divides it, such as 0.5, 0.25 or 0.1"
+    if value == "epoch":
+        return
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ConfigError(f"adaptive_batching.increase_every={value!r} cannot be used; {remedy}")
+    if abs(round(1 / value) * value - 1) > 1e-3:
+        raise ConfigError(f"adaptive_batching.increase_every={value!r} does not divide an epoch; {remedy}")
+
+
+def _check_that_it_divides(micro_batch_size: int, batch_size: int) -> None:
+    if batch_size % micro_batch_size:
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ConfigError(
+            f"micro_batch_size={micro_batch_size} does not divide batch_size={batch_size}; these do: {divisors}"
+        )
+
+
+def _closest(key: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {match[0]!r}?" if match else ";"
+    return f"{hint} Known: {', '.join(sorted(known))}"

@@ -1,0 +1,201 @@
+"""Increase functions: their signature, the state that they may read, and how a config names one.
+
+An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add; 0
+adds none. It is called at the start of every epoch with an ``int``. If ``increase_every`` is a fraction, it is also
+called at these parts of an epoch with a ``float``: 1.25 is a quarter into the second epoch.
+
+A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are assumed to depend
+on their arguments alone. They are called for the whole run before training begins, so that the run is known up front.
+A function that takes ``state`` is called during training, unless it is marked as :func:`planned`.
+
+This module imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+IncreaseFunction = Callable[..., int]
+
+_FACTORIES = "adaptive_batching._growth.schedules"
+
+
+class IncreaseFunctionError(ValueError):
+    """Raised for an increase function that cannot be used, or that does not return a number of samples."""
+
+
+@dataclass(frozen=True)
+class GrowthState:
+    """State of a run when it decides on a batch size.
+
+    The fields without a default are also known before training, when functions marked as :func:`planned` are called.
+    """
+
+    epoch: float
+    """Epochs that the run has completed, including the fraction of the current one."""
+
+    total_epochs: int
+    """Epochs of the whole run."""
+
+    batch_size: int
+    """Current number of samples in a batch on one device."""
+
+    initial_batch_size: int
+    """Number of samples in a batch on one device when the run began."""
+
+    maximum: int
+    """Upper bound of ``batch_size``."""
+
+    global_batch_size: int
+    """Number of samples that the optimizer currently sees in a step."""
+
+    samples_seen: int
+    """Samples that the optimizer has seen so far."""
+
+    steps: int
+    """Optimizer steps taken so far."""
+
+    lr_decay: float
+    """Scheduled learning rate as a fraction of its highest value so far; 1 without a schedule or during warm-up."""
+
+    losses: tuple[float, ...] = ()
+    """Mean training loss of the samples between two decisions, one value per decision so far."""
+
+    val_losses: tuple[float, ...] = ()
+    """Loss of the last validation before each decision so far that had one since the decision before it."""
+
+    noise_scale: float | None = None
+    """Smoothed gradient noise scale in samples; None if not known yet or not measured."""
+
+    history: tuple[tuple[float, int], ...] = ()
+    """(epoch, new batch size) of each change of ``batch_size``, including the initial size."""
+
+    seconds_per_step: Callable[[int], float] | None = None
+    """Maps a batch size to the expected seconds of an optimizer step; None if not known yet."""
+
+
+def planned(function: IncreaseFunction) -> IncreaseFunction:
+    """Mark a function that takes ``state`` but reads only what is known before training, so that it is called then."""
+    function.planned = True  # type: ignore[attr-defined]
+    return function
+
+
+def takes_state(function: IncreaseFunction) -> bool:
+    """Return True if a function accepts a third argument called ``state``."""
+    try:
+        return "state" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+
+
+def is_planned(function: IncreaseFunction) -> bool:
+    """Return True if a function is called for the whole run before training."""
+    return not takes_state(function) or getattr(function, "planned", False)
+
+
+def reads_noise_scale(function: IncreaseFunction) -> bool:
+    """Return True if a function is known to read the noise scale, as some of :mod:`adaptive_batching.growth` do."""
+    return getattr(function, "reads_noise_scale", False)
+
+
+def reads_val_loss(function: IncreaseFunction) -> bool:
+    """Return True if a function is known to read the losses of validations."""
+    return getattr(function, "reads_val_loss", False)
+
+
+def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
+    """Import the increase function that a config names.
+
+    Args:
+        value: ``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``.
+
+    Returns:
+        The name to use in messages, and the function.
+
+    Raises:
+        IncreaseFunctionError: If the path cannot be imported, is not callable, or has a different signature.
+    """
+    path = value if isinstance(value, str) else value["_component_"]
+    key = f"batch_increase_function={path!r}"
+    try:
+        found = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise IncreaseFunctionError(
+            f"{key} cannot be imported ({error}); write the dotted path of a function in a module that can be "
+            f"imported from the working directory or the environment"
+        ) from error
+    if not callable(found):
+        raise IncreaseFunctionError(f"{key} is not callable but of type {type(found).__name__}; name a function")
+    if isinstance(value, str) and getattr(found, "__module__", None) == _FACTORIES:
+        raise IncreaseFunctionError(f"{key} is a factory; write {{_component_: {path}}}, with its arguments, if any")
+    if not isinstance(value, str):
+        arguments = {k: v for k, v in value.items() if k != "_component_"}
+        if not _is_increase_function(found, arguments):
+            found = _from_factory(key, found, arguments)
+        elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
+            log.warning(
+                "%s takes an epoch and a batch size, so it is no factory; dropped arguments: %s",
+                key,
+                ", ".join(arguments),
+            )
+    _check_signature(key, found)
+    return path, found
+
+
+def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
+    """Return True if ``function`` takes an epoch and a batch size, rather than ``arguments`` as a factory would."""
+    if getattr(function, "__module__", None) == _FACTORIES:
+        return False
+    try:
+        signature = inspect.signature(function)
+        if list(signature.parameters)[:2] == ["epoch", "current_batch_size"]:
+            return True
+        signature.bind(0, 1, **{"state": None} if takes_state(function) else {})
+    except (TypeError, ValueError):
+        return False
+    return not any(name in signature.parameters for name in arguments) and not _binds(signature, arguments)
+
+
+def _binds(signature: inspect.Signature, arguments: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(**arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> IncreaseFunction:
+    try:
+        function = factory(**arguments)
+    except Exception as error:
+        raise IncreaseFunctionError(
+            f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
+            f"plain function without _component_; a path given on the command line keeps the YAML's arguments"
+        ) from error
+    if not callable(function):
+        raise IncreaseFunctionError(
+            f"{key} is used as a factory (_component_) but returned {function!r}; it must return a function "
+            f"(epoch, current_batch_size) -> int. For a plain function write the path without _component_"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _check_signature(key: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have no signature; the first call will tell
+        return
+    try:
+        signature.bind(0, 1, **{"state": None} if takes_state(function) else {})
+    except TypeError as error:
+        raise IncreaseFunctionError(
+            f"{key} has the signature {signature} and cannot be called with (epoch, current_batch_size), with or "
+            f"without state: {error}"
+        ) from None

@@ -1,0 +1,53 @@
+"""From samples to a batch on the device, and from what a loss function returns to two scalars."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from adaptive_batching._values import ConfigError
+
+Sample = TypeVar("Sample")
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
+"""(model, batch) -> the sum of the batch's losses, and their number."""
+
+
+def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:
+    """Return ``samples`` as a batch; they are copied if they are mappings or lists, which collating may change."""
+    return collate([copy.copy(sample) if isinstance(sample, (dict, list)) else sample for sample in samples])
+
+
+def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses of ``batch`` and their number, both scalars on the model's device.
+
+    Raises:
+        ConfigError: If ``loss`` returns something else.
+    """
+    device = device_of(model)
+    returned = loss(model, tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch))
+    total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    is_scalar = isinstance(total, torch.Tensor) and total.dim() == 0
+    if not is_scalar or not isinstance(number, (torch.Tensor, float, int)):
+        raise ConfigError(
+            f"loss returned {_described(returned)}; it must return the sum of the batch's losses, a scalar tensor, and "
+            f"their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels)"
+        )
+    assert isinstance(total, torch.Tensor)
+    return total, torch.as_tensor(number, device=total.device).detach()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that the parameters of ``model`` are on."""
+    return next(model.parameters()).device
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, tuple):
+        return f"({', '.join(map(_described, returned))})"
+    return f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else repr(returned)

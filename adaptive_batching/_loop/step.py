@@ -1,0 +1,262 @@
+"""The optimizer step of a plain PyTorch loop: probed, cut by length, and run again when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
+from adaptive_batching._loop.recovery import Recovery
+from adaptive_batching._memory import is_out_of_memory, memory_meter, num_allocation_retries, release_cached_memory
+from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, padded_tokens
+from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.trial import Run, TrainingStep
+from adaptive_batching._random_state import random_state, set_random_state
+from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._values import ConfigError
+
+# Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
+# which the device could compute some hundreds of tokens more.
+_FORWARD_COST = 512
+
+
+class AdaptiveStep(Generic[Sample]):
+    """One optimizer step on a list of samples, however many of them fit in memory at once.
+
+    The gradient is that of the mean loss over the whole list, up to rounding, however the list is cut into parts that
+    run one after the other. If a part runs out of memory in forward or backward, the gradients so far are dropped, the
+    state of torch's random number generators is put back, and the same samples run again in smaller parts: none is lost
+    and none counts twice.
+
+    For one process with one device. A batch whose samples depend on each other, as with batch normalisation, is not
+    cut.
+
+    Args:
+        model: The model, on its device.
+        optimizer: Its optimizer.
+        loss: Runs the forward pass: (model, batch) -> the sum of the batch's losses, a scalar tensor, and their number,
+            which is that of its samples or target tokens, or the sum of their weights. The model is an argument because
+            the probe also traces a copy of it.
+        collate: Turns a list of samples into a batch, as the ``collate_fn`` of a :class:`~torch.utils.data.DataLoader`
+            does. The batch is moved to the model's device.
+        length: Tokens of a sample, before padding. Samples of similar length share a part. None if all samples take the
+            same memory; each then counts as one token.
+        max_tokens: Padded tokens that a part holds at most; None for no limit as long as all samples fit at once. May
+            be changed between steps.
+        clip_norm: Largest norm of the gradient; None to leave it as it is.
+        backward: Runs the backward pass of a scalar loss, such as ``accelerator.backward``.
+
+    Raises:
+        ConfigError: If the process is one of several that train together, or ``max_tokens`` is below 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        collate: Callable[[list[Sample]], Any] = default_collate,
+        *,
+        length: Callable[[Sample], int] | None = None,
+        max_tokens: int | None = None,
+        clip_norm: float | None = None,
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+    ) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"AdaptiveStep is for one process, and {dist.get_world_size()} train together; on several devices, use "
+                f"the torchtune recipes of this package"
+            )
+        if max_tokens is not None and max_tokens < 1:
+            raise ConfigError(f"max_tokens={max_tokens} must be at least 1, or None for no limit")
+        self.max_tokens = max_tokens
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._collate = collate
+        self._clip_norm = clip_norm
+        self._backward = backward
+        self._recovery = Recovery(model, loss, collate, length)
+
+    @property
+    def num_recoveries(self) -> int:
+        """Number of times that samples have had to run again."""
+        return self._recovery.limit.num_recoveries
+
+    def __call__(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Take one optimizer step on ``samples``, and leave no gradients behind.
+
+        Returns:
+            The mean loss before the step: a scalar on the model's device, without a graph.
+
+        Raises:
+            ConfigError: As for :meth:`gradients`.
+            DoesNotFitError: As for :meth:`gradients`, and if the optimizer itself runs out of memory; parameters may
+                then be updated in part.
+        """
+        loss = self.gradients(samples)
+        try:
+            _update(self._model, self._optimizer, self._clip_norm)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(
+                "out of memory in the optimizer's step, which may have updated some parameters and not others; go on "
+                "from the last checkpoint, and call find_maximum_batch_size before training, which makes room for it"
+            ) from error
+        return loss
+
+    def gradients(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """Leave the gradient of the mean loss over ``samples`` in the parameters, and take no step.
+
+        The step itself, clipping included, is the caller's. A batch with no losses has gradients of zero.
+
+        Returns:
+            The mean loss: a scalar on the model's device, without a graph.
+
+        Raises:
+            ConfigError: If ``samples`` is empty, gradients are left over from before, ``loss`` returns something else
+                than a sum and a number, or ``max_tokens`` would cut a batch whose parts do not add up to it.
+            DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
+        """
+        samples = list(samples)
+        self._check(samples)
+        device = device_of(self._model)
+        state = random_state(device)
+        self._recovery.start_step()
+        while True:
+            parts = self._cut(samples)
+            # Near the number of losses, so that half precision neither overflows nor vanishes.
+            divisor = None if len(parts) == 1 else len(samples)
+            outcome = run_micro_batches(
+                [partial(self._forward_backward, part, divisor) for part in parts],
+                ALONE, None, self._discard, partial(num_allocation_retries, device),
+            )  # fmt: skip
+            if not outcome.failed:
+                break
+            assert outcome.failed_here is not None and outcome.error is not None
+            self._recovery.recover(samples, parts[outcome.failed_here], outcome.error)
+            set_random_state(state, device)
+        self._recovery.end_step(samples, parts, retried=outcome.retried)
+        total = torch.stack([loss for loss, _ in outcome.results]).sum()
+        number = _divisor(torch.stack([number for _, number in outcome.results]).sum())
+        if divisor is not None:
+            scale = divisor / number.item()
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return total / number
+
+    def find_maximum_batch_size(
+        self,
+        sample: Sample,
+        *,
+        upper: int,
+        in_parts: bool = False,
+        settings: AdaptiveBatchingConfig = AdaptiveBatchingConfig(),  # noqa: B008 (immutable)
+    ) -> ProbeResult:
+        """Find how many samples fit in one forward and backward, by real steps, and restore all state afterwards.
+
+        Call it before training: weights, optimizer states, gradients and random numbers are as before.
+
+        Args:
+            sample: The sample that takes most memory, such as the longest.
+            upper: Largest size to try, such as the number of samples in the data.
+            in_parts: True to find the size of a part, which runs while the gradients of others are held. Multiply it by
+                the length of ``sample`` for :attr:`max_tokens`.
+            settings: Provides ``memory_limit``, ``headroom``, ``search`` and ``round_to_power_of_two``.
+
+        Returns:
+            The size, which has run, as ``batch_size``; with every measurement.
+
+        Raises:
+            ConfigError: If ``upper`` is below 1, if the limits leave nothing beyond what is in use, or if there is no
+                room to save weights and optimizer states.
+            DoesNotFitError: If one sample does not fit.
+            NotImplementedError: If the peak of a step cannot be measured on the model's device.
+        """
+        if upper < 1:
+            raise ConfigError(f"upper={upper} must be at least 1, as the largest batch size to try")
+
+        def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+            def run(batch: Any) -> None:
+                for _ in range(2 if in_parts else 1):
+                    total, number = run_forward(self._loss, model, batch)
+                    (total / number).backward()  # type: ignore[no-untyped-call]
+                for optimizer in optimizers:
+                    _update(model, optimizer, self._clip_norm)
+
+            return run
+
+        device = device_of(self._model)
+        step = TrainingStep(
+            self._model,
+            [self._optimizer],
+            lambda size: collated([sample] * size, self._collate),
+            bind,
+            on_cuda=device.type == "cuda",
+        )
+        result = find_maximum_batch_size(step, settings, memory_meter(device), upper=upper)
+        self._recovery.note_fit(result.batch_size * self._recovery.tokens([sample]))
+        return result
+
+    def _check(self, samples: list[Sample]) -> None:
+        if not samples:
+            raise ConfigError("samples is empty; a step needs at least one")
+        if any(parameter.grad is not None for parameter in self._model.parameters()):
+            raise ConfigError(
+                "gradients are left over from before this step, and would be lost if memory ran out in it; call "
+                "optimizer.zero_grad() first, and give all samples of an optimizer step at once"
+            )
+
+    def _cut(self, samples: list[Sample]) -> list[list[Sample]]:
+        """Return ``samples`` in parts that are expected to fit, the longest first."""
+        limits = [limit for limit in (self.max_tokens, self._recovery.limit.max_tokens) if limit is not None]
+        if not limits or len(samples) == 1:
+            return [samples]
+        lengths = [self._recovery.tokens([sample]) for sample in samples]
+        if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
+            return [samples]
+        # A high cost keeps the number of parts low where the user has not asked for any.
+        forward_cost = limits[0] if self.max_tokens is None else _FORWARD_COST
+        cut = cut_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
+        module = self._recovery.batch_dependent_module(samples) if len(cut) > 1 else None
+        if module is not None:
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so that its "
+                f"parts do not add up to it; set max_tokens=None and a smaller batch size"
+            )
+        return [[samples[index] for index in part] for part in cut]
+
+    def _forward_backward(self, part: list[Sample], divisor: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        total, number = run_forward(self._loss, self._model, collated(part, self._collate))
+        self._backward(total / (_divisor(number) if divisor is None else divisor))
+        return total.detach(), number
+
+    def _discard(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        release_cached_memory(device_of(self._model))
+
+
+def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> None:
+    if clip_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _divisor(number: torch.Tensor) -> torch.Tensor:
+    """Return ``number``, or 1 for 0."""
+    return number + (number == 0)

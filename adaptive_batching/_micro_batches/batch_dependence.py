@@ -1,0 +1,146 @@
+"""Find the module, if there is one, through which the samples of a batch depend on each other.
+
+Cutting a batch into micro-batches is the same computation only if a model treats each sample by itself. Batch
+normalisation does not, nor does anything else that computes over the batch dimension. To find such a module, run two
+batches that share one sample, and follow that sample: if it is the same going into a module and different coming out,
+the other samples made the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from adaptive_batching._random_state import unchanged_random_state
+
+# Equal shapes use the same kernels, so values that the other samples do not affect are equal bit for bit. A mixture of
+# experts is the exception: its experts get different numbers of tokens, and round differently. So a dependence has to
+# be larger than rounding, and its input nearly the same: with a larger difference, a token may go to another expert.
+SAME = 1e-5
+DIFFERENT = 0.05
+
+_Rows = list[torch.Tensor]
+_Calls = dict[tuple[str, int], tuple[_Rows, _Rows]]
+"""(module name, number of earlier calls) -> values of sample 0 going in and coming out, in the order of coming out."""
+
+
+def find_batch_dependent_module(model: nn.Module, run: Callable[[Any], Any], first: Any, second: Any) -> str | None:
+    """Find the first module through which a sample's values depend on the other samples of its batch.
+
+    The model, the random state and the training mode are left unchanged, and no gradients are computed. On the host,
+    the runs take the memory of one sample's activations, twice.
+
+    Args:
+        model: The model, in the mode to check: batch normalisation in evaluation mode is not a dependence.
+        run: Runs the forward pass on a batch; called with each of the batches.
+        first: A batch of tensors with the samples in dimension 0. Samples should be short, because one token's change
+            is lost among thousands. The batch size should be one that no other dimension has, such as 3 or 5.
+        second: A batch of the same shapes, with the same sample 0 and different other samples.
+
+    Returns:
+        The module's qualified name and type, e.g. ``layers.1.norm (BatchNorm1d)``, or None. The named module is the one
+        that computes over the batch itself, not a child or parent of it. If its tensors do not have the samples in
+        dimension 0, the closest parent whose tensors do is named.
+
+    Raises:
+        Exception: Any error that ``run`` raises.
+    """
+    modules = dict(model.named_modules())
+    for name, module in modules.items():  # including modules that these batches may not reach
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            return _describe(name, module)
+    expected = _record(model, run, first)
+    for call, (inputs, outputs) in _record(model, run, second).items():  # children finish before their parents
+        expected_inputs, expected_outputs = expected.get(call, ([], []))
+        went_in = _difference(inputs, expected_inputs)
+        came_out = _difference(outputs, expected_outputs)
+        if went_in is None or came_out is None:
+            continue  # a parent will show it
+        if went_in < SAME and came_out > DIFFERENT:
+            return _describe(call[0], modules[call[0]])
+    return None
+
+
+def _describe(name: str, module: nn.Module) -> str:
+    return f"{name or 'model'} ({type(module).__name__})"
+
+
+def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> _Calls:
+    batch_size = next(v.shape[0] for v in tree_leaves(batch) if isinstance(v, torch.Tensor) and v.dim() > 0)
+    names = {module: name for name, module in model.named_modules()}
+    times_run: Counter[nn.Module] = Counter()
+    entered: list[_Rows] = []  # inputs of the modules that are running, the innermost last
+    calls: _Calls = {}
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        entered.append(_rows_of_sample_0((args, kwargs), batch_size))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        calls[names[module], times_run[module]] = entered.pop(), _rows_of_sample_0(output, batch_size)
+        times_run[module] += 1
+
+    device = next(model.parameters(), torch.empty(0)).device
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unchanged_random_state(device))
+        stack.enter_context(_unchanged_modules(model))
+        for module in names:
+            # Other hooks are part of a module, so ours go around them. always_call keeps the two paired if a forward
+            # raises inside a try.
+            stack.enter_context(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(leave, always_call=True))
+        # Compiled code would not call the hooks.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            run(batch)
+    return calls
+
+
+@contextlib.contextmanager
+def _unchanged_modules(model: nn.Module) -> Iterator[None]:
+    """Restore what a forward can change in modules: attributes, and buffers bit for bit."""
+    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, own, buffers in attributes:
+            # Restore both, because an attribute can describe a buffer's content, as in caches that grow.
+            vars(module).clear()
+            vars(module).update(own)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for buffer, value in values:
+            buffer.detach().copy_(value)
+
+
+def _rows_of_sample_0(values: Any, batch_size: int) -> _Rows:
+    """Return sample 0 of every batched tensor.
+
+    These are copies on the host, because values can be changed in place and device memory may be short.
+    """
+    tensors = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return [t[0].detach().to("cpu", copy=True) for t in tensors if t.dim() > 0 and t.shape[0] == batch_size]
+
+
+def _difference(rows: _Rows, expected: _Rows) -> float | None:
+    """Return the largest relative difference between two rows; None if there are no rows or their shapes differ."""
+    if not rows or [row.shape for row in rows] != [row.shape for row in expected]:
+        return None
+    return max(map(_relative_difference, rows, expected))
+
+
+def _relative_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the mean absolute difference over the mean absolute value, since single values can be off by chance."""
+    pair = torch.stack([row, expected])
+    pair = (torch.view_as_real(pair) if pair.is_complex() else pair).double()
+    changed = ~pair[0].isclose(pair[1], rtol=0, atol=0, equal_nan=True)
+    change = (pair[0] - pair[1])[changed].abs().nan_to_num(nan=math.inf).sum()
+    scale = pair[pair.isfinite()].abs().sum() / 2
+    return float(change / scale) if change > 0 else 0.0

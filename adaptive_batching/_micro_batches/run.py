@@ -1,0 +1,118 @@
+"""Run micro-batches so that all ranks learn when one of them has run out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from adaptive_batching._memory import forget_frames, is_out_of_memory
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives
+
+T = TypeVar("T")
+
+
+class CannotRecoverError(RuntimeError):
+    """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """Outcome of a sequence of micro-batches."""
+
+    results: list[T]
+    """Results of the micro-batches that ran on this rank."""
+
+    failed: bool
+    """True if any rank ran out of memory; the same on all ranks."""
+
+    retried: bool = False
+    """True if an allocator had to empty its cache to find room; the same on all ranks."""
+
+    failed_here: int | None = None
+    """Number of the micro-batch that ran out of memory on this rank, from 0; None if none did."""
+
+    error: Exception | None = None
+    """Error of that micro-batch, without tracebacks, which would keep its tensors alive."""
+
+
+def run_micro_batches(
+    micro_batches: Sequence[Callable[[], T]],
+    ranks: Ranks,
+    collectives: MicroBatchCollectives | None,
+    discard: Callable[[], None],
+    count_retries: Callable[[], int] = lambda: 0,
+) -> Outcome[T]:
+    """Run forward and backward of each micro-batch, and stop if memory runs out.
+
+    If the model is sharded, a rank that runs out of memory issues the collectives that its peers wait for, so that
+    all ranks come to the end. All ranks run the same number of micro-batches.
+
+    Args:
+        micro_batches: Functions that each run one forward and backward.
+        ranks: The ranks of the run.
+        collectives: Collectives of a sharded model. None if there are none, or if they cannot be issued for the other
+            ranks. These then do not come to the end, and the rank that failed has to end the run.
+        discard: Drops gradients and anything else that an aborted step leaves behind, and really releases its memory.
+            After a failure it is called on all ranks at the end, and on the rank that failed also before that rank
+            issues any more collectives.
+        count_retries: Returns how often this rank's allocator has had to empty its cache.
+
+    Raises:
+        CannotRecoverError: If memory runs out in a micro-batch whose collectives differ from the recorded ones, or
+            again while only collectives are issued.
+        Exception: Any other error of a micro-batch. Out-of-memory errors are returned instead.
+    """
+    results: list[T] = []
+    retries_before = count_retries()
+    failure: Exception | None = None
+    for micro_batch in micro_batches:
+        if collectives is not None:
+            collectives.start()
+        try:
+            results.append(micro_batch())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error
+        if failure is not None:
+            forget_frames(failure)
+            break
+        if collectives is not None:
+            collectives.finish()
+    if failure is not None:
+        discard()
+        if collectives is not None:
+            if not collectives.can_drain:
+                raise CannotRecoverError(
+                    "memory ran out, and the other ranks cannot be told: the collectives of a forward and backward are "
+                    "not always the same, so what they wait for is not known. Set a smaller batch_size or "
+                    "micro_batch_size, or sequences of one length (dataset.packed=True)"
+                ) from failure
+            _drain(collectives, len(micro_batches) - len(results) - 1)
+    worst = 2 if failure is not None else 1 if count_retries() > retries_before else 0
+    if collectives is not None:
+        worst = int(ranks.largest(worst))
+        if worst == 2:
+            collectives.reset()
+            # Also on the rank that failed: only now do the layers that it had gathered have their own parameters back,
+            # with the gradients of earlier micro-batches.
+            discard()
+    return Outcome(results, worst == 2, worst == 1, len(results) if failure is not None else None, failure)
+
+
+def _drain(collectives: MicroBatchCollectives, num_micro_batches: int) -> None:
+    failure: Exception | None = None
+    try:
+        collectives.drain(num_micro_batches)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = error
+    if failure is not None:
+        raise CannotRecoverError(
+            "memory ran out, and again while telling the other ranks, although this one had released its own: another "
+            "process has taken it, or there is too little for the smallest batch. Free the device, or set a smaller "
+            "batch_size"
+        ) from failure

@@ -1,0 +1,114 @@
+"""Memory that a traced step takes at any batch size, and the largest batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from adaptive_batching._plan.devices import Outside
+from adaptive_batching._plan.verdict import Verdict, judge
+from adaptive_batching._probe.recording import KINDS, OPTIMIZER, OTHER, STATES, WEIGHTS, StepRecord
+from adaptive_batching._probe.reserved import Reserved, reserved_by_default, reserved_for
+from adaptive_batching._probe.trace import TracedStep
+
+SET_UP = "set-up"
+"""The moment before the first step, while weights are loaded."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory and work of a step at one batch size."""
+
+    batch_size: int
+    peak_bytes: int
+    """Of tensors."""
+
+    resting_bytes: int
+    """Of tensors, between steps."""
+
+    moment: str
+    """Part of the step that the peak falls into, or :data:`SET_UP`."""
+
+    kinds: dict[str, int]
+    """Bytes of each kind at the peak."""
+
+    reserved: Reserved
+    flops: int
+    """Of a forward and backward, and an optimizer step."""
+
+    recomputed_flops: int
+    """Part of ``flops`` for activations that are computed again."""
+
+    attention_flops: int
+    """Part of ``flops`` that grows with the square of the length."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step whose memory is known at any batch size.
+
+    Raises:
+        TraceError: From any method, if the order of allocations depends on the batch size.
+    """
+
+    step: TracedStep
+    outside: Sequence[Outside]
+    set_up_bytes: int = 0
+    """Bytes that loading the weights takes, before there is a step."""
+
+    def need(self, batch_size: int) -> Need:
+        """Return what the run takes with a step at ``batch_size``."""
+        record = self.step.at(batch_size)
+        peak, (moment, kinds) = max(record.log), record.at_peak()
+        reserved = reserved_for(record, *_made_late(record))
+        if self.set_up_bytes > peak:
+            resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
+            weights = sum(size for kind, size in resting if kind == WEIGHTS)
+            peak, moment = self.set_up_bytes, SET_UP
+            kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
+        reserved = Reserved(**{name: max(size, self.set_up_bytes) for name, size in asdict(reserved).items()})
+        return Need(
+            batch_size, peak, record.log[0], moment, kinds, reserved, record.flops, record.recomputed_flops,
+            record.attention_flops,
+        )  # fmt: skip
+
+    def most_bytes(self, batch_size: int) -> int:
+        """Return what a step takes at ``batch_size`` by default settings, with the most outside the allocator."""
+        return self._reserved(batch_size) + sum(each.most for each in self.outside)
+
+    def judge(self, need: Need, memory_bytes: int | None) -> Verdict:
+        """Say whether a step fits."""
+        return judge(need.reserved, self.outside, memory_bytes)
+
+    def largest(self, memory_bytes: int) -> int:
+        """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
+        budget = memory_bytes - sum(each.most for each in self.outside)
+        if self.set_up_bytes > budget:
+            return 0
+        high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
+        if not high or self._reserved(high) <= budget:
+            return high or 0
+        low, above = 0, high
+        guess = self.step.curve.largest_within(budget * self.step.curve.peak_bytes(high) // self._reserved(high)) or 0
+        while above - low > 1:
+            middle = guess if low < guess < above else (low + above) // 2
+            guess = 0 if middle == guess else guess
+            if self._reserved(middle) <= budget:
+                low, guess = middle, middle + 1
+            else:
+                above = middle
+        # As blocks are rounded, a size can fit where the one below it does not.
+        while larger := [n for n in (low + 1, low + 2) if n < high and self._reserved(n) <= budget]:
+            low = max(larger)
+        return low
+
+    def _reserved(self, batch_size: int) -> int:
+        record = self.step.at(batch_size)
+        return reserved_by_default(record, *_made_late(record))
+
+
+def _made_late(record: StepRecord) -> tuple[frozenset[int], int]:
+    """Return the optimizer states of a record, and the event before which the first step makes them."""
+    states = frozenset(number for number in range(record.num_resting) if record.kinds[number] == STATES)
+    at = next((mark for moment, mark in zip(record.moments, record.marks, strict=True) if moment == OPTIMIZER), 0)
+    return states, at

@@ -1,0 +1,82 @@
+"""How much memory training may take, and whether any of that is left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._values import ConfigError, memory_size
+
+
+def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    """Return the peak memory in bytes that training may take: memory in use plus free memory, within the limits.
+
+    ``memory_limit`` caps it; without one, ``headroom`` is subtracted.
+    """
+    headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
+    return max(memory_available(config, meter) - headroom, 0)
+
+
+def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    """Return memory in use plus free memory in bytes, within ``memory_limit``."""
+    available = meter.used_bytes() + meter.free_bytes()
+    return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
+
+
+@contextlib.contextmanager
+def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) -> Iterator[None]:
+    """Have this process run out of memory at ``memory_limit``, as a probe does, rather than take it from others.
+
+    Args:
+        config: Provides ``memory_limit``; without one, nothing is limited.
+        device: The device; on one that cannot be limited, nothing is.
+    """
+    with contextlib.ExitStack() as stack:
+        if config.memory_limit is not None:
+            with contextlib.suppress(NotImplementedError):
+                meter = memory_meter(device)
+                stack.enter_context(meter.limit(config.memory_limit.of(meter.total_bytes)))
+        yield
+
+
+def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks = ALONE, *, added: int = 0) -> None:
+    """Refuse limits that leave nothing beyond what is in use, on any rank.
+
+    Args:
+        config: Provides ``memory_limit`` and ``headroom``.
+        meter: Memory meter of this rank's device.
+        ranks: All ranks of the run.
+        added: Bytes that training takes besides its steps.
+
+    Raises:
+        ConfigError: If there is no room for a step.
+    """
+    problem = _no_room(config, meter, added)
+    problems = [each for each in ranks.gather(problem) if each]
+    if problems:
+        raise ConfigError(problems[0])
+
+
+def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:
+    used, free = meter.used_bytes(), meter.free_bytes()
+    if config.memory_limit is not None:
+        limit = config.memory_limit.of(meter.total_bytes)
+        if limit > used + added:
+            return None
+        return (
+            f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step, in which "
+            f"{memory_size(used + added)} are taken already; write what training may take in all, of the "
+            f"{memory_size(meter.total_bytes)} that the device has"
+        )
+    headroom = config.headroom.of(meter.total_bytes)
+    if free > max(headroom, added):
+        return None
+    return (
+        f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, and only {memory_size(free)} are "
+        f"free on the device; write less, or end what else runs there"
+    )

@@ -1,0 +1,173 @@
+"""Run compiled regions as Inductor would, on fake tensors: cut where it cuts, without what it fuses away.
+
+``torch.compile`` traces forward and backward of a region together, and a minimal cut decides what is kept between them
+and what is computed again. Here the same partitioner of AOTAutograd cuts the same graph, with Inductor's
+decompositions. Then the graph runs operation by operation, and what Inductor would keep in registers, because the only
+kernels that read it are those it is fused with, takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]
+from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from adaptive_batching._probe.fusion import schedule
+from adaptive_batching._probe.recording import Recorder
+
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm)
+_VIEWS = (
+    _aten.view, _aten._unsafe_view, _aten.reshape, _aten.permute, _aten.transpose, _aten.t, _aten.unsqueeze,
+    _aten.squeeze, _aten.expand, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.select, _aten.alias,
+    _aten.detach, _aten.as_strided,
+)  # fmt: skip
+
+
+def compile_modules(modules: Iterable[nn.Module]) -> None:
+    """Have each module run as a compiled region from now on. Modules that compute alike are compiled once."""
+    regions: dict[Any, _Region] = {}
+    for module in modules:
+        _replace_forward(module, regions.setdefault(_likeness(module), _Region(_functional(module))))
+
+
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` of tensors, run as a compiled region."""
+    region = _Region(lambda _, args, kwargs: function(*args, **kwargs))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return region([], args, kwargs)
+
+    return run
+
+
+class _Region:
+    """A function of (tensors, args, kwargs), compiled for each kind of input that comes."""
+
+    def __init__(self, function: Callable[[list[torch.Tensor], Any, Any], Any]) -> None:
+        self._function = function
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        shapes = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in [*tensors, *inputs]]
+        key = (repr(others), spec, str(shapes), torch.is_grad_enabled())
+
+        def function(tensors: list[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+            given = iter(inputs)
+            filled = [next(given) if of_tensor else o for of_tensor, o in zip(is_tensor, others, strict=True)]
+            return self._function(tensors, *tree_unflatten(filled, spec))
+
+        if key not in self._compiled:
+            self._compiled[key] = aot_function(
+                function,
+                fw_compiler=_as_fused,
+                bw_compiler=_as_fused,
+                partition_fn=min_cut_rematerialization_partition,
+                decompositions=select_decomp_table(),
+            )
+        return self._compiled[key](tensors, inputs)
+
+
+def _functional(module: nn.Module) -> Callable[[list[torch.Tensor], Any, Any], Any]:
+    names = [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+
+    def run(tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        with _reparametrize_module(module, dict(zip(names, tensors, strict=True))):
+            return type(module).forward(module, *args, **kwargs)  # without the hooks, which are not compiled
+
+    return run
+
+
+def _replace_forward(module: nn.Module, region: _Region) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return region([*module.parameters(), *module.buffers()], args, kwargs)
+
+    module.__dict__["forward"] = forward
+
+
+def _likeness(module: nn.Module) -> str:
+    """Return a text that is the same for modules that compute the same with other weights."""
+    ignored = vars(nn.Module()).keys()
+    lines = []
+    for name, part in module.named_modules():
+        own = {key: _spelled(value) for key, value in vars(part).items() if key not in ignored}
+        lines.append(f"{name} {type(part)} {own} {part.training}")
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    lines += [f"{name} {type(t)} {t.shape} {t.dtype} {t.requires_grad}" for name, t in tensors]
+    return "\n".join(lines)
+
+
+def _spelled(value: Any) -> Any:
+    """Return what says of an attribute whether two modules have the same; where nothing else does, its identity."""
+    if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_spelled(each) for each in value]
+    if isinstance(value, partial):
+        return _spelled([value.func, *value.args, *value.keywords.items()])
+    if isinstance(value, FunctionType):
+        return value.__module__, value.__qualname__, [_spelled(cell.cell_contents) for cell in value.__closure__ or ()]
+    return id(value)
+
+
+def _as_fused(module: torch.fx.GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
+    """Return a function that runs the graph of ``module`` on a list of inputs, which it empties as it goes."""
+    graph = module.graph
+    stored = _stored(graph)
+    plan = schedule(graph, stored, lambda node: _is(node, _VIEWS), _is_library_call)
+    [output] = [node for node in graph.nodes if node.op == "output"]
+    for node in plan.order:
+        output.prepend(node)
+
+    class Run(torch.fx.Interpreter):
+        def __init__(self) -> None:
+            super().__init__(module)
+            self.user_to_last_uses = plan.last_uses
+
+        def run_node(self, node: torch.fx.Node) -> Any:
+            before, Recorder.fused = Recorder.fused, node.op == "call_function" and node not in stored
+            replaced = plan.in_place.get(node)
+            Recorder.in_place_of = None if replaced is None else self.env.get(replaced)
+            try:
+                return super().run_node(node)
+            finally:
+                Recorder.fused, Recorder.in_place_of = before, None
+
+    def run(inputs: list[Any]) -> Any:
+        return Run().boxed_run(inputs)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _stored(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes whose results are written to memory: for a kernel of its own, by one, or to be returned."""
+    stored: set[torch.fx.Node] = set()
+    for node in reversed(list(graph.nodes)):  # users first
+        through_view = any(_is(user, _VIEWS) and user in stored for user in node.users)
+        is_read = any(_is_library_call(user) or user.op == "output" for user in node.users)
+        if _is_library_call(node) or is_read or through_view:
+            stored.add(node)
+    return stored
+
+
+def _is(node: torch.fx.Node, packets: Iterable[Any]) -> bool:
+    return getattr(node.target, "_overloadpacket", None) in packets
+
+
+def _is_library_call(node: torch.fx.Node) -> bool:
+    """True for an operation that Inductor calls a library for, and fuses nothing into."""
+    is_call = node.op == "call_function"
+    return is_call and (_is(node, _MATRIX_PRODUCTS) or "scaled_dot_product" in str(node.target))

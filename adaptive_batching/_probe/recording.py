@@ -1,0 +1,396 @@
+"""Record what a training step takes and gives back: every allocation, its kind, and the moment of the step.
+
+A record holds the step as a sequence of events, so that it can be replayed: to find the peak and what it is made of, or
+to ask an allocator how much it would reserve. Nothing is rounded to allocator blocks here: between the two traced batch
+sizes, rounding could double the slope of a small tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from adaptive_batching._probe.flops import flops_of, is_attention
+
+WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
+ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
+KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
+
+FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
+BETWEEN = "between steps"
+
+_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The memory of one training step at one batch size.
+
+    Storages are known by number. Those alive before the step have the first ones.
+    """
+
+    log: Sequence[int]
+    """Bytes alive before the step, then after each operation."""
+
+    moments: Sequence[str]
+    """Part of the step that each entry of ``log`` belongs to."""
+
+    marks: Sequence[int]
+    """Number of events before each entry of ``log``."""
+
+    events: Sequence[int]
+    """In order: the number of a storage that is allocated, or ``~number`` of one that is freed."""
+
+    sizes: Sequence[int]
+    """Bytes of each storage."""
+
+    kinds: Sequence[str]
+    """One of :data:`KINDS` for each storage."""
+
+    num_resting: int
+    """Storages alive before the step."""
+
+    kept_bytes: int
+    """Bytes alive before the step that the one before has made, and that it replaces."""
+
+    flops: int
+    """Floating-point operations of matrix products and attention, those of recomputed activations included."""
+
+    recomputed_flops: int
+    """Those of activations that the backward pass computes again."""
+
+    attention_flops: int
+    """Those of attention, which grow with the square of the length; without those of recomputed activations."""
+
+    def at_peak(self) -> tuple[str, dict[str, int]]:
+        """Return the moment of the peak, and the bytes of each kind that are alive then."""
+        at = max(range(len(self.log)), key=self.log.__getitem__)
+        alive = dict.fromkeys(KINDS, 0)
+        for number in range(self.num_resting):
+            alive[self.kinds[number]] += self.sizes[number]
+        for event in self.events[: self.marks[at]]:
+            number = event if event >= 0 else ~event
+            alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
+        return self.moments[at], alive
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every storage that operations make under it, until it dies.
+
+    Args:
+        vocabulary: Sizes of the last dimension by which logits are known.
+        device_type: Device whose memory counts. What is on another takes none.
+        on_cuda: Count what kernels of CUDA take for the time of a call.
+    """
+
+    fused = False
+    """True while an operation runs whose result a compiler would never store."""
+
+    in_place_of: torch.Tensor | None = None
+    """The tensor over which the running operation writes its result, if there is one."""
+
+    label: str | None = None
+    """Kind of what is allocated now; None for what the moment and the shape say."""
+
+    def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu", *, on_cuda: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocabulary = frozenset(vocabulary)
+        self._device_type = device_type
+        self._on_cuda = on_cuda
+        self._sum: tuple[weakref.ref[Any], int] | None = None
+        self._equality: weakref.ref[Any] | None = None
+        """Last result of a comparison of two numbers for equality."""
+
+        self._current = 0
+        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._moment = BETWEEN
+        self._in_optimizer = False
+        self._depth = 0  # of modules whose forward runs
+        self._sizes: list[int] = []
+        self._kinds: list[str] = []
+        self.begin()
+
+    def begin(self, *, kept_bytes: int = 0) -> None:
+        """Start the record of a step here. What is alive now rests between steps.
+
+        Args:
+            kept_bytes: Bytes of that which a step before has made.
+        """
+        alive = [number for _, number in self._seen.values()]
+        self._sizes = [self._sizes[number] for number in alive]
+        self._kinds = [self._kinds[number] for number in alive]
+        self._seen = {
+            key: (self._watched(reference(), key, new), new)
+            for new, (key, (reference, _)) in enumerate(self._seen.items())
+        }
+        self._num_resting = len(alive)
+        self._kept_bytes = kept_bytes
+        self._holders: dict[int, int] = {}  # of numbers that more than one storage shares
+        self._events: list[int] = []
+        self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
+        self._flops = self._recomputed_flops = self._attention_flops = 0
+        self._moment = BETWEEN
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes alive now."""
+        return self._current
+
+    def record(self) -> StepRecord:
+        """Return what has been recorded since :meth:`begin`."""
+        return StepRecord(
+            tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
+            tuple(self._kinds), self._num_resting, self._kept_bytes, self._flops, self._recomputed_flops,
+            self._attention_flops,
+        )  # fmt: skip
+
+    def hold(self, tensor: torch.Tensor, kind: str, *, counts: bool = True) -> None:
+        """Record the storage of ``tensor``, or give it another kind if it is known already.
+
+        Args:
+            tensor: Any tensor, of a subclass with tensors inside as well.
+            kind: One of :data:`KINDS`.
+            counts: False for a tensor that takes no memory.
+        """
+        counts = counts and _device_type(tensor) == self._device_type
+        for storage in _storages(tensor):
+            known = self._seen.get(storage._cdata)
+            if known is not None:
+                self._kinds[known[1]] = kind
+            else:
+                self._allocate(storage, kind, storage.nbytes() if counts else 0)
+
+    @contextlib.contextmanager
+    def watching(
+        self, models: Sequence[nn.Module], parameters: Sequence[nn.Parameter], *, steps_elsewhere: bool = False
+    ) -> Iterator[None]:
+        """Tell forward, loss, backward and optimizer step apart, and gradients from what else a backward makes.
+
+        Args:
+            models: The model that is trained, and others that the loss needs.
+            parameters: What the optimizers step.
+            steps_elsewhere: The optimizers step on another device, whose memory does not count.
+        """
+
+        def set_moment(moment: str) -> None:
+            self._moment = moment
+
+        def before_optimizer(*_: Any) -> None:
+            self._in_optimizer = True
+            Recorder.fused = steps_elsewhere
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self.hold(parameter.grad, GRADIENTS)
+
+        def after_optimizer(*_: Any) -> None:
+            self._in_optimizer = False
+            Recorder.fused = False
+
+        def after_gradient(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self.hold(parameter.grad, GRADIENTS)
+
+        def enter_forward(*_: Any) -> None:
+            self._depth += 1
+
+        def leave_forward(*_: Any) -> None:
+            self._depth -= 1
+
+        handles: list[Any] = [
+            register_module_forward_pre_hook(enter_forward),
+            register_module_forward_hook(leave_forward, always_call=True),
+            register_optimizer_step_pre_hook(before_optimizer),
+            register_optimizer_step_post_hook(after_optimizer),
+        ]
+        for model in models:
+            handles.append(model.register_forward_pre_hook(lambda *_: set_moment(FORWARD), prepend=True))
+            handles.append(model.register_forward_hook(lambda *_: set_moment(LOSS)))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(after_gradient))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _allocate(self, storage: Any, kind: str, size: int) -> None:
+        number = len(self._sizes)
+        self._sizes.append(size)
+        self._kinds.append(kind)
+        self._seen[storage._cdata] = (self._watched(storage, storage._cdata, number), number)
+        if size:
+            self._current += size
+            self._events.append(number)
+
+    def _watched(self, storage: Any, key: int, number: int) -> weakref.ref[Any]:
+        return weakref.ref(storage, lambda _: self._free(key, number))
+
+    def _free(self, key: int, number: int) -> None:
+        self._seen.pop(key, None)
+        if self._holders.get(number, 1) > 1:
+            self._holders[number] -= 1
+            return
+        if self._sum is not None and self._sum[1] == number:
+            self._take_over(number)
+            return
+        if self._sizes[number]:
+            self._current -= self._sizes[number]
+            self._events.append(~number)
+
+    def _take_over(self, number: int) -> None:
+        """Have the last storage, a sum, live where its first term has just died: that was added to in place."""
+        assert self._sum is not None
+        result, self._sum = self._sum[0](), None
+        assert result is not None
+        self._seen[result._cdata] = (self._watched(result, result._cdata, number), number)
+        size = self._sizes.pop()
+        self._kinds.pop()
+        if size:
+            self._events.remove(len(self._sizes))
+            self._current -= size
+            self._log[-1] -= size
+            self._marks[-1] -= 1
+
+    def _write_over(self, term: torch.Tensor, result: torch.Tensor) -> None:
+        """Have ``result``, which has just been allocated, live where ``term`` does, until both are dead."""
+        old, new = _storages(term)[0], _storages(result)[0]
+        known, made = self._seen.get(old._cdata), self._seen.get(new._cdata)
+        if known is None or made is None or made[1] != len(self._sizes) - 1:
+            return
+        of_term, of_result = known[1], made[1]
+        if self._sizes[of_term] != self._sizes[of_result]:
+            return
+        self._current -= self._sizes[of_result]
+        self._events.remove(of_result)
+        self._sizes[of_result] = 0
+        self._seen[new._cdata] = (self._watched(new, new._cdata, of_term), of_term)
+        self._holders[of_term] = self._holders.get(of_term, 1) + 1
+
+    def _note_sum(self, args: Any, out: torch.Tensor) -> None:
+        """Remember a sum of two gradients until it is known whether the first of them dies."""
+        if Recorder.fused or not isinstance(args[0], torch.Tensor) or type(out) is not type(args[0]):
+            return
+        if args[0]._is_view():
+            return  # its base holds the storage as well: the first gradient of a matrix is a view, and is not added to
+        [term], [result] = _storages(args[0]), _storages(out)
+        known, made = self._seen.get(term._cdata), self._seen.get(result._cdata)
+        is_last = made is not None and made[1] == len(self._sizes) - 1
+        if known is not None and is_last and term.nbytes() == result.nbytes():
+            self._sum = weakref.ref(result), known[1]
+
+    def _kind_of(self, tensor: torch.Tensor, moment: str, *, recomputes: bool) -> str:
+        if Recorder.label is not None:
+            return Recorder.label
+        if tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary:
+            return OTHER if moment == OPTIMIZER else LOGITS
+        return ACTIVATIONS if moment in (FORWARD, LOSS) or recomputes else OTHER
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
+            # depend on the value, the verifying step will show it. Asked whether it equals another, it does not: there
+            # are targets, and losses are not 0.
+            if args[0].dtype == torch.bool:
+                return self._equality is None or self._equality() is not args[0]
+            return 1
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back as what this device computes, and its collectives
+        kwargs = kwargs or {}
+        self._sum = None  # what has not died by now lives on
+        out = func(*args, **kwargs)
+        if func in (torch.ops.aten.eq.Scalar, torch.ops.aten.eq.Tensor) and out.dim() == 0:
+            self._equality = weakref.ref(out)
+        in_backward = torch._C._current_graph_task_id() != -1
+        recomputes = in_backward and self._depth > 0
+        if in_backward:
+            self._moment = BACKWARD
+        elif self._moment == BACKWARD:
+            self._moment = OPTIMIZER  # clipping and scaling of the gradient included
+        moment = OPTIMIZER if self._in_optimizer else self._moment
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                for storage in _storages(value):
+                    if storage._cdata not in self._seen:
+                        kind = self._kind_of(value, moment, recomputes=recomputes)
+                        counts = not Recorder.fused and _device_type(value) == self._device_type
+                        self._allocate(storage, kind, storage.nbytes() if counts else 0)
+        if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
+            self._write_over(Recorder.in_place_of, out)
+        flops = flops_of(func, args, kwargs, out)
+        self._flops += flops
+        self._recomputed_flops += flops if recomputes else 0
+        self._attention_flops += flops if is_attention(func) and not recomputes else 0
+        workspace = _workspace_bytes(func, args) if self._on_cuda and not Recorder.fused else 0
+        if workspace:
+            number = len(self._sizes)
+            self._sizes.append(workspace)
+            self._kinds.append(OTHER)
+            self._events.append(number)
+        self._log.append(self._current + workspace)
+        self._moments.append(moment)
+        self._marks.append(len(self._events))
+        if workspace:
+            self._events.append(~number)
+        if in_backward and func is torch.ops.aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
+            self._note_sum(args, out)
+        return out
+
+
+def _called_by_autograd(frame: Any) -> bool:
+    """True if ``frame``, wrappers aside, is autograd's call of its engine, with no Python in between."""
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _workspace_bytes(func: Any, args: Any) -> int:
+    """Return what the kernel of an operation allocates and frees on CUDA.
+
+    The gradient of an embedding is summed in float32, by parts of at most ten tokens that are alike
+    (``max_partial_segment`` in ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``). Up to 3,072 tokens another
+    kernel does without; that is not told apart, as memory between the two traced sizes has to be a line.
+    """
+    if func is torch.ops.aten.embedding_dense_backward.default:
+        gradient, indices = args[0], args[1]
+        tenths_of_parts = indices.numel() + 10 * min(indices.numel(), int(args[2]))
+        return int(tenths_of_parts * gradient.shape[-1] * 4 // 10)
+    return 0
+
+
+@contextlib.contextmanager
+def labelled(kind: str) -> Iterator[None]:
+    """Record what is allocated inside as of one kind."""
+    before, Recorder.label = Recorder.label, kind
+    try:
+        yield
+    finally:
+        Recorder.label = before
+
+
+def _device_type(tensor: torch.Tensor) -> str:
+    """Return the device of a tensor's storage; of a tensor with others inside, theirs, as it may name another."""
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor.device.type
+
+
+def _storages(tensor: torch.Tensor) -> list[Any]:
+    """Return the storages of a tensor and of those inside it, in the same order in each trace."""
+    return sorted(get_untyped_storages(tensor), key=lambda storage: storage.nbytes())

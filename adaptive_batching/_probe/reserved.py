@@ -1,0 +1,164 @@
+"""Memory that an allocator reserves for a recorded step, and the lowest limit at which the step still runs.
+
+Where nothing limits it, an allocator reserves just what a step needs that is to run without emptying the cache. So what
+is reserved by a replay without a limit says which batch sizes fit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+
+STEPS = 3
+"""Steps that are replayed. The second and third meet the cache that the one before has left."""
+
+_RESOLUTION = 200  # a limit is known to a 200th of what is allocated
+
+
+class Recorded(Protocol):
+    """A step: see :class:`adaptive_batching._probe.recording.StepRecord`."""
+
+    @property
+    def events(self) -> Sequence[int]: ...
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+    @property
+    def num_resting(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes that count against a limit."""
+
+    by_default: int
+    expandable: int
+    """With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+
+    least: int
+    """Least limit at which the step runs with default settings, after retries that empty the cache."""
+
+    least_expandable: int
+
+
+def reserved_for(step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> Reserved:
+    """Replay a step and return what is reserved for it.
+
+    Args:
+        step: The step.
+        late: Numbers of resting storages that the first step makes, such as optimizer states.
+        late_at: Number of the event before which it makes them.
+    """
+
+    def run(allocator: Any) -> Any:
+        return replay(allocator, step, late, late_at)
+
+    free, expandable = run(CachingAllocator()), run(ExpandableAllocator())
+    return Reserved(
+        free.peak_reserved,
+        expandable.peak_reserved,
+        _least(lambda limit: run(CachingAllocator(limit)), free.peak_allocated, free.peak_reserved),
+        _least(lambda limit: run(ExpandableAllocator(limit)), expandable.peak_allocated, expandable.peak_reserved),
+    )
+
+
+def reserved_by_default(step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> int:
+    """Return what is reserved with default settings where nothing limits it."""
+    return int(replay(CachingAllocator(), step, late, late_at).peak_reserved)
+
+
+def replay(allocator: Any, step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> Any:
+    """Run :data:`STEPS` equal steps on ``allocator``, and return it.
+
+    Raises:
+        AllocatorFullError: If a step does not fit in the allocator's limit.
+    """
+    for _ in _steps(allocator, step, STEPS, late, late_at):
+        pass
+    return allocator
+
+
+def _steps(
+    allocator: Any, step: Recorded, count: int, late: frozenset[int] = frozenset(), late_at: int = 0
+) -> Iterator[None]:
+    """Run ``count`` equal steps on ``allocator``, and stop after each.
+
+    What a step leaves behind takes the place of what it frees of those before, where there are as many of both.
+    """
+    resting = {n: allocator.take(step.sizes[n]) for n in range(step.num_resting) if step.sizes[n] and n not in late}
+    freed = {~event for event in step.events if event < 0}
+    replaced = sorted(number for number in freed if number < step.num_resting)
+    left = [event for event in step.events if event >= 0 and event not in freed]
+    replaces = len(replaced) == len(left)
+    for number in range(count):
+        held: dict[int, Any] = {}
+        for index, event in enumerate(step.events):
+            if number == 0 and index == late_at:
+                resting |= {n: allocator.take(step.sizes[n]) for n in late if step.sizes[n]}
+            if event >= 0:
+                held[event] = allocator.take(step.sizes[event])
+            elif ~event in held:
+                allocator.give_back(held.pop(~event))
+            elif ~event in resting and (replaces or number == count - 1):
+                allocator.give_back(resting.pop(~event))
+        if replaces:
+            resting |= zip(replaced, held.values(), strict=True)
+        else:
+            for block in held.values():
+                allocator.give_back(block)
+        yield
+
+
+class ReservedPeaks:
+    """Bytes that the probe's steps make the allocator reserve, as a function of the batch size.
+
+    The probe runs a size on an empty cache, and the answer a second time on what the first step has left. Both are
+    replayed at the sizes that are asked for, of which a search needs few.
+
+    What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
+    search needs a curve that never falls. So each new value is moved to lie between those known of smaller and of
+    larger sizes; what has been told is never taken back.
+
+    Args:
+        at: Returns the step at a batch size.
+        allocator: Makes an allocator that has reserved nothing and has no limit.
+    """
+
+    def __init__(self, at: Callable[[int], Recorded], allocator: Callable[[], Any]) -> None:
+        self._at, self._allocator = at, allocator
+        self._known: list[tuple[int, int, int]] = []  # (batch size, peak of one step, peak of two), each ascending
+
+    def __call__(self, batch_size: int, steps: int) -> int:
+        """Return the peak of one step or of two in a row."""
+        at = bisect_left(self._known, (batch_size, 0, 0))
+        if at == len(self._known) or self._known[at][0] != batch_size:
+            peaks = self._replay(batch_size)
+            if at < len(self._known):
+                peaks = [min(peak, above) for peak, above in zip(peaks, self._known[at][1:], strict=True)]
+            if at:
+                peaks = [max(peak, below) for peak, below in zip(peaks, self._known[at - 1][1:], strict=True)]
+            self._known.insert(at, (batch_size, peaks[0], peaks[1]))
+        return self._known[at][steps]
+
+    def _replay(self, batch_size: int) -> list[int]:
+        allocator = self._allocator()
+        return [allocator.peak_reserved for _ in _steps(allocator, self._at(batch_size), 2)]
+
+
+def _least(run: Callable[[int], Any], allocated: int, reserved: int) -> int:
+    """Return the least limit, between what is allocated and what is reserved without one, at which ``run`` ends."""
+    low, high = 0, -(-(reserved - allocated) * _RESOLUTION // max(allocated, 1))
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            run(allocated + middle * allocated // _RESOLUTION)
+        except AllocatorFullError:
+            low = middle + 1
+        else:
+            high = middle
+    return min(allocated + high * allocated // _RESOLUTION, reserved)

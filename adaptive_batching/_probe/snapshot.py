@@ -1,0 +1,176 @@
+"""Save a model and its optimizers, and restore them bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from adaptive_batching._host_memory import free_host_bytes
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+_BYTES_AT_ONCE = 2**24
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
+    """Restore trainable parameters, buffers, gradients, training mode and the whole optimizers on exit, bit for bit."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gradients = [p.grad for p in parameters]
+    modes = [(module, module.training) for module in model.modules()]
+    states = [{p: dict(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
+    groups = [
+        [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    in_states = [v for state in states for entry in state.values() for v in entry.values()]
+    tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
+    with _Aside(tensors, scratch) as aside:
+        aside.put(tensors)
+        try:
+            yield
+        finally:
+            aside.restore(tensors)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for module, training in modes:
+                module.training = training
+            for optimizer, state, saved_groups in zip(optimizers, states, groups, strict=True):
+                optimizer.state.clear()
+                optimizer.state.update(state)
+                for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+                    for key in [k for k in group if k != "params" and k not in saved]:
+                        del group[key]
+                    group.update(saved)
+
+
+class _Aside:
+    """Copies of tensors, kept where they take no device memory: on the host or, for host tensors, in a file.
+
+    Copies of device tensors also go to the file if host memory is short.
+
+    Args:
+        tensors: The tensors to save.
+        scratch: Folder for the file if the one for temporary files has no room.
+
+    Raises:
+        ConfigError: If neither has room.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], scratch: Path | None) -> None:
+        local = [_local(tensor) for tensor in tensors]
+        on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
+        on_device = sum(tensor.nbytes for tensor in local) - on_host
+        # Training also needs host memory, for its data and for pinned copies.
+        self._device_to_file = on_device > free_host_bytes() // 2
+        in_file = on_host + (on_device if self._device_to_file else 0)
+        folder = _folder_with_room(in_file, scratch)
+        where = f"{_gib(in_file)} in a file in {folder}, {_gib(on_device + on_host - in_file)} in the host's memory"
+        log.info("weights and optimizer states are saved while probing: %s", where)
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed on exit)
+        self._folder = folder
+        self._copies: list[torch.Tensor | int] = []
+
+    def __enter__(self) -> _Aside:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # a copy that could not be written is no longer needed
+            self._file.close()
+        self._copies.clear()
+
+    @torch.no_grad()
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            for tensor in map(_local, tensors):
+                if tensor.device.type != "cpu" and not self._device_to_file:
+                    self._copies.append(tensor.detach().to("cpu", copy=True))
+                else:
+                    self._copies.append(self._file.tell())
+                    self._write(tensor.detach().cpu())
+            self._file.flush()
+        except OSError as error:  # another process has filled the disk in the meantime
+            raise ConfigError(
+                f"the probe cannot save weights and optimizer states in {self._folder} ({error}); set the "
+                f"environment variable TMPDIR to a folder on a larger disk"
+            ) from None
+
+    @torch.no_grad()
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor, saved in zip(map(_local, tensors), self._copies, strict=True):
+            if isinstance(saved, torch.Tensor):
+                tensor.detach().copy_(saved)
+                continue
+            self._file.seek(saved)
+            tensor.detach().copy_(self._read_like(tensor))
+
+    def _write(self, tensor: torch.Tensor) -> None:
+        for part in _bytes_of(tensor.contiguous()):
+            buffer = bytearray(part.numel())
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+            self._file.write(buffer)
+
+    def _read_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for part in _bytes_of(copy):
+            part.copy_(torch.frombuffer(bytearray(self._file.read(part.numel())), dtype=torch.uint8))
+        return copy
+
+
+def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
+    """Return the folder for temporary files, or ``scratch`` if that has no room for ``num_bytes`` per local rank."""
+    num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    folders = [Path(tempfile.gettempdir()), *([] if scratch is None else [_existing(scratch)])]
+    for folder in folders:
+        if _free_bytes(folder) > num_bytes:
+            return folder
+    tried = ", ".join(f"{folder} has {_gib(_free_bytes(folder))} free" for folder in folders)
+    raise ConfigError(
+        f"the probe has to save {_gib(num_bytes)} of weights and optimizer states, but {tried}; set the environment "
+        f"variable TMPDIR to a folder on a larger disk"
+    )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the bytes that a file in ``folder`` can take; at most half of the free host memory on tmpfs and ramfs."""
+    free = shutil.disk_usage(folder).free
+    mounts = Path("/proc/mounts")
+    lines = [line.split() for line in mounts.read_text().splitlines()] if mounts.exists() else []
+    # (mount point, type) of every mount that contains the folder
+    kinds = [(point, kind) for _, point, kind, *_ in lines if folder.resolve().is_relative_to(point)]
+    _, kind = max(kinds, key=lambda mount: len(mount[0]), default=("", ""))
+    return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
+
+
+def _existing(folder: Path) -> Path:
+    """Return ``folder`` or its nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``tensor``."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _bytes_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of the bytes of a contiguous tensor, none of them large, and no empty one."""
+    raw = tensor.view(-1).view(torch.uint8)
+    return torch.split(raw, _BYTES_AT_ONCE) if raw.numel() else []

@@ -1,0 +1,319 @@
+"""Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
+
+Peak memory is not linear in the batch size b. It is the largest value of ``a_t + c_t * b`` over the operations t of the
+step, because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. So the step
+runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 2 and b = 3, and the bytes alive after
+every operation are recorded. Their difference, operation by operation, is c_t, and the whole curve follows.
+
+Where the step runs on CUDA, the traces run on fake tensors of that device, so that torch chooses the kernels of
+attention and the implementation of optimizers as in a real step. Elsewhere, and for a sharded model, they run on fake
+*CPU* tensors: on the CPU, native attention takes the memory of CUDA's fused kernels. Without CUDA in the process, a
+backward pass over fake CUDA tensors would abort it.
+
+The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it. What CUDA's allocator
+reserves is found by replaying the record of a step: :mod:`adaptive_batching._probe.reserved`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from adaptive_batching._probe.recording import STATES, WEIGHTS, Recorder, StepRecord
+from adaptive_batching._probe.sharded_trace import ShardedCopy
+from adaptive_batching._probe.trial import TrainingStep, has_states, kept_tensors, models_of
+from adaptive_batching._ranks.fsdp import is_sharded
+
+log = logging.getLogger(__name__)
+
+TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
+
+
+class TraceError(RuntimeError):
+    """Raised if the training step cannot be traced, or if its operations depend on the batch size."""
+
+
+class PeakMemoryCurve:
+    """Peak bytes of a training step as a function of the batch size b: ``max_t (a_t + c_t * b)``."""
+
+    def __init__(
+        self, lower: Sequence[int], upper: Sequence[int], sizes: tuple[int, int] = TRACED_SIZES, *, kept_bytes: int = 0
+    ) -> None:
+        """Build the curve from the bytes alive at the two traced sizes: before the step, then after every operation.
+
+        Args:
+            lower: Those at the smaller size.
+            upper: Those at the larger.
+            sizes: Both sizes.
+            kept_bytes: Bytes before the step, at the smaller size, that an earlier step has made.
+
+        Raises:
+            TraceError: If the two traces differ in their number of operations.
+        """
+        if len(lower) != len(upper):
+            raise TraceError(f"the step has {len(lower)} operations at b={sizes[0]} and {len(upper)} at b={sizes[1]}")
+        low, high = torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64)
+        self._slope = (high - low) / (sizes[1] - sizes[0])
+        self._base = low - self._slope * sizes[0]
+        self._resting_bytes = lower[0] - kept_bytes
+
+    def peak_bytes(self, batch_size: int) -> int:
+        return int((self._base + self._slope * batch_size).max())
+
+    def largest_within(self, budget_bytes: int) -> int | None:
+        """Return the largest batch size whose peak is at most ``budget_bytes``; 0 if none is, None if all are."""
+        if bool((self._base + self._slope > budget_bytes).any()):
+            return 0
+        grows = self._slope > 0
+        if not bool(grows.any()):
+            return None
+        return int(((budget_bytes - self._base[grows]) / self._slope[grows]).floor().min())
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes alive before the first step: parameters, buffers and optimizer states."""
+        return self._resting_bytes
+
+
+class TracedStep:
+    """A training step traced at two batch sizes, and what follows for every other."""
+
+    def __init__(self, lower: StepRecord, upper: StepRecord, sizes: tuple[int, int] = TRACED_SIZES) -> None:
+        """Combine two records.
+
+        Raises:
+            TraceError: If they differ in their number of operations.
+        """
+        self.curve = PeakMemoryCurve(lower.log, upper.log, sizes, kept_bytes=lower.kept_bytes)
+        self._lower, self._upper, self._sizes = lower, upper, sizes
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if storages are allocated and freed in one order at both sizes, so that there is one at any other."""
+        lower, upper = self._lower, self._upper
+        resting = lower.num_resting == upper.num_resting
+        if not lower.kept_bytes:
+            resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
+        return resting and lower.events == upper.events and lower.kinds == upper.kinds
+
+    def at(self, batch_size: int) -> StepRecord:
+        """Return the record of the step at ``batch_size``.
+
+        Raises:
+            TraceError: If the order of allocations depends on the batch size.
+        """
+        if not self.is_uniform:
+            raise TraceError("the order in which memory is allocated and freed depends on the batch size")
+
+        def scaled(lower: Sequence[int], upper: Sequence[int]) -> list[int]:
+            (low, high), steps = self._sizes, batch_size - self._sizes[0]
+            return [a + (b - a) * steps // (high - low) for a, b in zip(lower, upper, strict=True)]
+
+        lower, upper = self._lower, self._upper
+        flops, recomputed, attention = scaled(_work(lower), _work(upper))
+        log = scaled(lower.log, upper.log)
+        return replace(
+            lower,
+            log=log,
+            kept_bytes=log[0] - self.curve.resting_bytes,
+            sizes=scaled(lower.sizes, upper.sizes),
+            flops=flops,
+            recomputed_flops=recomputed,
+            attention_flops=attention,
+        )
+
+
+def _work(record: StepRecord) -> tuple[int, int, int]:
+    return record.flops, record.recomputed_flops, record.attention_flops
+
+
+def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:
+    """Trace ``step`` at two batch sizes, leaving model, optimizers and random state unchanged.
+
+    Args:
+        step: The training step; optimizer states need not exist yet.
+        change: Applied to the fake copy of the model before tracing, to predict the effect of a change.
+
+    Raises:
+        TraceError: If no trace is possible, because an operation has no fake implementation or depends on the data.
+    """
+    return trace_step(step, change).curve
+
+
+def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> TracedStep:
+    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say.
+
+    Raises:
+        TraceError: If no trace is possible.
+    """
+    device = _device_of_trace(step.model)
+    try:
+        records = [_record_at(size, step, change, device) for size in TRACED_SIZES]
+    except TraceError as error:
+        if device.type == "cpu":
+            raise
+        log.debug("tracing again on the CPU, because on %s: %s", device, error)
+        records = [_record_at(size, step, change, torch.device("cpu")) for size in TRACED_SIZES]
+    try:
+        return TracedStep(records[0], records[1])
+    except TraceError:
+        raise
+    except (RuntimeError, MemoryError) as error:  # the host ran out of memory
+        raise TraceError(f"no memory to trace in: {error}") from error
+
+
+def _device_of_trace(model: nn.Module) -> torch.device:
+    """Return the device whose tensors a trace fakes: that of the model if it is CUDA and there, else the CPU."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or any(map(is_sharded, models_of(model))):
+        return torch.device("cpu")
+    [device] = devices
+    is_there = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return device if is_there else torch.device("cpu")
+
+
+def _record_at(
+    size: int, step: TrainingStep, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
+    try:
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            return _record(step, step.make_batch(size), change, device)
+    except Exception as error:  # third-party operations may raise anything under fake tensors
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error
+
+
+def _record(
+    step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    kept: Sequence[nn.Parameter]
+    on_host = False
+    if any(map(is_sharded, models_of(step.model))):
+        sharded = ShardedCopy(step.model, step.optimizers, fake)
+        model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
+        on_host = sharded.offloads
+        for optimizer, original in zip(optimizers, step.optimizers, strict=True):
+            _complete(optimizer, original)
+    else:
+        model, optimizers = _fake_copy(step.model, step.optimizers, fake, device)
+        kept = list(model.parameters())
+    if change is not None:
+        change(model)
+    with fake:
+        run = step.bind(model, optimizers)
+        earlier, batch = (
+            tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
+        )
+        if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            run(
+                earlier
+            )  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
+            gc.collect()
+    recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
+    for parameter in kept:
+        recorder.hold(parameter, WEIGHTS, counts=not on_host)
+    for tensor in model.buffers():
+        recorder.hold(tensor, WEIGHTS)
+    for tensor in _state_tensors(optimizers):
+        recorder.hold(tensor, STATES, counts=not on_host)
+    for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
+        recorder.hold(parameter, WEIGHTS, counts=False)
+    with fake, recorder, recorder.watching(models_of(model), kept, steps_elsewhere=on_host):
+        if not optimizers:
+            run(batch)  # creates optimizers of its own, and their states
+        for optimizer in optimizers:
+            _make_states(optimizer)
+        for tensor in _state_tensors(optimizers):
+            recorder.hold(tensor, STATES)
+        kept_bytes = -recorder.current_bytes
+        if step.keeps:
+            run(earlier)
+            del earlier
+            gc.collect()
+        recorder.begin(kept_bytes=kept_bytes + recorder.current_bytes)
+        run(batch)  # the steady state
+    return recorder.record()
+
+
+def _make_states(optimizer: Optimizer) -> None:
+    """Step a copied optimizer on gradients of its own, to have its states without a forward and backward."""
+    if has_states(optimizer):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    values = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _fake_copy(
+    model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode, device: torch.device
+) -> tuple[nn.Module, list[Optimizer]]:
+    """Copy model and optimizers together, the optimizers tied to the copied model.
+
+    Every tensor is fake. On the CPU all are together; on another device, what was on the host stays there, such as an
+    optimizer's count of steps.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers(), *kept_tensors(model), *_state_tensors(optimizers)]:
+        copied = _fake_on(device if device.type == "cpu" else tensor.device, tensor, fake)
+        if isinstance(tensor, nn.Parameter):
+            with fake:
+                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+    with FakeCopyMode(fake):
+        copied_model, copied_optimizers = copy.deepcopy((model, list(optimizers)), memo)
+    for optimizer, original in zip(copied_optimizers, optimizers, strict=True):
+        _complete(optimizer, original)
+    return copied_model, copied_optimizers
+
+
+def _complete(copied: Optimizer, original: Optimizer) -> None:
+    for name, value in vars(original).items():  # deepcopy of an optimizer copies only states and groups
+        if name != "step":  # a learning-rate scheduler binds it to the original
+            vars(copied).setdefault(name, value)
+    _choose_implementation_of_device(copied, original)
+
+
+def _choose_implementation_of_device(copied: Optimizer, original: Optimizer) -> None:
+    """Set what torch would choose by device: the for-loop on the CPU, foreach (with its temporaries) elsewhere."""
+    for group, original_group in zip(copied.param_groups, original.param_groups, strict=True):
+        on_cpu = all(parameter.device.type == "cpu" for parameter in original_group["params"])
+        if group.get("foreach", ...) is None and group.get("fused") is None:  # torch respects a choice of either
+            group["foreach"] = not on_cpu
+
+
+def _fake_on(device: torch.device, tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    """Return a fake tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
+    if isinstance(tensor, DTensor):
+        part = _fake_on(device, tensor.to_local(), fake)
+        placed = tensor.placements
+        return DTensor.from_local(
+            part, tensor.device_mesh, placed, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _fake_on(device, getattr(tensor, name), fake) for name in names}
+        with fake:
+            return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,0 +1,255 @@
+"""Run real training steps to measure what they take, and restore all state afterwards.
+
+There is one exception: the states of a paged optimizer (bitsandbytes) live in memory that can never be freed. A trial
+that has to create them does so as the optimizer would, and they stay, at their initial values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching._memory import MemoryMeter, is_out_of_memory
+from adaptive_batching._probe.sizes import Measurement
+from adaptive_batching._probe.snapshot import unchanged
+from adaptive_batching._random_state import unchanged_random_state
+from adaptive_batching._values import memory_size
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One optimizer step of a training program, as the probe and the trace run it."""
+
+    model: nn.Module
+    """The model that is trained, or a list of it and those that the loss also needs."""
+
+    optimizers: Sequence[Optimizer]
+    """One optimizer, or several if each parameter has its own, as with optimizers stepped in the backward pass."""
+
+    make_batch: Callable[[int], Any]
+    """Batch size -> a batch of that many worst-case samples, as the loader would collate it."""
+
+    bind: Callable[[nn.Module, Sequence[Optimizer]], Run]
+    """(model, optimizers) -> a function that runs forward, backward, gradient clipping and the optimizer step on a
+    batch, and leaves no gradients behind. The trace binds copies, the trial the originals."""
+
+    discard: Callable[[], None] = lambda: None
+    """Drops what an aborted step leaves behind, other than gradients."""
+
+    vocabulary: frozenset[int] = frozenset()
+    """Sizes of the last dimension by which a trace knows logits."""
+
+    compiles: bool = False
+    """True if a first run compiles, and leaves behind what others do not make again."""
+
+    keeps: bool = False
+    """True if the model keeps tensors of a run until the next one replaces them."""
+
+    on_cuda: bool = False
+    """True if a trace is to count what kernels of CUDA take for the time of a call."""
+
+    can_be_traced: bool = True
+    """False if a trace is not worth its time, or not possible; then real steps alone tell."""
+
+
+def models_of(model: nn.Module) -> list[nn.Module]:
+    """Return the models of a training step: those that are listed, or the one that there is."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]
+
+
+def kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that modules keep besides parameters and buffers, such as scales of a last forward."""
+    for module in model.modules():
+        yield from (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+
+
+class Trial:
+    """Context that runs real training steps and restores all state on exit.
+
+    On entry, everything that a step can change is saved: trainable parameters, buffers, optimizer states and settings,
+    training mode, and the state of every random number generator. Optimizer states are then created, because a step
+    needs memory in addition to them. On exit everything is restored bit for bit, however a step ended.
+
+    Args:
+        step: The training step to run.
+        meter: Reads and limits the memory of the device that the step runs on.
+        budget_bytes: Peak memory that a step may take.
+        scratch: Folder for the saved state if neither host memory nor the folder for temporary files has room.
+        all_ready: Takes True if this rank has the batch for a step, and returns True if all ranks do. If one rank
+            cannot begin a step, none does.
+        stopped_at_bytes: Memory at which a step is aborted; None for the budget. A step that takes more than the budget
+            but less than this runs to its end, and does not fit.
+
+    Raises:
+        ConfigError: On entry, if there is no room for the saved state.
+        torch.OutOfMemoryError, RuntimeError: On entry, if not even the optimizer states fit; see
+            :func:`~adaptive_batching._memory.is_out_of_memory`.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        meter: MemoryMeter,
+        budget_bytes: int,
+        scratch: Path | None = None,
+        all_ready: Callable[[bool], bool] = lambda here: here,
+        stopped_at_bytes: int | None = None,
+    ) -> None:
+        self._all_ready = all_ready
+        self._stopped_at_bytes = stopped_at_bytes
+        self._step = step
+        self._meter = meter
+        self.budget_bytes = budget_bytes
+        self._scratch = scratch
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Trial:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_little_to_collect())
+            stack.callback(self._meter.release)
+            stack.callback(self._step.discard)
+            stack.enter_context(unchanged_random_state(self._meter.device))
+            _make_states_that_stay(self._step.optimizers)
+            stack.enter_context(unchanged(self._step.model, self._step.optimizers, self._scratch))
+            self._meter.release()
+            with self._meter.limit(self._limit_bytes):
+                self._make_optimizer_states()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def measure(self, batch_size: int) -> Measurement:
+        """Run one full training step at ``batch_size`` with an empty allocator cache, and return its measurement.
+
+        Raises:
+            Exception: Any error of the step other than running out of memory.
+        """
+        self._clear()
+        return self._measure(batch_size)
+
+    def measure_again(self, batch_size: int) -> Measurement:
+        """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do.
+
+        Raises:
+            Exception: Any error of the step other than running out of memory.
+        """
+        return self._measure(batch_size)
+
+    def _measure(self, batch_size: int) -> Measurement:
+        run = self._step.bind(self._step.model, self._step.optimizers)
+        self._meter.reset_peak()
+        retries_before = self._meter.num_retries()
+        start = time.perf_counter()
+        batches: list[Any] = []
+        ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
+        # A rank without a batch would leave the others waiting in the step's collectives.
+        ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
+        # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
+        seconds = time.perf_counter() - start
+        retries = self._meter.num_retries() - retries_before
+        peak_bytes = None if ran_out else self._meter.peak_bytes()
+        overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
+        if ran_out:
+            self._clear()
+        self._drop_gradients()
+        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
+        took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
+        strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
+        log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
+        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
+
+    def _run(self, run: Run, batch: Any) -> None:
+        run(batch)
+        self._meter.synchronize()
+
+    def _runs_out(self, function: Callable[[], None]) -> bool:
+        """Call ``function`` within the limit, and return True if it ran out of memory."""
+        try:
+            with self._meter.limit(self._limit_bytes):
+                function()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return True
+        return False
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes
+
+    def _clear(self) -> None:
+        self._step.discard()
+        self._drop_gradients()
+        self._meter.release()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._step.model.parameters():
+            parameter.grad = None
+
+    def _make_optimizer_states(self) -> None:
+        """Step each optimizer once on zero gradients, to allocate the states without a forward pass."""
+        for optimizer in self._step.optimizers:
+            if has_states(optimizer):
+                continue
+            parameters = _trainable(optimizer)
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def _little_to_collect() -> Iterator[None]:
+    """Leave what exists now out of garbage collections, of which there are several: each takes a fifth of a second."""
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
+def _make_states_that_stay(optimizers: Sequence[Optimizer]) -> None:
+    """Create the states of paged optimizers, at their initial values.
+
+    They live in managed memory, which bitsandbytes never frees. If they were dropped after the probe, that memory would
+    be lost, and training would allocate it a second time.
+    """
+    for optimizer in optimizers:
+        if not getattr(optimizer, "is_paged", False) or not hasattr(optimizer, "init_state"):
+            continue
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and not optimizer.state[parameter]:
+                    optimizer.init_state(group, parameter, group_index, index)
+
+
+def has_states(optimizer: Optimizer) -> bool:
+    """Return True if ``optimizer`` has created the states of all its parameters, as its first step does."""
+    return all(parameter in optimizer.state for parameter in _trainable(optimizer))
+
+
+def _trainable(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -1,0 +1,181 @@
+"""Agreement among the ranks of a run.
+
+Every collective that this package adds to a training program is in this module or :mod:`adaptive_batching._ranks.fsdp`.
+All ranks call them in the same order; without a process group they return their input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT_OF_TRIAL = timedelta(seconds=20)
+
+T = TypeVar("T")
+
+
+class GroupError(RuntimeError):
+    """Raised if ranks that have to agree cannot, because gloo does not start. The message names the remedy."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"the ranks cannot communicate on the host, because gloo does not start ({reason}); set the environment "
+            f"variable GLOO_SOCKET_IFNAME to the name of a network interface that all hosts share, such as eth0"
+        )
+
+
+class Ranks:
+    """Ranks of the default process group, which communicate on the host.
+
+    They use a separate process group, so that an agreement neither waits for the device nor gets between its
+    collectives. The group is created when the ranks first have something to agree on, because gloo cannot start on
+    every host where NCCL can.
+
+    Args:
+        device: Device over which the default process group communicates.
+        alone: True to ignore the default process group.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, alone: bool = False) -> None:
+        in_group = dist.is_available() and dist.is_initialized() and not alone
+        self.size: int = dist.get_world_size() if in_group else 1
+        self.rank: int = dist.get_rank() if in_group else 0
+        self._device = device
+        self._own_group: dist.ProcessGroup | None = None
+        self._failure = ""
+
+    def connect(self) -> str:
+        """Create the ranks' own group if there is none yet. All ranks have to call this together.
+
+        Returns:
+            An empty string, or why the group cannot be created; ``"on another rank"`` if nothing failed on this one.
+        """
+        if self.size == 1 or self._own_group is not None or self._failure:
+            return self._failure
+        # Start with what a rank can check alone: if that fails, the others would wait for it in vain.
+        self._failure = self._together(_start_gloo)
+        if not self._failure:
+            self._failure = self._together(self._make_group)
+        return self._failure
+
+    def _make_group(self) -> None:
+        if _spans_hosts():
+            # Use a short timeout to find unreachable ranks soon: a rank that waits does so for several timeouts.
+            dist.new_group(backend="gloo", timeout=_TIMEOUT_OF_TRIAL)
+        self._own_group = dist.new_group(backend="gloo")
+
+    def _together(self, function: Callable[[], object]) -> str:
+        failure = ""
+        try:
+            function()
+        except (RuntimeError, ValueError, OSError) as error:
+            failure = str(error).strip().splitlines()[0]
+        flag = torch.tensor([float(bool(failure))], device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return failure or ("on another rank" if flag.item() else "")
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        failure = self.connect()
+        if failure:
+            raise GroupError(failure)
+        return self._own_group
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes and decides."""
+        return self.rank == 0
+
+    @property
+    def is_next_to_first(self) -> bool:
+        """True on the first rank, and where the launcher has put a rank on the same machine."""
+        return self.is_first or os.environ.get("GROUP_RANK") == "0"
+
+    def largest(self, value: float) -> float:
+        """Return the largest ``value`` of all ranks."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def smallest(self, value: float) -> float:
+        """Return the smallest ``value`` of all ranks."""
+        return self._reduced(value, dist.ReduceOp.MIN)
+
+    def any(self, value: bool) -> bool:
+        """Return True if ``value`` is true on at least one rank."""
+        return self.largest(float(value)) > 0
+
+    def all(self, value: bool) -> bool:
+        """Return True if ``value`` is true on every rank."""
+        return self.smallest(float(value)) > 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return the ``value`` of every rank, in rank order."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the first rank only, and return its result, or raise its error, on every rank."""
+        if self._group is None:
+            return function()
+        answer: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_first:
+            try:
+                answer[0] = function()
+            except Exception as error:
+                failure = error
+                answer[1] = f"on the first rank, {type(error).__name__}: {error}"
+        dist.broadcast_object_list(answer, src=0, group=self._group)
+        if answer[1] is not None:
+            raise failure if failure is not None else RuntimeError(answer[1])
+        return answer[0]  # type: ignore[no-any-return]
+
+    def _reduced(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        if self._group is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, op=operation, group=self._group)
+        return tensor.item()
+
+    def leave(self) -> None:
+        """Wait for all ranks, because one that leaves its process group early can abort the others."""
+        if self._own_group is not None:
+            with contextlib.suppress(RuntimeError):  # a rank that failed reports its own error
+                dist.barrier(group=self._own_group)
+
+
+ALONE = Ranks(alone=True)
+
+
+def _spans_hosts() -> bool:
+    """Return True if a launcher reports ranks on other hosts that no gloo group reaches yet."""
+    several = os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE")
+    return several and "gloo" not in dist.get_backend_config()
+
+
+def _start_gloo() -> None:
+    """Look for the network interface that gloo will use, as far as a rank can check alone.
+
+    Raises:
+        RuntimeError, OSError: If there is none that other ranks can reach.
+    """
+    if not dist.is_gloo_available():
+        raise RuntimeError("this torch was built without gloo")
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for interface in filter(None, named.split(",")):
+        dist.ProcessGroupGloo.create_device(interface=interface)
+    if not named and _spans_hosts():
+        # gloo uses the address that the host name resolves to, or the loopback device if there is none.
+        name = socket.gethostname()
+        address = socket.gethostbyname(name)
+        if address.startswith("127."):
+            raise RuntimeError(f"the host name {name} resolves to {address}, which other hosts cannot reach")

@@ -1,0 +1,326 @@
+"""Record of a run: every decision as a line of JSON, a summary table, and a page.
+
+Recording never affects training. Once training has begun, any problem, such as a full disk, is only a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from adaptive_batching._growth.course import PlannedEpoch
+from adaptive_batching._growth.noise_scale import NoiseEstimate
+from adaptive_batching._micro_batches.fastest import Exploration
+from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._report.apart import finish_page, start_page, stop_page
+from adaptive_batching._report.events import RECORD, VERSION, lines_that_count, written
+from adaptive_batching._report.rows import Row
+from adaptive_batching._report.watcher import StepCost, Watcher
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+_MIB = 2**20
+# Free disk space required to begin a run: a record of some ten thousand steps, and the page.
+_BYTES_NEEDED = 4 * _MIB
+_SECONDS_FOR_PAGE = 60
+_LONGEST_MESSAGE = 4000
+
+
+class Report(Watcher):
+    """Collects the decisions of a run, and writes them to ``report.jsonl`` as they are made.
+
+    Args:
+        directory: Folder for the record and the page; created if needed.
+        resume: True to append to an existing record. Otherwise the first event replaces it.
+        rank: Number of this process. The first writes the record; another adds no more than the error that ends it.
+        ranks: Number of processes; where there are several, others may wait for this one.
+        about: What the record says of the run before its first event, in JSON's types.
+
+    Raises:
+        ConfigError: If ``directory`` cannot be written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        resume: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.path = directory / RECORD
+        self._writes = rank == 0
+        self._rank = rank
+        self._is_alone = ranks == 1
+        self._about = {"resumed": resume, **(about or {})}
+        self._began = False
+        self._warned = self._warned_of_page = False
+        self._mode = "a" if resume else "w"
+        self._cut_off = False
+        self._cost: dict[str, Any] = {}
+        self._page: subprocess.Popen[str] | None = None
+        self._rows: list[Row] = []
+        self._maximum: list[tuple[str, str]] = []
+        self._explored: list[tuple[str, str]] = []
+        self._validations: list[Mapping[str, Any]] = []
+        self._recoveries = 0
+        if self._writes:
+            self._check_room()
+        if self._writes and resume and self.path.exists():
+            self._note_all()
+            self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
+
+    def _check_room(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self.path.open("a").close()
+            room = self.directory / ".room"
+            try:
+                room.write_bytes(bytes(_BYTES_NEEDED))
+            finally:
+                room.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"adaptive_batching.report_dir={str(self.directory)!r} cannot be written ({error.strerror}); set it to "
+                f"a writable folder"
+            ) from None
+
+    def maximum(self, batch_size: int, reason: str) -> None:
+        """Record a maximum that needed no probe."""
+        self._write("maximum", batch_size=batch_size, reason=reason)
+        self._maximum = [("maximum batch size", f"{batch_size} ({reason})")]
+
+    def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size") -> None:
+        """Record the result of a probe, ``of`` what the table is to say."""
+        self._write("probe", sequence_length=sequence_length, **result.to_dict())
+        budget = f"{result.budget_bytes / _MIB:,.0f} MiB"
+        too_large = [(b, peak) for b, peak in result.predicted if b > result.batch_size and peak > result.budget_bytes]
+        beyond = f"; {too_large[0][0]} would take about {too_large[0][1] / _MIB:,.0f} MiB" if too_large else ""
+        runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
+        if result.enough is not None:
+            at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
+            self._maximum = [
+                ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
+                ("memory", f"predicted {at / _MIB:,.0f} of {budget}; it was not run at its fullest"),
+                ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
+            ]
+            return
+        self._maximum = [
+            (of, f"{result.batch_size}, bound by {result.reason}"),
+            (
+                "memory",
+                f"peak {result.peak_bytes / _MIB:,.0f} of {budget} at {sequence_length} tokens per sample{beyond}",
+            ),
+            ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
+        ]
+        if result.shorter:
+            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
+            self._maximum.insert(2, ("shorter samples", points))
+
+    def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
+        """Record the result of a probe of rollouts, after that of training steps."""
+        self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
+        peak, budget = (f"{num_bytes / _MIB:,.0f}" for num_bytes in (result.peak_bytes, result.budget_bytes))
+        at = f"{prompt_length} + {generated} tokens"
+        self._maximum.append(("most in a rollout", f"{result.batch_size}: peak {peak} of {budget} MiB at {at}"))
+
+    def epoch(self, **values: Any) -> None:
+        """Record the decision at the start of an epoch, and show on the page the epochs before it."""
+        has_trained = bool(self._rows and self._rows[-1].steps)
+        self._write("epoch", **values)
+        if has_trained and self._writes:
+            self._start_page()
+
+    def change(self, **values: Any) -> None:
+        """Record a decision for the rest of an epoch."""
+        self._write("change", **values)
+
+    def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
+        """Record and log what each epoch is expected to do.
+
+        Args:
+            epochs: The remaining epochs of the run.
+            decided: True if the plan is final; otherwise the batch may grow during training.
+        """
+        self._write("plan", decided=decided, epochs=[dataclasses.asdict(epoch) for epoch in epochs])
+        header = ("epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr")
+        rows = [
+            (
+                str(epoch.epoch), _span(epoch.batch_sizes), _span(epoch.global_batch_sizes), str(epoch.steps),
+                str(epoch.samples), str(epoch.dropped_samples), f"{epoch.last_lr:.3g}",
+            )
+            for epoch in epochs
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        table = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
+        total = sum(epoch.steps for epoch in epochs)
+        title = "the plan" if decided else "the plan if the batch does not grow, which is decided while training"
+        if self._writes:
+            log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
+
+    def resume(self, step: int) -> None:
+        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again."""
+        self._write("resume", step=step)
+        if self._writes:
+            with self._only_warned():
+                self._note_all()
+
+    def exploration(self, result: Exploration) -> None:
+        """Record the timings of an exploration."""
+        best, base = result.recommended, result.estimates[0]
+        self._write("exploration", **dataclasses.asdict(result))
+        found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
+        self._explored = [("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100")]
+
+    def cost(self, cost: StepCost) -> None:
+        """Keep what a step took until :meth:`step` records it."""
+        self._cost = dataclasses.asdict(cost)
+
+    def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
+        """Record an optimizer step on ``samples`` samples, and how many steps had to run again so far."""
+        self._recoveries = recoveries
+        cost, self._cost = self._cost, {}
+        self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries, **cost)
+
+    def validation(self, epoch: int, step: int, loss: float) -> None:
+        """Record the mean loss on the data that are held out, after optimizer step ``step``."""
+        self._write("validation", epoch=epoch, step=step, loss=loss)
+
+    def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
+        """Record the noise estimates of an optimizer step, and the noise scale so far, in samples."""
+        self._write(
+            "noise", step=step, tokens=shown.tokens, variance=shown.variance, norm_squared=shown.norm_squared,
+            noise_scale=noise_scale,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Record that training has ended."""
+        self._write("end", time=_now())
+
+    def finish(self) -> None:
+        """Record the end of the run, log the table of decisions and their reasons, then make the page."""
+        if not self._writes:
+            return
+        self.end()
+        with self._only_warned():
+            log.info("what was decided, and why\n%s", "\n".join(self.table()))
+        if self._began:  # else nothing could be written, and an existing record is of another run
+            self._make_page()
+
+    @contextlib.contextmanager
+    def showing_errors(self) -> Iterator[None]:
+        """Record an error that ends the run inside the context, and make the page; the error goes on as it was.
+
+        Where there are other ranks, the page is not waited for.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(KeyboardInterrupt):  # a second one: the page is not waited for any longer
+                self._break_off(error)
+            raise
+
+    def _break_off(self, error: BaseException) -> None:
+        if not self._began or not self.path.exists():  # as in finish
+            return
+        with self._only_warned():
+            values = {"type": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE], "rank": self._rank}
+            with self.path.open("a") as file:  # at once, so that lines of several ranks do not mix
+                file.write(("\n" if self._cut_off else "") + written("error", {"time": _now(), **values}))
+        self._make_page(waits=self._is_alone)
+
+    def table(self) -> list[str]:
+        """Return the lines of the summary: the maximum, then every epoch."""
+        times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
+        recovered = [("out of memory", f"{times}, recovered")] if self._recoveries else []
+        last, least = self._validations[-1:], sorted(self._validations, key=lambda event: event["loss"])[:1]
+        losses = [f"{which} {event['loss']:.4f} after step {event['step']}"
+                  for which, found in (("last", last), ("least", least)) for event in found]  # fmt: skip
+        validated = [("validation loss", ", ".join(losses))] if losses else []
+        told = [*self._maximum, *self._explored, *recovered, *validated]
+        found = [f"  {name:<20} {value}" for name, value in told]
+        found += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
+        return [*found, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
+
+    def _start_page(self) -> None:
+        """Have the page made while training goes on, unless the last one still is."""
+        if self._page is None or self._page.poll() is not None:
+            with self._only_warned_of_page():
+                self._page = start_page(self.directory)
+
+    def _make_page(self, *, waits: bool = True) -> None:
+        with self._only_warned_of_page():
+            if self._page is not None:
+                stop_page(self._page, self.directory)  # what it shows is out of date
+            self._page = start_page(self.directory)
+            if waits:
+                log.info("the page of this run: %s", finish_page(self._page, _SECONDS_FOR_PAGE))
+
+    @contextlib.contextmanager
+    def _only_warned(self) -> Iterator[None]:
+        """Turn any error inside the context into a warning, logged once."""
+        try:
+            yield
+        except Exception as error:  # any error at all: the run is worth more than its record
+            if not self._warned:
+                log.warning("the record of this run, %s, is incomplete (%s); training continues", self.path, error)
+            self._warned = True
+
+    @contextlib.contextmanager
+    def _only_warned_of_page(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # as above
+            if not self._warned_of_page:
+                log.warning("no page of this run (%s); 'adaptive-batching report %s' makes it", error, self.directory)
+            self._warned_of_page = True
+
+    def _write(self, event: str, **values: Any) -> None:
+        if not self._writes:
+            self._began = True  # on the first rank
+            return
+        with self._only_warned():
+            self._note(event, values)
+            text = "\n" if self._cut_off else ""
+            if not self._began:
+                text += written("run", {"version": VERSION, "time": _now(), **self._about})
+            self._cut_off = True  # until the line is complete; a full disk can cut it off
+            with self.path.open(self._mode) as file:
+                file.write(text + written(event, values))
+            self._cut_off, self._began, self._mode = False, True, "a"
+
+    def _note_all(self) -> None:
+        """Make the table from the record."""
+        self._rows = []
+        for kind, values in lines_that_count(self.path):
+            self._note(kind, values)
+
+    def _note(self, event: str, values: Mapping[str, Any]) -> None:
+        """Update the table with an event."""
+        if event == "epoch":  # an epoch that runs again, as after a resume, counts once
+            self._rows = [row for row in self._rows if row.epoch < values["epoch"]]
+            self._validations = [each for each in self._validations if each["epoch"] < values["epoch"]]
+        if event in ("epoch", "change"):
+            self._rows.append(Row.of(values))
+        elif event == "step" and self._rows:
+            self._rows[-1].add(values)
+        elif event == "validation":
+            self._validations.append(values)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _span(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"

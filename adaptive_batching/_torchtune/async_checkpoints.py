@@ -1,0 +1,218 @@
+"""Checkpoints that stock saves through a client, those of asynchronous runs among them.
+
+Stock's asynchronous checkpoints hold weights and state in one folder, and cannot be resumed from with a schedule. Here
+they can, and of those within an epoch only the last keeps its state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.optim import Optimizer
+from torchtune import training
+from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
+
+from adaptive_batching._torchtune.host import optimizers_of
+from adaptive_batching._torchtune.step_checkpoints import flush
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+_OF_STEPS = "dist_step"
+_NOT_READ_BACK = "recipe.pt"
+_METADATA = ".metadata"
+"""File that torch writes when a checkpoint is complete."""
+
+_ONE_AT_A_TIME = threading.Lock()  # a checkpoint is completed in a thread, which that of the next may overtake
+
+
+class ThroughClient:
+    """Mixed into a stock recipe that saves through a checkpoint client, before the recipe.
+
+    The client's checkpoints get the state of our loader, and asynchronous ones what resuming needs.
+    """
+
+    # Set by the stock recipe
+    _checkpoint_client: Any
+    _dataloader: Any
+    _model: nn.Module
+    _optimizer: Any
+    _optim_ckpt_wrapper: Any
+    _optimizer_in_bwd: bool
+    _enable_async_checkpointing: bool
+    seed: int
+    global_step: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+
+    def __init__(self, cfg: DictConfig) -> None:
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        by_step = cfg.get("save_every_n_steps") is not None
+        self._async = None
+        if self._enable_async_checkpointing:
+            self._async = AsyncCheckpoint(self._checkpoint_client, by_step=by_step, resumes=cfg.resume_from_checkpoint)
+
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        if self._async is not None:
+            ckpt_dict[training.DATALOADER_KEY] = self._async.load(optimizers_of(self))
+        super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
+
+    def save_checkpoint(self, epoch: int) -> None:
+        loader_state = self._dataloader.state_dict()
+        save = self._checkpoint_client.save_checkpoint
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._async is not None and self.epochs_run < self.total_epochs:  # the last one is not asynchronous
+            epoch = self.global_step if self._async.by_step else epoch  # names the folder
+            around = self._async.saved_as(epoch, loader_state, optimizers_of(self))
+            save = self._checkpoint_client._save_checkpoint_async
+        with around:
+            save(
+                model=self._model,
+                optimizer=self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer,
+                training_progress=TrainingProgress(
+                    seed=self.seed,
+                    epochs_run=self.epochs_run,
+                    total_epochs=self.total_epochs,
+                    max_steps_per_epoch=self.max_steps_per_epoch,
+                    dataloader_state_dict=loader_state,
+                ),
+                epoch=epoch,
+            )
+
+
+class AsyncCheckpoint:
+    """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
+
+    Args:
+        client: The recipe's checkpoint client, which saves asynchronously.
+        by_step: Name checkpoints by optimizer steps, ``dist_step_N``, rather than by epochs. Then the last one alone
+            keeps its state, as where they are not asynchronous.
+        resumes: The run goes on from the last one.
+
+    Raises:
+        ConfigError: If that has no state to go on from.
+    """
+
+    def __init__(self, client: Any, *, by_step: bool, resumes: bool) -> None:
+        self.by_step = by_step
+        self._checkpointer = checkpointer = client._get_dcp_checkpointer()
+        of_epochs = checkpointer._checkpoint_dir_prefix
+        if by_step:
+            checkpointer._checkpoint_dir_prefix = _OF_STEPS
+        # A thread saves while training goes on: on the group of the training, their collectives would mix.
+        checkpointer._process_group = dist.new_group(backend="gloo")
+        self._prefix = checkpointer._checkpoint_dir_prefix
+        last = checkpointer._get_latest_intermediate_checkpoint()
+        if last is None:  # the run to resume may have saved at epochs
+            checkpointer._checkpoint_dir_prefix = of_epochs
+        elif by_step and resumes:
+            check_that_state_is_there(Path(last))
+
+    @contextlib.contextmanager
+    def saved_as(self, number: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Have what the client begins to save inside become the checkpoint of an epoch or a step.
+
+        What stock does not read back is stored next to it. When one of a step is complete, those before it are left
+        with their weights alone.
+        """
+        checkpointer = self._checkpointer
+        checkpointer._checkpoint_dir_prefix = self._prefix
+        folder = Path(checkpointer._output_dir, f"{self._prefix}_{number}")
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save({"loader": loader_state, "initial_lr": _initial_lr(optimizers)}, folder / _NOT_READ_BACK)
+        yield
+        if self.by_step and dist.get_rank() == 0:
+            # When its own part is done, the rank that writes the metadata has heard from all others.
+            checkpointer._checkpoint_future.add_done_callback(partial(_supersede, folder))
+
+    def load(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Give the optimizers the rates that a schedule starts from.
+
+        Returns:
+            The loader's state that was saved with the last checkpoint; nothing if stock's recipe saved it.
+        """
+        last = self._checkpointer._get_latest_intermediate_checkpoint()
+        if last is None or not Path(last, _NOT_READ_BACK).exists():
+            return {}
+        stored = torch.load(Path(last, _NOT_READ_BACK), weights_only=True)
+        for group, initial_lr in zip(_groups(optimizers), stored["initial_lr"], strict=True):
+            group["initial_lr"] = initial_lr
+        loader_state: dict[str, Any] = stored["loader"]
+        return loader_state
+
+
+def check_that_state_is_there(folder: Path) -> None:
+    """Refuse to go on from a checkpoint of a step that has been left with its weights alone.
+
+    Raises:
+        ConfigError: If ``folder`` is one.
+    """
+    if not (folder / _NOT_READ_BACK).exists():
+        raise ConfigError(
+            f"resume_from_checkpoint=True, and the last checkpoint in output_dir={str(folder.parent)!r}, "
+            f"{folder.name}, holds weights alone; set output_dir to that of the run to resume, or "
+            f"resume_from_checkpoint=False"
+        )
+
+
+def _supersede(folder: Path, saved: Future[Any]) -> None:
+    """Leave the checkpoints of the steps before that of ``folder`` with their weights alone, if it has been saved."""
+    if saved.exception() is not None:
+        return  # stock says so
+    with _ONE_AT_A_TIME:
+        try:
+            for path in (*folder.iterdir(), folder):
+                flush(path)  # else a power cut could leave none that is complete
+            for path in folder.parent.iterdir():
+                name = re.fullmatch(rf"{_OF_STEPS}_(\d+)", path.name)
+                if name is not None and int(name[1]) < int(folder.name.rpartition("_")[2]):
+                    keep_weights_alone(path)
+        except OSError as error:
+            log.warning("a checkpoint before %s keeps its state (%s); training goes on", folder.name, error)
+
+
+def keep_weights_alone(folder: Path) -> None:
+    """Remove all but the weights from a distributed checkpoint, from which these can still be loaded."""
+    if not (folder / _METADATA).exists() or not (folder / _NOT_READ_BACK).exists():
+        return  # one that was broken off, or has weights alone
+    metadata = FileSystemReader(folder).read_metadata()
+    stored = {index: info for index, info in metadata.storage_data.items() if _is_weight(index.fqn)}
+    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if _is_weight(name)}
+    unfinished = folder / f"{_METADATA}.unfinished"
+    unfinished.write_bytes(pickle.dumps(replace(metadata, state_dict_metadata=entries, storage_data=stored)))
+    flush(unfinished)
+    unfinished.replace(folder / _METADATA)
+    kept = {info.relative_path for info in stored.values()}
+    for path in folder.glob("*.distcp"):
+        if path.name not in kept:
+            path.unlink()
+    (folder / _NOT_READ_BACK).unlink()  # last, so that what is broken off here is done again
+
+
+def _is_weight(name: str) -> bool:
+    return name.startswith(f"{training.MODEL_KEY}.")
+
+
+def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def _initial_lr(optimizers: Sequence[Optimizer]) -> list[float]:
+    return [float(group.get("initial_lr", group["lr"])) for group in _groups(optimizers)]

@@ -1,0 +1,142 @@
+"""torchtune's commands (``ls``, ``cp``, ``cat``, ``validate``, ``run``) over the recipes and configs of this package.
+
+torchtune finds recipes and configs through a registry, by paths relative to its own. Ours are in it by absolute paths,
+each with the configs of this package and those of the stock recipe of the same name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchtune import _recipe_registry as registry
+from torchtune._cli.cat import Cat
+from torchtune._cli.cp import Copy
+from torchtune._cli.ls import List
+from torchtune._cli.run import Run
+from torchtune._cli.validate import Validate
+
+import adaptive_batching
+from adaptive_batching._torchtune import quickstart
+
+_PACKAGE = Path(adaptive_batching.__file__).parent
+# A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
+# runs out of memory, and is recovered.
+_SHORT = [
+    "dataset.split=train[:384]",
+    "lr_scheduler.num_warmup_steps=10",
+    "adaptive_batching.memory_limit=1.5GiB",
+    "adaptive_batching.sequence_length=128",
+]
+LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
+"""Pattern of the recipe that a config says it is launched with, in a comment."""
+
+_COMMANDS: dict[str, Any] = {"ls": List, "cp": Copy, "cat": Cat, "validate": Validate, "run": Run}
+
+
+def recipes_folder() -> Path:
+    """Return the folder of our recipes: inside an installed package, next to it in a checkout."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def add_commands(subparsers: Any, prog: str) -> None:
+    """Add torchtune's commands to a command line.
+
+    Args:
+        subparsers: What ``argparse.ArgumentParser.add_subparsers`` returned.
+        prog: Name of the command line, for help and errors.
+    """
+    registry._ALL_RECIPES[:] = _ours()
+    for name, command in _COMMANDS.items():
+        command.create(subparsers)
+        parser = subparsers.choices[name]
+        for part in (parser, *parser._actions, *subparsers._choices_actions):  # all texts that tell what to type
+            for attribute in ("prog", "usage", "epilog", "description", "help"):
+                text = getattr(part, attribute, None)
+                if isinstance(text, str):
+                    setattr(part, attribute, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
+    run = subparsers.choices["run"].get_default("func")
+    subparsers.choices["run"].set_defaults(func=lambda args: _run(args, subparsers.choices["run"], run))
+
+
+def add_quickstart(subparsers: Any, prog: str) -> None:
+    """Add ``quickstart``: make small inputs, and fine-tune on them through a recipe."""
+    text = "Make real data, a tokenizer and a small model, then probe, grow and train on the CPU. No download."
+    parser = subparsers.add_parser("quickstart", prog=f"{prog} quickstart", help=text, description=text)
+    parser.add_argument("--data_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    parser.set_defaults(func=lambda args: _quickstart(args, parser, prog))
+
+
+def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog: str) -> None:
+    folder = recipes_folder()
+    config = folder / "configs" / "quickstart" / "full_single_device.yaml"
+    try:
+        quickstart.build(args.data_dir)
+    except FileExistsError as error:
+        parser.error(str(error))
+    overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
+    command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
+    print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
+    sys.argv = [parser.prog, "--config", str(config), *overrides]
+    try:
+        runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    print(
+        f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
+        f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
+    )
+
+
+def _ours() -> list[Any]:
+    folder, found = recipes_folder(), []
+    ours = sorted((folder / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name != "quickstart", path))
+    stock = {recipe.name: recipe for recipe in registry.get_all_recipes()}
+    for path in sorted(folder.glob("*.py")):
+        if path.stem not in stock:
+            continue
+        configs = [
+            registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
+            for config in ours
+            if path.stem in re.findall(LAUNCHED, config.read_text())
+        ]
+        several = stock[path.stem].supports_distributed
+        found.append(
+            registry.Recipe(path.stem, str(path), [*configs, *stock[path.stem].configs], supports_distributed=several)
+        )
+    return found
+
+
+def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) -> None:
+    """Run a recipe, after a look at what is named; torchtune would end in a traceback."""
+    known = [recipe.name for recipe in registry.get_all_recipes()]
+    name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
+    args.recipe = name if name in known else args.recipe
+    if args.recipe not in known and not Path(args.recipe).is_file():
+        parser.error(f"there is no recipe {args.recipe!r}{closest(args.recipe, known)}")
+    if "--config" not in args.recipe_args[:-1]:
+        parser.error("--config <name or path> is missing after the recipe")
+    config = args.recipe_args[args.recipe_args.index("--config") + 1]
+    configs = [each.name for recipe in registry.get_all_recipes() for each in recipe.configs]
+    if config not in configs and not Path(config).is_file():
+        parser.error(f"there is no config {config!r}{closest(config, configs)}")
+    # Processes that torchrun starts find this package, and modules in the working directory, on the path.
+    paths = [str(_PACKAGE.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.argv[0] = parser.prog
+    run(args)
+
+
+def closest(name: str, known: list[str]) -> str:
+    """Return the end of a message about a name that is not known."""
+    match = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"

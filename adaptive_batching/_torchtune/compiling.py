@@ -1,0 +1,119 @@
+"""Tell torch.compile which sizes to expect, so that it compiles for training and not for the probe.
+
+A layer is compiled for the sizes of its first batch. At the first batch of another size it is compiled again, now for
+any size, which is a little slower. The probe and the exploration run sizes that training does not; nothing of that is
+left behind.
+
+Packed data on CUDA run torchtune's flex attention, which is compiled whatever the config says, and for each size again.
+Beyond ``recompile_limit`` sizes it would run uncompiled and build the whole matrix of scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._dynamo.config  # torch._dynamo alone does not say that it has it
+from torch import nn
+from torchtune.utils import _import_guard
+
+from adaptive_batching._probe.compiled import compile_function, compile_modules
+from adaptive_batching._torchtune.data import is_packed
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.objective import Objective
+
+# Sizes of a forward that are compiled as they come; each takes some seconds. Then follow round ones alone.
+MAX_COMPILED_SIZES = 6
+# Compiled sizes to allow for before torch gives up: more than there are up to thousands of packs, and what else has a
+# layer compiled again, such as a validation without gradients.
+_RECOMPILE_LIMIT = 64
+
+
+def compiles_each_size(dataset: Any) -> bool:
+    """True if each number of samples in a forward is compiled by itself, as under flex attention."""
+    return is_packed(dataset) and bool(_import_guard._SUPPORTS_FLEX_ATTENTION)
+
+
+def prepare(host: Host, *, sizes_vary: bool) -> None:
+    """Tell the compiler what sizes to expect, and forget what it has compiled.
+
+    Args:
+        host: The recipe.
+        sizes_vary: The number of samples in a forward changes from step to step, or with growth. Packs have one length
+            and few sizes of forwards, so each size is best compiled for itself all the same.
+    """
+    dataset = host.loader.dataset
+    if compiles_each_size(dataset):
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
+    if host.is_compiled:
+        # as torchtune does
+        options: dict[str, Any] = {"backend": _backend()}
+        options["dynamic"] = True if sizes_vary and not is_packed(dataset) else None
+        for module in host.model.modules():
+            if module._compiled_call_impl is not None:
+                module.compile(**options)
+        host.objective.recompile(lambda part: _compiled_again(part, options))
+    forget(host)
+
+
+def forget(host: Host) -> None:
+    """Drop compiled code, so that what runs next is compiled for its own sizes. Compiled files on disk stay."""
+    if host.is_compiled or compiles_each_size(host.loader.dataset):
+        torch.compiler.reset()
+
+
+def _backend() -> str:
+    return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
+
+
+def is_cut_by_inductor(host: Host) -> bool:
+    """True if layers and loss are compiled by Inductor, whose cuts a trace can follow."""
+    return host.is_compiled and _backend() == "inductor"
+
+
+def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module], objective: Objective) -> None:
+    """Have copied models and their objective run as compiled by Inductor, on fake tensors.
+
+    Args:
+        models: The copies, which are no longer compiled.
+        originals: The models, whose layers are.
+        objective: A copy, whose loss may still be compiled.
+    """
+    for model, original in zip(models, originals, strict=True):
+        copied = dict(model.named_modules())
+        compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
+        compile_modules(copied[name] for name in compiled)
+    objective.recompile(_loss_as_compiled)
+
+
+def _loss_as_compiled(loss: Any) -> Any:
+    if hasattr(loss, "_orig_mod"):
+        return _CompiledLoss(loss._orig_mod)
+    if hasattr(loss, "compute_cross_entropy"):
+        loss = copy.copy(loss)
+        loss.compute_cross_entropy = compile_function(type(loss).compute_cross_entropy.__get__(loss))
+    return loss
+
+
+class _CompiledLoss:
+    """A loss that is compiled as a whole."""
+
+    def __init__(self, loss: Any) -> None:
+        self.ignore_index = loss.ignore_index
+        self._run = compile_function(loss)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+
+def _compiled_again(loss: Any, options: dict[str, Any]) -> Any:
+    """Compile what torchtune has compiled of a loss, for any size from the start or for those of the first batch."""
+    if hasattr(loss, "_orig_mod"):
+        return torch.compile(loss._orig_mod, **options)
+    if hasattr(loss, "compute_cross_entropy"):  # a loss in chunks is compiled in part
+        loss.compute_cross_entropy = torch.compile(type(loss).compute_cross_entropy.__get__(loss), **options)
+    return loss

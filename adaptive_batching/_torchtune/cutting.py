@@ -1,0 +1,264 @@
+"""From the samples of a batch to micro-batches, each with its share in the gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+
+from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, cut_in_order, in_known_sizes, padded_tokens
+from adaptive_batching._micro_batches.forward_cost import ForwardCost
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._torchtune.compiling import MAX_COMPILED_SIZES, compiles_each_size
+from adaptive_batching._torchtune.data import Sample
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.objective import Counts
+from adaptive_batching._values import ByLength, CutSize, Fixed, Whole
+
+log = logging.getLogger(__name__)
+
+# Cost of a forward in addition to its tokens until it has been measured, in tokens: launching the kernels of a model
+# takes some tens of milliseconds, in which the device could compute some hundreds of tokens more.
+FIRST_FORWARD_COST = 512
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one forward and backward."""
+
+    samples: list[Sample]
+    tokens: int
+    """Padded tokens; of multimodal samples, their number."""
+
+    weight: float | None = None
+    """Factor of the mean loss; None for the number of its labels, as in stock."""
+
+    num_tokens: int | None = None
+    """Tokens that it stands for in the sums of a step; None for its own."""
+
+    @property
+    def is_filler(self) -> bool:
+        """True for a zero-weight batch that only equalizes forward counts across ranks."""
+        return self.weight == 0
+
+
+@dataclass
+class Execution:
+    """The way in which batches are cut, and what has been learned about it while training."""
+
+    size: CutSize = field(default_factory=Whole)
+    capacity: Capacity | None = None
+    """Samples that fit in a forward, where memory bounds micro-batches; multimodal samples count as one token each."""
+
+    cost: ForwardCost = field(default_factory=ForwardCost)
+    limit: TokenLimit = field(default_factory=TokenLimit)
+    is_stock: bool = True
+    """True for the batches of stock, which are never cut while all fits, so that ranks need not agree."""
+
+    @property
+    def most_samples(self) -> int | None:
+        """Most samples of the longest length in a forward; None for a whole batch."""
+        if isinstance(self.size, Fixed):
+            return self.size.samples
+        return None if self.capacity is None else self.capacity.points[0][1]
+
+
+class Cutter:
+    """Cuts batches, and learns what a forward costs.
+
+    Args:
+        host: The recipe.
+        execution: The way to cut. Timings are added to its ``cost``; its ``limit`` is respected.
+        learns: Time every forward, even where the cut does not depend on it.
+    """
+
+    def __init__(self, host: Host, execution: Execution, *, learns: bool = False) -> None:
+        self._objective = host.objective
+        self._ranks = host.ranks
+        self._device = host.device
+        self._execution = execution
+        self._limit = execution.limit
+        self._learns = learns or isinstance(execution.size, ByLength)
+        # With optimizers in the backward pass of many devices a batch cannot be cut.
+        few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
+        self._compiled_sizes: set[int] | None = set() if few_sizes else None
+        self._said_that_sizes_are_few = False
+        self._events: list[tuple[int, torch.Event, torch.Event]] = []
+
+    def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
+        """Return the micro-batches of ``batch``; together they have its gradient.
+
+        Args:
+            batch: The samples, in the random order of the data.
+            min_parts: Least number of micro-batches, where there are as many samples.
+            in_order: Keep the samples in their order when a part is cut smaller for want of memory, so that all
+                micro-batches are drawn alike.
+        """
+        parts = self._parts(batch, min_parts, in_order=in_order)
+        micro_batches = [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
+        in_parts = self._execution.most_samples is not None or self._limit.max_tokens is not None
+        # Otherwise there is one part on every rank, or as many as sizes have been compiled.
+        in_parts = in_parts or isinstance(self._execution.size, ByLength) or len(parts) > 1 or min_parts > 1
+        in_parts = in_parts or (self._compiled_sizes is not None and not self._execution.is_stock)
+        return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
+
+    def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
+        """Return the micro-batches of all batches of an optimizer step, their samples sorted together.
+
+        That goes as far as it is exact; see :func:`_of_equal_share`.
+        """
+        micro_batches = [each for group in _of_equal_share(self._counted(window)) for each in self._cut_group(group)]
+        return self._as_many_on_every_rank(micro_batches, window[0])
+
+    def cut_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
+        """Return the micro-batches of up to ``first`` samples of ``window``, and those of the others.
+
+        All together have the gradient of ``window``. There are none of samples without targets.
+        """
+        group, *others = _of_equal_share(self._counted(window))
+        apart, rest = self._weighted([self._parts(group[:first]), self._parts(group[first:]) if group[first:] else []])
+        rest += [each for other in others for each in self._cut_group(other)]
+        return [self._as_many_on_every_rank(micro_batches, window[0]) for micro_batches in (apart, rest)]
+
+    def _cut_group(self, group: list[Sample]) -> list[MicroBatch]:
+        parts = self._parts(group)
+        return [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
+
+    def _counted(self, window: list[list[Sample]]) -> list[tuple[list[Sample], Counts]]:
+        return [(batch, self._objective.counts(batch)) for batch in window]
+
+    def _sizes(self, samples: Sequence[Sample]) -> list[int]:
+        return [self._objective.size(sample) for sample in samples]
+
+    def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
+        execution = self._execution
+        if isinstance(execution.size, ByLength):
+            assert execution.capacity is not None, "cut by length without a probe"
+            cost = min(execution.cost.in_tokens(FIRST_FORWARD_COST), execution.capacity.tokens)
+            cut = cut_by_length(self._sizes(batch), execution.capacity, cost)
+        else:
+            cut = cut_in_order(len(batch), execution.most_samples or len(batch))
+        if len(cut) < min_parts:
+            cut = cut_in_order(len(batch), max(len(batch) // min_parts, 1))
+        parts = [[batch[i] for i in indices] for indices in cut]
+        if self._limit.max_tokens is not None:
+            most_tokens = self._limit.max_tokens
+            parts = [part for whole in parts for part in self._cut_to(whole, most_tokens, in_order=in_order)]
+        return parts if self._compiled_sizes is None else self._of_few_sizes(parts, self._compiled_sizes)
+
+    def _cut_to(self, part: list[Sample], max_tokens: int, *, in_order: bool) -> list[list[Sample]]:
+        lengths = self._sizes(part)
+        if padded_tokens(lengths) <= max_tokens:
+            return [part]
+        capacity = Capacity.of_tokens(max_tokens)
+        if in_order:
+            cut = cut_in_order(len(part), capacity.samples(max(lengths)))
+        else:  # what a forward costs is not known here; a high price keeps their number low
+            cut = cut_by_length(lengths, capacity, forward_cost=max_tokens)
+        return [[part[i] for i in indices] for indices in cut]
+
+    def _of_few_sizes(self, parts: list[list[Sample]], known: set[int]) -> list[list[Sample]]:
+        """Return ``parts``, or pieces of them, so that no more sizes have to be compiled than are worth it."""
+        pieces = []
+        for part in parts:
+            start, sizes_of_pieces = 0, in_known_sizes(len(part), known, MAX_COMPILED_SIZES)
+            if len(sizes_of_pieces) > 1 and not self._said_that_sizes_are_few:
+                self._said_that_sizes_are_few = True
+                log.info(
+                    "%d packs run as %s: attention has been compiled for %d numbers of packs, and is not for each more "
+                    "that comes", len(part), sizes_of_pieces, len(known),
+                )  # fmt: skip
+            for size in sizes_of_pieces:
+                known.add(size)
+                pieces.append(part[start : start + size])
+                start += size
+        return pieces
+
+    def _whole(self, samples: list[Sample]) -> MicroBatch:
+        return MicroBatch(samples, padded_tokens(self._sizes(samples)))
+
+    def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
+        # A recipe's loss is a mean over terms, and stock multiplies it by a weight. Each part gets its share, by terms,
+        # of the weight of the whole batch. A part of truncated samples can be all prompt: its share is nothing, and its
+        # mean loss would be 0/0.
+        counts = [[self._objective.counts(part) for part in group] for group in groups]
+        all_terms = sum(count.terms for group in counts for count in group)
+        all_tokens = sum(count.tokens for group in counts for count in group)
+        all_weight = self._objective.weight_of(Counts(all_terms, all_tokens))
+        if all_terms == 0:
+            return [[self._whole(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+        # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
+        left = sum(count.tokens for group in counts for count in group if count.terms == 0)
+        weighted: list[list[MicroBatch]] = []
+        for group, counts_of_group in zip(groups, counts, strict=True):
+            weighted.append([])
+            for part, count in zip(group, counts_of_group, strict=True):
+                if count.terms > 0:
+                    tokens = padded_tokens(self._sizes(part))
+                    weight = count.terms * all_weight / all_terms
+                    weighted[-1].append(MicroBatch(part, tokens, weight, count.tokens + left if left else None))
+                    left = 0
+        return weighted
+
+    def _as_many_on_every_rank(self, micro_batches: list[MicroBatch], batch: list[Sample]) -> list[MicroBatch]:
+        """Fill up with zero-weight batches: FSDP needs as many forwards on every rank."""
+        missing = int(self._ranks.largest(len(micro_batches))) - len(micro_batches)
+        if not missing:
+            return micro_batches
+        filler = self._objective.filler(batch)
+        return micro_batches + [MicroBatch([filler], self._objective.size(filler), weight=0.0, num_tokens=0)] * missing
+
+    def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """Return a context that times a forward and backward of ``micro_batch``, if the cut depends on it."""
+        return self._timed(micro_batch.tokens) if self._learns else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _timed(self, tokens: int) -> Iterator[None]:
+        device = self._device
+        if device.type == "cpu":
+            start = time.perf_counter()
+            yield
+            self._execution.cost.observe(tokens, time.perf_counter() - start)
+            return
+        # Events are read when the step is over, so that the device is not waited for in between.
+        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._events.append((tokens, begin, end))
+
+    def read_timings(self) -> None:
+        """Learn from the timings of a step that is over."""
+        for tokens, begin, end in self._events:
+            end.synchronize()
+            self._execution.cost.observe(tokens, begin.elapsed_time(end) / 1000)
+        self._events.clear()
+
+    def forget_timings(self) -> None:
+        """Drop the timings of a step that was broken off."""
+        self._events.clear()
+
+
+def _of_equal_share(batches: list[tuple[list[Sample], Counts]]) -> list[list[Sample]]:
+    """Group the samples of batches that give equal weight to each term of their loss; the largest group comes first.
+
+    In SFT stock multiplies a batch's mean loss over targets by the number of its labels. Where the first label of a
+    sample counts as one, the weight of a target differs from batch to batch, and samples of two batches in one forward
+    would get the same.
+    """
+    groups: dict[Fraction, list[Sample]] = {}
+    without_terms: list[Sample] = []
+    for samples, counts in batches:
+        if counts.terms:
+            groups.setdefault(Fraction(counts.tokens, counts.terms), []).extend(samples)
+        else:
+            without_terms += samples  # 0/0 in stock
+    if not groups:
+        return [without_terms]
+    largest, *others = sorted(groups.values(), key=len, reverse=True)
+    return [largest + without_terms, *others]

@@ -1,0 +1,239 @@
+"""Samples for the training loop, in batches whose size can change between epochs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import BatchSampler
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.datasets import ConcatDataset, PackedDataset
+from tqdm import tqdm
+
+from adaptive_batching._values import ConfigError
+
+if TYPE_CHECKING:
+    from adaptive_batching._torchtune.objective import Objective
+
+Sample = dict[str, Any]
+STATE_KEY = "adaptive_batching"
+TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
+_PACKED_KEYS = frozenset({"input_pos", "seq_lens"})
+
+
+class SampleLoader:
+    """A stock loader that yields lists of *samples*, which are collated later, when they run.
+
+    The order of the samples is that of the stock loader, whatever the batch size.
+
+    Args:
+        stock: The loader that the stock recipe built: its data set, sampler and collate function are used.
+        extra_state: Returns what a checkpoint holds in addition to the loader's own state, or None.
+        drops_last: Leave out a last batch that is not full, as nearly all of stock's loaders do.
+    """
+
+    def __init__(
+        self,
+        stock: DataLoader[Any],
+        extra_state: Callable[[], dict[str, Any] | None] = lambda: None,
+        *,
+        drops_last: bool = True,
+    ) -> None:
+        self.dataset: Any = stock.dataset
+        self.sampler: Any = stock.sampler
+        self.collate: Callable[[list[Sample]], Any] = stock.collate_fn
+        self._extra_state = extra_state
+        self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
+        self._indexed = _Indexed(self.dataset)
+        self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=_as_list)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next batch."""
+        return int(self._batches.batch_size)
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Change the size of the batches that have not been loaded yet."""
+        self._batches.set_batch_size(batch_size)
+
+    def load(self, indices: Iterable[int]) -> list[Sample]:
+        """Return the samples with these numbers in the data set, whatever the sampler draws."""
+        return [self._indexed[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        return iter(self._loader)
+
+    def iter_from(self, start: int) -> Iterator[list[Sample]]:
+        """Iterate over the batches of an epoch from its ``start``-th sample on; those before it are not loaded."""
+        self._batches.start = start
+        try:
+            return iter(self._loader)
+        finally:
+            self._batches.start = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._loader.state_dict()
+        extra = self._extra_state()
+        return state if extra is None else {**state, STATE_KEY: extra}
+
+
+class _Batches(BatchSampler):
+    """Stock's batches of indices, each of the size that is set when it is drawn."""
+
+    def __init__(self, sampler: Any, batch_size: int, drops_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last=drops_last)
+        self.start = 0
+        self._iterator: Any = None
+
+    def __iter__(self) -> Any:
+        self._iterator = super().__iter__()
+        for _ in range(self.start):
+            next(self._iterator.sampler_iter)
+        return self._iterator
+
+    def set_batch_size(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        if self._iterator is not None:
+            self._iterator.batch_size = batch_size
+
+
+class _Indexed(Dataset[Sample]):
+    """A data set whose samples know their number in it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        return indexed(self._dataset[index], index)
+
+
+class _IndexedSample(Sample):
+    index: int | None
+
+
+def indexed(sample: Sample, index: int | None) -> Sample:
+    """Return a copy of ``sample`` that knows its number in the data set."""
+    copied = _IndexedSample(sample)
+    copied.index = index
+    return copied
+
+
+def index_of(sample: Sample) -> int | None:
+    """Return the index of a loaded sample in its data set; None for one that no loader has yielded."""
+    return getattr(sample, "index", None)
+
+
+def is_text(sample: Sample) -> bool:
+    """Return True if ``sample`` has text alone: no images, or other things that its tokens refer to."""
+    return set(sample) <= TEXT_KEYS | _PACKED_KEYS
+
+
+def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:
+    """Refuse data that would not fill one optimizer step.
+
+    Raises:
+        ConfigError: If there are fewer samples than one optimizer step takes.
+    """
+    if num_samples == 0:
+        raise ConfigError("dataset is empty; check its source, split and filters")
+    if num_samples < batch_size * accumulation:
+        raise ConfigError(
+            f"dataset has {num_samples} samples, fewer than one optimizer step takes (batch_size={batch_size} x "
+            f"gradient_accumulation_steps={accumulation}); lower either, so that their product is at most {num_samples}"
+        )
+
+
+def is_packed(dataset: Any) -> bool:
+    """Return True if samples are packs of one length, in one data set or several."""
+    return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
+
+
+def worst_case_sample(
+    dataset: Any,
+    objective: Objective,
+    *,
+    sequence_length: int | None,
+    tokenizer_max: int | None,
+    model_max: int | None,
+) -> Sample:
+    """Return a sample as long as training can meet.
+
+    Args:
+        dataset: The training data; packed data have one length only.
+        objective: Knows the tokens of a sample, and how to stretch one.
+        sequence_length: The length asked for. None for ``tokenizer_max``, else the length of the longest sample.
+        tokenizer_max: The length that the tokenizer truncates to, if any.
+        model_max: The longest sample that the model takes, if it has a limit.
+
+    Raises:
+        ConfigError: If ``sequence_length`` is asked for where the length of the data is fixed, or if the sample is
+            longer than the model takes.
+    """
+    sample = dict(dataset[0])
+    packed = is_packed(dataset)
+    if objective.stretch(sample, len(objective.tokens(sample))) is None:  # as with tokens that refer to images
+        sample = sample if packed else _longest(dataset, objective)
+        length = len(objective.tokens(sample))
+        if sequence_length is not None and sequence_length != length:
+            kind = "packed" if packed else "multimodal"
+            raise ConfigError(
+                f"adaptive_batching.sequence_length={sequence_length} cannot be used with {kind} data, whose longest "
+                f"sample has {length} tokens; leave it null"
+            )
+    elif sequence_length is not None or tokenizer_max is not None:
+        length = sequence_length or min(n for n in (tokenizer_max, model_max) if n is not None)
+        sample = objective.stretch(sample, length) or sample
+    else:
+        sample = _longest(dataset, objective)
+        length = len(objective.tokens(sample))
+    if model_max is not None and length > model_max:
+        source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
+        raise ConfigError(f"{source} {length} tokens, and the model takes {model_max}; set tokenizer.max_seq_len")
+    return sample
+
+
+def stretch(sample: Sample, length: int) -> Sample | None:
+    """Return a copy of ``sample`` with its tokens repeated or cut to ``length``, at least one of them a target.
+
+    None if ``sample`` is a pack, or has more than text.
+    """
+    if not set(sample) <= TEXT_KEYS:
+        return None
+
+    stretched = {key: repeat_to(values, length) for key, values in sample.items()}
+    if all(label == CROSS_ENTROPY_IGNORE_IDX for label in stretched["labels"][1:]):
+        stretched["labels"] = list(stretched["tokens"])
+    return stretched
+
+
+def repeat_to(values: Sequence[Any], length: int) -> list[Any]:
+    """Return ``values`` repeated or cut to ``length``."""
+    repeated: list[Any] = list(values) * (length // len(values) + 1)
+    return repeated[:length]
+
+
+def repeat(sample: Sample, count: int) -> list[Sample]:
+    """Return ``count`` copies, so that a collate function that changes its input does no harm."""
+    return [copy.copy(sample) for _ in range(count)]
+
+
+def _longest(dataset: Any, objective: Objective) -> Sample:
+    longest: Sample = {}
+    for index in tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True):
+        sample = dataset[index]
+        if not longest or len(objective.tokens(sample)) > len(objective.tokens(longest)):
+            longest = dict(sample)
+    return longest
+
+
+def _as_list(samples: list[Sample]) -> list[Sample]:
+    return samples

@@ -1,0 +1,210 @@
+"""``micro_batch_size: explore``: time the ways to run a step on the user's data, and recommend the fastest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptive_batching._growth.accumulation import Accumulation
+from adaptive_batching._growth.controller import BatchController
+from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
+from adaptive_batching._micro_batches.forward_cost import ForwardCost
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._random_state import unchanged_random_state
+from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.data import Sample, is_packed
+from adaptive_batching._torchtune.gradients import gather_gradients, held_back
+from adaptive_batching._torchtune.host import Host, StockRun
+from adaptive_batching._torchtune.recovery import remedy
+from adaptive_batching._values import ByLength, CutSize, Fixed
+
+log = logging.getLogger(__name__)
+
+# Neighbouring candidates differ by at least this factor: closer ones hardly differ in speed.
+MIN_RATIO = 1.4
+
+
+def sizes_to_time(batch_size: int, largest: int) -> list[int]:
+    """Return divisors of ``batch_size`` that are at most ``largest``, ascending, thinned where they lie close."""
+    divisors = [size for size in range(min(batch_size, largest), 0, -1) if batch_size % size == 0]
+    chosen = divisors[:1]
+    for size in divisors[1:]:
+        if size * MIN_RATIO <= chosen[-1]:
+            chosen.append(size)
+    return chosen[::-1]
+
+
+def settle_micro_batch_size(
+    host: Host,
+    run: StockRun,
+    controller: BatchController,
+    accumulation: Accumulation,
+    execution: Execution,
+    stored: Mapping[str, Any],
+    report: Report,
+) -> CutSize:
+    """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        controller: Knows the sizes that the batch can have.
+        accumulation: How optimizer steps are made up.
+        execution: The capacity of a forward. What a forward costs is learned.
+        stored: State of the run that is resumed, or an empty mapping.
+        report: Records the result, and takes it into its folder.
+
+    Raises:
+        DoesNotFitError: If every candidate runs out of memory.
+    """
+    most = execution.most_samples
+    assert most is not None, "explored without a probe"
+    chosen = stored.get("explored")
+    same_batch = stored.get("configured_batch_size") == run.batch_size
+    if isinstance(chosen, int) and chosen > most:
+        same_batch = False  # nor is the device that of the run that is resumed
+    if chosen is not None and same_batch:
+        log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
+    else:
+        execution.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
+        meter = memory_meter(host.device)
+        # A batch that grows is explored at the size that fills memory, as far as it can grow.
+        batch_size = accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
+        result = explore_micro_batches(host, batch_size, accumulation.batches_at(batch_size), execution, meter)
+        chosen = result.recommended.candidate
+        path = report.directory / "explored.yaml"
+        host.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
+        report.exploration(result)
+        log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
+    return _cut_size(chosen)
+
+
+def _cut_size(candidate: int | str) -> CutSize:
+    return Fixed(candidate) if isinstance(candidate, int) else ByLength()
+
+
+def explore_micro_batches(
+    host: Host, batch_size: int, batches: int, execution: Execution, meter: MemoryMeter
+) -> Exploration:
+    """Time each candidate on the same samples and find the fastest.
+
+    Weights, gradients, random state and data order are left as they were.
+
+    Args:
+        host: A recipe that has been probed.
+        batch_size: The batch size to run; micro-batches divide it.
+        batches: Batches of an optimizer step.
+        execution: The capacity of a forward. What a forward costs is learned.
+        meter: The device's memory.
+
+    Raises:
+        DoesNotFitError: If every candidate runs out of memory.
+    """
+    most = execution.most_samples
+    assert most is not None, "explored without a probe"
+    sizes: list[int | str] = [*sizes_to_time(batch_size, most)]
+    dataset = host.loader.dataset
+    # where every cut by length is one by number
+    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])
+    if not same_lengths and batch_size * batches > 1:
+        sizes.append(str(ByLength()))
+    windows = _windows(dataset, batch_size, batches, host.ranks.rank)
+    seen: list[list[list[Sample]]] = []
+    # One cost for all: what a forward of any candidate takes tells "auto" where to cut.
+    cutters = {
+        size: Cutter(host, replace(execution, size=_cut_size(size), limit=TokenLimit()), learns=True) for size in sizes
+    }
+    warm: set[int | str] = set()
+
+    def measure(size: int | str, round_: int) -> float | None:
+        if round_ == len(seen):
+            seen.append(next(windows))
+        window = seen[round_]
+        if isinstance(_cut_size(size), ByLength):
+            window = [[sample for batch in window for sample in batch]]
+        cutter = cutters[size]
+        micro_batches = [micro_batch for batch in window for micro_batch in cutter.cut(batch)]
+        if size not in warm:  # allocating memory and choosing kernels are paid for once
+            first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one
+            if _seconds(host, cutter, first, meter) is None:
+                return None
+        warm.add(size)
+        return _seconds(host, cutter, micro_batches, meter)
+
+    log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
+    try:
+        with unchanged_random_state(meter.device):
+            result = explore(sizes, measure)
+    except NothingRanError as error:
+        raise DoesNotFitError(
+            f"{error}, though {most} samples in a forward fitted when probed: something else has "
+            f"taken memory since, or the data have longer samples. Free the device, or set {remedy(host)}"
+        ) from error
+    log.info("explored\n%s", "\n".join(table(result)))
+    return result
+
+
+def _seconds(host: Host, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
+    """Return the time of forward and backward of all ``micro_batches`` on the slowest rank.
+
+    None if one ran out of memory.
+    """
+    meter.synchronize()
+    start = time.perf_counter()
+    with held_back(host, is_last=False):
+        failed = gather_gradients(host, micro_batches, cutter.timed).failed
+    meter.synchronize()
+    seconds = time.perf_counter() - start
+    for parameter in host.model.parameters():
+        parameter.grad = None
+    if failed:
+        cutter.forget_timings()
+        return None
+    cutter.read_timings()
+    return host.ranks.largest(seconds)
+
+
+def _windows(dataset: Any, batch_size: int, accumulation: int, rank: int) -> Iterator[list[list[Sample]]]:
+    """Yield the batches of one optimizer step after another, drawn from the data by a separate generator."""
+    assert batch_size * accumulation <= len(dataset), (batch_size, accumulation, len(dataset))
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        order = torch.randperm(len(dataset), generator=generator).tolist()
+        for first in range(0, len(order) - batch_size * accumulation + 1, batch_size * accumulation):
+            yield [
+                [dataset[index] for index in order[start : start + batch_size]]
+                for start in range(first, first + batch_size * accumulation, batch_size)
+            ]
+
+
+def table(result: Exploration) -> list[str]:
+    """Return a line for each candidate."""
+    lines = [f"  {'micro_batch_size':>16} {'s/step':>8} {'x base':>7} {'runs':>5}  confidence"]
+    for estimate in result.estimates:
+        mark = "  <- recommended" if estimate is result.recommended else ""
+        lines.append(
+            f"  {estimate.candidate:>16} {estimate.seconds:>8.3f} {estimate.speedup:>7.2f} {estimate.runs:>5}"
+            f"  {100 * estimate.confidence:.0f} of 100{mark}"
+        )
+    return [*lines, f"  noise of one timing: {100 * result.noise:.1f} %"]
+
+
+def store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
+    """Write the table, as comments, and the line to paste into a config; warn if that is not possible."""
+    comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
+    comments += [*table(result), "", "Paste this into the config, and the next run need not explore:"]
+    text = "".join(f"# {line}".rstrip() + "\n" for line in comments)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}micro_batch_size: {result.recommended.candidate}\n")
+    except OSError as error:
+        log.warning("what was explored cannot be kept in %s (%s)", path, error)

@@ -1,0 +1,329 @@
+"""A stock recipe as the rest of this package sees it: typed, frozen, and read in this one place.
+
+Stock keeps its state in attributes with a leading underscore. Only this module reads them, and it supplies a default
+for those that some recipe lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.optim import Optimizer
+
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
+from adaptive_batching._torchtune.data import Sample, SampleLoader
+from adaptive_batching._torchtune.distillation import Distillation
+from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.memory_history import MemoryHistory
+from adaptive_batching._torchtune.objective import NextToken, Objective
+from adaptive_batching._torchtune.preferences import Preferences
+from adaptive_batching._torchtune.quantization_aware import FakeQuantized
+
+
+@dataclass(frozen=True)
+class Host:
+    """The parts of a recipe that a training step needs."""
+
+    name: str
+    """Name of the recipe's class."""
+
+    objective: Objective
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    """One; with optimizers in the backward pass, one for each parameter."""
+
+    loader: SampleLoader
+    device: torch.device
+    ranks: Ranks
+    num_replicas: int = 1
+    """Ranks that see different samples; fewer than all ranks under tensor parallelism."""
+
+    clip_norm: float | None = None
+    """Maximum norm of the gradient; None for no clipping."""
+
+    logs_norm: bool = True
+    """True if stock logs the norm of a gradient that it clips."""
+
+    gate: Gate | None = None
+    """Holds back the optimizers that step in the backward pass; None where none does."""
+
+    collectives: MicroBatchCollectives | None = None
+    """Collectives of a sharded model, known so that a rank can issue them for the others."""
+
+    tensor_parallel: bool = False
+    """True if layers are split over ranks."""
+
+    why_no_recovery: str = ""
+    """Reason why several ranks cannot recover from running out of memory, if there is one."""
+
+    is_compiled: bool = False
+    checkpoints_activations: bool = False
+    offloads_activations: bool = False
+    max_length: int | None = None
+    """Tokens that the tokenizer truncates samples to, if it does."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """True if each parameter is updated in the backward pass, as soon as its gradient is there."""
+        return self.gate is not None
+
+    @property
+    def recovers_together(self) -> bool:
+        """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
+        return self.ranks.size == 1 or self.collectives is not None
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of an epoch on one replica."""
+        return len(self.loader.sampler)
+
+
+@dataclass(frozen=True)
+class StockRun:
+    """The run as stock's set-up has laid it out, at the configured batch size."""
+
+    batch_size: int
+    accumulation: int
+    """Batches of an optimizer step."""
+
+    epochs: int
+    steps_per_epoch: int
+    max_steps_per_epoch: int | None = None
+    first_epoch: int = 0
+    """Greater than 0 for a resumed run."""
+
+    first_step: int = 0
+    scheduler: Any = None
+    """Learning-rate scheduler, if the config names one."""
+
+    rates: tuple[float, ...] = (1.0,)
+    """Learning rate before each step of the whole run, and after the last."""
+
+    log_every: int = 1
+    logs_peak_memory: bool = False
+    profiler: Any = None
+    profiles_steps: bool = False
+    """True if a step of the profiler is an optimizer step rather than a batch."""
+
+    memory_history: MemoryHistory | None = None
+    samples: int | None = None
+    """Samples after which the run ends, be it within an epoch; None to train on all epochs."""
+
+    @property
+    def window(self) -> int:
+        """Samples of an optimizer step on one replica."""
+        return self.batch_size * self.accumulation
+
+
+class Outlet(Protocol):
+    """Takes what stock itself must see of a run: its progress, its metrics and the moments to save it."""
+
+    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
+        """Let stock know how far the run is."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Hand the metrics of a step to stock's logger."""
+
+    def save_epoch(self, epoch: int) -> None:
+        """Save the checkpoint that ends ``epoch``."""
+
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoint after the ``step``-th optimizer step of the run, which may be the last."""
+
+    def learning_rate(self) -> float:
+        """Return the learning rate that stock would log."""
+
+
+@dataclass(frozen=True)
+class StockParts:
+    """The parts of a recipe that an objective is made from."""
+
+    collate: Callable[[list[Sample]], Any]
+    loss: Any
+    activations: Any
+    """Context of a forward."""
+
+    num_chunks: int
+    """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
+
+    frozen: nn.Module | None = None
+    """Second model, which is not trained: a reference or a teacher."""
+
+    num_ranks: int = 1
+    teacher_loss: Any = None
+    """Divergence from the teacher."""
+
+    teacher_share: float = 0.0
+    """Share of the divergence in the loss."""
+
+    model: nn.Module | None = None
+    fake_quantized_from: int | None = None
+    """Optimizer step that fake quantization begins with; None for the first."""
+
+    quantizer_mode: str | None = None
+
+
+def next_token(parts: StockParts) -> NextToken:
+    """Return the objective of supervised fine-tuning."""
+    return NextToken(parts.collate, parts.loss, parts.activations, parts.num_chunks)
+
+
+def preferences(parts: StockParts) -> Preferences:
+    """Return the objective of direct preference optimization."""
+    return Preferences(parts.collate, parts.loss, parts.activations, parts.frozen, parts.num_ranks)
+
+
+def distillation(parts: StockParts) -> Distillation:
+    """Return the objective of knowledge distillation."""
+    assert parts.frozen is not None
+    return Distillation(
+        parts.collate, parts.loss, parts.activations, parts.num_chunks, teacher=parts.frozen,
+        teacher_loss=parts.teacher_loss, teacher_share=parts.teacher_share, num_ranks=parts.num_ranks,
+    )  # fmt: skip
+
+
+def fake_quantized(parts: StockParts) -> FakeQuantized:
+    """Return the objective of quantization-aware training."""
+    assert parts.model is not None
+    return FakeQuantized(
+        parts.collate, parts.loss, parts.activations, parts.num_chunks, model=parts.model,
+        first_step=parts.fake_quantized_from, mode=parts.quantizer_mode,
+    )  # fmt: skip
+
+
+def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
+    """Read a stock recipe that has been set up.
+
+    Args:
+        recipe: The recipe.
+        ranks: The ranks of the run.
+        gate: Holds the optimizers back, if they step in the backward pass.
+        make_objective: Makes the recipe's objective from its parts.
+    """
+    loader: SampleLoader = recipe._dataloader
+    clip_norm = getattr(recipe, "_clip_grad_norm", None)
+    return Host(
+        name=type(recipe).__name__,
+        objective=make_objective(parts_of(recipe, ranks, loader)),
+        model=recipe._model,
+        optimizers=optimizers_of(recipe),
+        loader=loader,
+        device=recipe._device,
+        ranks=ranks,
+        num_replicas=int(getattr(recipe, "dp_size", ranks.size)),
+        tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        logs_norm=getattr(recipe, "logs_gradient_norm", True),
+        gate=gate if _steps_in_backward(recipe) else None,
+        is_compiled=bool(getattr(recipe, "_compile", getattr(recipe, "_model_compile", False))),
+        checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in recipe._model.modules()),
+        offloads_activations=getattr(recipe, "_enable_activation_offloading", False),
+        max_length=getattr(recipe._tokenizer, "max_seq_len", None),
+    )
+
+
+def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
+    """Return what a recipe that has been set up makes an objective from, for the batches of ``loader``."""
+    return StockParts(
+        collate=loader.collate,
+        loss=recipe._loss_fn,
+        activations=getattr(recipe, "activations_handling_ctx", contextlib.nullcontext()),
+        num_chunks=_gathered_chunks(recipe._model),
+        frozen=getattr(recipe, "_ref_model", getattr(recipe, "_teacher_model", None)),
+        teacher_loss=getattr(recipe, "_kd_loss_fn", None),
+        teacher_share=float(getattr(recipe, "_kd_ratio", 0.0)),
+        num_ranks=ranks.size,
+        model=recipe._model,
+        fake_quantized_from=getattr(recipe, "_fake_quant_after_n_steps", None),
+        quantizer_mode=getattr(recipe, "_quantizer_mode", None),
+    )
+
+
+def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> StockRun:
+    """Read how stock has laid the run out.
+
+    Args:
+        recipe: A recipe that has been set up.
+        configured_batch_size: ``batch_size`` of the config.
+        rates: See :attr:`StockRun.rates`.
+    """
+    history = None
+    # Only the first rank of a stock recipe knows its profiler's settings.
+    if getattr(recipe, "profiler_profile_memory", False) and recipe._device.type == "cuda":
+        first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+        history = MemoryHistory(first, first + recipe.profiler_active_steps)
+    return StockRun(
+        batch_size=configured_batch_size,
+        accumulation=recipe._gradient_accumulation_steps,
+        epochs=recipe.total_epochs,
+        steps_per_epoch=recipe._steps_per_epoch,
+        max_steps_per_epoch=recipe.max_steps_per_epoch,
+        first_epoch=recipe.epochs_run,
+        first_step=recipe.global_step,
+        scheduler=getattr(recipe, "_lr_scheduler", None),
+        rates=tuple(rates),
+        log_every=recipe._log_every_n_steps,
+        logs_peak_memory=recipe._log_peak_memory_stats and recipe._device.type != "cpu",
+        profiler=getattr(recipe, "_profiler", None),
+        profiles_steps=getattr(recipe, "profiles_steps", False),
+        memory_history=history,
+    )
+
+
+def optimizers_of(recipe: Any) -> list[Optimizer]:
+    """Return the recipe's optimizer, or the optimizers of its parameters."""
+    return list(recipe._optim_ckpt_wrapper.optim_map.values()) if _steps_in_backward(recipe) else [recipe._optimizer]
+
+
+def learning_rate_holder(recipe: Any) -> Any:
+    """Return the object that torchtune reads the learning rate from."""
+    return recipe._optim_ckpt_wrapper if _steps_in_backward(recipe) else recipe._optimizer
+
+
+def model_in_checkpoint(recipe: Any) -> nn.Module | None:
+    """Return the model if saving a checkpoint changes its weights; else None.
+
+    Stock merges LoRA's adapters into ``tensor.cpu()``, which on the cpu is the tensor that is being trained.
+    """
+    merges = not getattr(recipe, "_save_adapter_weights_only", True)
+    model: nn.Module = recipe._model
+    return model if merges and recipe._device.type == "cpu" and not is_sharded(model) else None
+
+
+def checkpointer_of(recipe: Any) -> Any:
+    """Return the checkpointer that the recipe saves with, directly or through a client."""
+    client = getattr(recipe, "_checkpoint_client", None)
+    return recipe._checkpointer if client is None else client._get_checkpointer()
+
+
+def saves_asynchronously(recipe: Any) -> bool:
+    """Return True if all checkpoints but the last are saved by threads while training goes on."""
+    return bool(getattr(recipe, "_enable_async_checkpointing", False))
+
+
+def initial_learning_rate(recipe: Any) -> float:
+    """Return the learning rate that the schedule starts from, on resume as well."""
+    group = optimizers_of(recipe)[0].param_groups[0]
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def _steps_in_backward(recipe: Any) -> bool:
+    return bool(getattr(recipe, "_optimizer_in_bwd", False))  # the LoRA recipes do not know the option
+
+
+def _gathered_chunks(model: nn.Module) -> int:
+    """Return the chunks of tokens for each of which a forward of ``model`` gathers its output layer, or 0.
+
+    It does so where that layer is sharded on its own (``custom_sharded_layers``) and the loss takes logits in chunks.
+    """
+    decoder: Any = getattr(model, "decoder", model)  # of a multimodal model
+    output = getattr(decoder, "output", None)
+    on_its_own = isinstance(output, nn.Module) and is_sharded(output)
+    return int(getattr(decoder, "num_output_chunks", 0)) if on_its_own else 0

@@ -1,0 +1,201 @@
+"""Run a recipe from its file: the command line, log lines for people, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+import adaptive_batching
+from adaptive_batching._growth.increase import IncreaseFunctionError
+from adaptive_batching._memory import is_out_of_memory
+from adaptive_batching._micro_batches.run import CannotRecoverError
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._torchtune.checkpoints import CheckpointError
+from adaptive_batching._torchtune.laying_out import resolve_increase
+from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
+from adaptive_batching._torchtune.validating import check_validation
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+# Errors whose message says what is wrong and what to do.
+_CLEAR = (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError, CheckpointError)
+_NOT_OF_THE_USER = [
+    str(Path(adaptive_batching.__file__).parent),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+]
+
+
+def entry_point(
+    recipe_class: type[Any],
+    before: Callable[[DictConfig], None] = lambda cfg: None,
+    run: Callable[[type[Any], DictConfig, Callable[[DictConfig], None]], None] | None = None,
+) -> Callable[[], Any]:
+    """Return the main function of a recipe file, which reads the command line as torchtune does.
+
+    Args:
+        recipe_class: The recipe.
+        before: Called with the config before the recipe is made.
+        run: Runs it; None for :func:`run_recipe`.
+    """
+    run = run or run_recipe
+
+    def main() -> Any:
+        begun = False
+
+        def recipe_main(cfg: DictConfig) -> None:
+            nonlocal begun
+            begun = True
+            run(recipe_class, cfg, before)
+
+        recipe_main.__doc__ = recipe_class.__doc__
+        try:
+            return config.parse(recipe_main)()
+        except Exception as error:
+            if begun:
+                raise
+            raise SystemExit(
+                f"error: {_what_cannot_be_read()} cannot be read ({_first_line(error)}); write key=value, with a value "
+                f"of the same kind as in the config"
+            ) from None
+
+    return main
+
+
+def _what_cannot_be_read() -> str:
+    """Return the first override on the command line that cannot be read by itself; else what else it may be."""
+    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    config_path = next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+    try:
+        values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
+    except Exception:  # whatever is wrong with it
+        return f"the config {config_path!r}"
+    for override in overrides:
+        try:
+            _merge_yaml_and_cli_args(values, [override])
+        except Exception:
+            return override
+    return "the command line"
+
+
+def run_recipe(
+    recipe_class: type[Any], cfg: DictConfig, before: Callable[[DictConfig], None] = lambda cfg: None
+) -> None:
+    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe does.
+
+    A mistake ends in one line that names key, value and remedy, after the frames of the user's own code if it raised.
+
+    Args:
+        recipe_class: The recipe.
+        cfg: Its config.
+        before: Called with the config before the recipe is made.
+
+    Raises:
+        SystemExit: With that line.
+    """
+    with _mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
+        # Before the config is shown and pushes errors out of sight.
+        increase = resolve_increase(read_settings(cfg, warns=False))
+        check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+        before(cfg)
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+        recipe = recipe_class(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        recipe.train()
+        recipe.ranks.leave()
+        recipe.cleanup()
+
+
+def run_evaluation(
+    recipe_class: type[Any], cfg: DictConfig, before: Callable[[DictConfig], None] = lambda cfg: None
+) -> None:
+    """Set a recipe for evaluation up and evaluate, as stock's ``recipe_main`` does; else as :func:`run_recipe`.
+
+    Raises:
+        SystemExit: After a mistake, with one line that names key, value and remedy.
+    """
+    with _mistakes_in_one_line("batch"):
+        read_evaluation(cfg, warns=False)
+        before(cfg)
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+        recipe = recipe_class(cfg=cfg)
+        recipe.setup(cfg=cfg)
+        recipe.evaluate()
+
+
+@contextlib.contextmanager
+def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
+    """Show our log, and end the process with one line where the user can do something about an error.
+
+    Args:
+        recovered: What runs again where it runs out of memory.
+        kept: What an error leaves as it was.
+    """
+    _log_for_people()
+    try:
+        yield
+    except _CLEAR as error:
+        sys.stderr.write(_frames_of_the_user(error))
+        raise SystemExit(f"error: {error}") from None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        log.debug("out of memory, in full:", exc_info=error)
+        raise SystemExit(
+            f"error: out of memory outside of a {recovered}, where nothing can run again ({_first_line(error)}){kept}. "
+            f"Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
+        ) from None
+
+
+class _ForPeople(logging.Formatter):
+    """Messages as they are; the level only where it matters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+def _log_for_people() -> None:
+    """Show our log on the first rank, and warnings on all, unless the program has set logging up itself."""
+    if logging.getLogger().handlers:
+        return
+    logger = logging.getLogger("adaptive_batching")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_ForPeople("%(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
+
+
+def _frames_of_the_user(error: BaseException) -> str:
+    """Return the frames of code that is neither ours nor installed, from the errors that led to ``error``."""
+    lines: list[str] = []
+    cause = error.__cause__
+    while cause is not None:
+        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_of_the_user(frame.filename)]
+        if frames:
+            lines += [*traceback.format_list(frames), f"{type(cause).__name__}: {cause}\n"]
+        cause = cause.__cause__
+    return "".join(lines)
+
+
+def _is_of_the_user(filename: str) -> bool:
+    return not filename.startswith(("<", *_NOT_OF_THE_USER))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,150 @@
+"""Additions for the recipes for several devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import training
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._random_state import unchanged_random_state
+from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
+from adaptive_batching._torchtune.gradients import forward_backward
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.recovery import remedy
+from adaptive_batching._torchtune.stock import replaced_in_torchtune
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+_NO_STATS: dict[str, Callable[..., Any]] = {
+    "get_memory_stats": lambda *args, **kwargs: {},
+    "log_memory_stats": lambda *args, **kwargs: None,
+}
+
+
+class ManyDevices:
+    """Mixed into a stock distributed recipe, between ``AdaptiveBatching`` and the recipe."""
+
+    # Set by the stock recipe
+    _device: torch.device
+
+    profiles_steps = True
+    """Stock's profiler counts optimizer steps rather than batches."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        if not training.is_distributed():
+            raise ConfigError("this recipe runs on several devices; launch it with tune run --nproc_per_node <number>")
+        # With an offloaded optimizer the host takes part, and stock asks for gloo twice if both devices are the cpu.
+        on_cpu = {"get_distributed_backend": lambda *args, **kwargs: "gloo"} if cfg.device == "cpu" else {}
+        with replaced_in_torchtune(**on_cpu):
+            super().__init__(cfg=cfg)  # type: ignore[call-arg]
+
+    def _setup_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        # Stock reads and logs the memory of an accelerator when the model is set up, and there is none.
+        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
+            return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
+            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
+            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+def start_process_group(cfg: DictConfig) -> None:
+    """Start the process group of a recipe that expects one, if there are several processes and no group yet."""
+    if not training.is_distributed() or dist.is_initialized():
+        return
+    if cfg.get("fsdp_cpu_offload", False):
+        training.set_torch_num_threads()  # as stock does: the optimizer runs on the host
+    # Stock asks for NCCL whatever the device.
+    gathers_on_host = cfg.device != "cpu"
+    dist.init_process_group(training.get_distributed_backend(cfg.device, offload_ops_to_cpu=gathers_on_host))
+
+
+def record_collectives(
+    host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
+) -> tuple[MicroBatchCollectives | None, str]:
+    """Make running out of memory survivable on every rank, if that is possible and wanted; say so if it is not.
+
+    The sequence of collectives is recorded in a forward and backward of a few tokens, which leaves nothing behind.
+
+    Args:
+        host: A recipe on several ranks.
+        settings: The user's settings.
+        measures_noise: The gradient noise scale is to be measured.
+
+    Returns:
+        The collectives, and nothing; or None, and the reason if there is one.
+
+    Raises:
+        ConfigError: If a probe is asked for that could not survive running out of memory.
+        DoesNotFitError: If not even that forward and backward fit.
+    """
+    why = _why_not_possible(host)
+    if why and settings.probes:
+        raise ConfigError(
+            f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False, and "
+            f"adaptive_batching.max_batch_size to grow"
+        )
+    if why and measures_noise:
+        raise ConfigError(
+            f"the gradient noise scale cannot be measured on several devices: {why}. Leave noise_scale_every unset, "
+            f"and take an increase function that does not need it"
+        )
+    if why:
+        if settings.recover_from_oom:
+            log.warning("recovery from running out of memory is off: %s", why)
+        return None, why
+    if not settings.recover_from_oom and not settings.probes and not measures_noise:
+        return None, ""
+    if not settings.enabled and (failure := host.ranks.connect()):
+        # What asks for more than stock does cannot go on without; this can.
+        why = str(GroupError(failure))
+        if host.ranks.is_first:
+            log.warning("recovery from running out of memory is off: %s", why)
+        return None, why
+    collectives = MicroBatchCollectives(_models(host))
+    batch = host.objective.smallest_batch(host.loader.dataset)
+    try:
+        with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
+            collectives.start()
+            forward_backward(host, batch)
+            collectives.finish()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            f"out of memory in a first forward and backward, of a single short sample; nothing larger will fit. Use "
+            f"more devices, or {remedy(host)}"
+        ) from error
+    for parameter in host.model.parameters():
+        parameter.grad = None
+    return collectives, ""
+
+
+def _models(host: Host) -> list[torch.nn.Module]:
+    return [host.model, *host.objective.frozen_models]
+
+
+def _why_not_possible(host: Host) -> str:
+    if host.steps_in_backward:
+        return "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
+    if host.tensor_parallel:
+        return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
+    if not all(map(is_sharded, _models(host))):
+        return "the model is not sharded by FSDP2"
+    if not can_drain():
+        return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"
+    return ""

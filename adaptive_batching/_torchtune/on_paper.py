@@ -1,0 +1,320 @@
+"""A stock recipe set up on the meta device: its model, optimizer and loss, with no weights, data or GPU.
+
+Stock's own set-up runs, so that whatever option it knows is in the plan. Replaced is what needs a file, a device or
+other ranks: the checkpoint, the tokenizer, the data, the process group and the copying of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.module import _IncompatibleKeys
+from torchtune import training, utils
+from torchtune.modules.peft import DoRALinear
+from torchtune.recipe_interfaces import FTRecipeInterface
+from torchtune.training import _activation_offloading
+
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune import host as hosts
+from adaptive_batching._torchtune.bits_and_bytes import BlockWise, stand_in_for
+from adaptive_batching._torchtune.data import Sample, SampleLoader
+from adaptive_batching._torchtune.images import Image, image_of, without_torchvision
+from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.learning_rate import scheduled_rates
+from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.offloading import TracedOffloading
+from adaptive_batching._torchtune.preferences import KINDS
+from adaptive_batching._torchtune.quantization_aware import accept_configs_of_torchao
+from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
+
+RECIPES: Mapping[str, Callable[[hosts.StockParts], Objective]] = {
+    "full_finetune_single_device": hosts.next_token,
+    "lora_finetune_single_device": hosts.next_token,
+    "full_finetune_distributed": hosts.next_token,
+    "lora_finetune_distributed": hosts.next_token,
+    "lora_dpo_single_device": hosts.preferences,
+    "lora_dpo_distributed": hosts.preferences,
+    "full_dpo_distributed": hosts.preferences,
+    "knowledge_distillation_single_device": hosts.distillation,
+    "knowledge_distillation_distributed": hosts.distillation,
+    "qat_distributed": hosts.fake_quantized,
+    "qat_lora_finetune_distributed": hosts.next_token,
+}
+"""Stock recipes that can be set up on paper, and what makes their objectives."""
+
+_META = torch.device("meta")
+_HERE = "adaptive_batching._torchtune.on_paper"
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run on paper: samples of one length."""
+
+    length: int
+    """Tokens of a sample."""
+
+    samples: int
+    packed: bool = False
+    image: Image | None = None
+    """Image of each sample; None for text alone."""
+
+    pairs: bool = False
+    """Each sample is a pair of answers, both of that length."""
+
+    @property
+    def assumes(self) -> str | None:
+        """Assumptions about samples, in words; None if their length says all."""
+        of_image = None if self.image is None else str(self.image)
+        return "both answers of each pair have that length" if self.pairs else of_image
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        tokens = [1] * self.length
+        if self.pairs:
+            return {f"{kind}_{part}": list(tokens) for kind in KINDS for part in ("input_ids", "labels")}
+        sample: Sample = {"tokens": tokens, "labels": list(tokens)}
+        if self.packed:
+            sample = {key: torch.tensor(value) for key, value in sample.items()}
+            sample |= {"input_pos": torch.arange(self.length), "seq_lens": torch.tensor([self.length])}
+        if self.image is not None:
+            sample |= self.image.fields(self.length)
+        return sample
+
+
+def make_data(
+    tokenizer: Any,
+    length: int,
+    samples: int,
+    packed: bool = False,
+    image: dict[str, int] | None = None,
+    pairs: bool = False,
+) -> Data:
+    """Stand in for a builder of data sets."""
+    return Data(length, samples, packed, None if image is None else Image(**image), pairs)
+
+
+@dataclass
+class Tokenizer:
+    """Stands in for a tokenizer, of which only this is read."""
+
+    max_seq_len: int | None = None
+    pad_id: int = 0
+
+
+class NoLogger:
+    """Stands in for a logger of metrics."""
+
+    def log_config(self, config: DictConfig) -> None:
+        """Log nothing."""
+
+
+def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[hosts.Host, hosts.StockRun]:
+    """Set a stock recipe up on the meta device.
+
+    Args:
+        recipe: One of :data:`RECIPES`.
+        cfg: Its config; a ``device`` other than ``cpu`` stands for a CUDA device.
+        data: The data to train on.
+        devices: Number of devices, each of which a process group of that size stands for while the host is used; a
+            group must be there, see :func:`on_devices`.
+
+    Returns:
+        The recipe and its run. The model is on the meta device.
+
+    Raises:
+        Exception: Whatever stock raises about the config.
+    """
+    stock, make_objective = load_stock(recipe), RECIPES[recipe]
+    [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]
+    planned = type(base.__name__, (_OnPaper, base), {})
+    cfg = _without_files(cfg, replace(data, pairs=make_objective is hosts.preferences))
+    accept_configs_of_torchao()
+    with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock):
+        made: Any = planned(cfg)
+        made._device = _META
+        made.setup(cfg)
+    host = hosts.host_of(
+        made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
+    )
+    for model in (host.model, *host.objective.frozen_models):
+        _build_rope(model, made._dtype)
+    if made.enabled:
+        host.objective.leave_stock()
+    if cfg.device == "cpu":
+        for optimizer in host.optimizers:
+            _loop_over_parameters(optimizer)
+    steps = made.total_epochs * made._steps_per_epoch
+    rates = made.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(made))  # stock may have no schedule
+    return host, hosts.run_of(made, int(cfg.batch_size), rates)
+
+
+@contextlib.contextmanager
+def on_devices(count: int) -> Iterator[None]:
+    """Have a process group of ``count`` ranks inside, of which this process is the first and only one."""
+    if count == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _OnPaper:
+    """Mixed into a stock recipe, in front of it."""
+
+    # Set by the stock recipe
+    _device: torch.device
+    _model: nn.Module
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.gate = Gate()
+        self.rates: list[float] = []
+        self.enabled = read_settings(cfg, warns=False).enabled
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        if hasattr(self, "_checkpoint_client"):
+            self._checkpoint_client = mock.Mock(load_base_checkpoint=lambda: {training.MODEL_KEY: {}})
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {training.MODEL_KEY: {}}
+
+    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {training.MODEL_KEY: {}}
+
+    def _load_ref_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def load_teacher_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {training.MODEL_KEY: {}}
+
+    def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
+        image = image_of(self._model)
+        if image is not None:
+            cfg_dataset = OmegaConf.merge(cfg_dataset, {"image": asdict(image)})  # type: ignore[assignment]
+        made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
+        sampler, stock_loader = made if isinstance(made, tuple) else (None, made)  # as the recipe has it
+        loader = SampleLoader(stock_loader, drops_last=self.enabled or stock_loader.drop_last)
+        if loader.dataset.packed:
+            loader.collate = _collate_packs
+        return loader if sampler is None else (sampler, loader)
+
+    def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced_in_torchtune(register_optim_in_bwd_hooks=self.gate.register):
+            return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def _setup_lr_scheduler(self, *, num_training_steps: int, **kwargs: Any) -> Any:
+        initial = hosts.initial_learning_rate(self)
+        self.rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial)
+        return super()._setup_lr_scheduler(num_training_steps=num_training_steps, **kwargs)  # type: ignore[misc]
+
+
+def _collate_packs(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Return a batch of packs without the mask, which on CUDA is one of blocks; see :func:`step.without_block_mask`."""
+    return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
+
+
+def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
+    """Return a copy of a config whose components need nothing that is not there."""
+    cfg = copy.deepcopy(cfg)
+    OmegaConf.set_struct(cfg, False)
+    cfg.metric_logger = {"_component_": f"{_HERE}.NoLogger"}
+    cfg.tokenizer = {"_component_": f"{_HERE}.Tokenizer", "max_seq_len": cfg.tokenizer.get("max_seq_len")}
+    cfg.dataset = {
+        "_component_": f"{_HERE}.make_data", "length": data.length, "samples": data.samples, "packed": data.packed,
+        "pairs": data.pairs,
+    }  # fmt: skip
+    cfg.resume_from_checkpoint = False
+    stand_in = stand_in_for(cfg.optimizer["_component_"])
+    if stand_in is not None:
+        cfg.optimizer = {"_component_": f"{BlockWise.__module__}.BlockWise", **stand_in, "lr": cfg.optimizer.get("lr")}
+    cfg.pop("profiler", None)
+    return cfg
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _without_device(stock: ModuleType) -> Iterator[None]:
+    """Replace, inside, what a set-up asks of devices, of other ranks and of stored weights."""
+    cpu_mesh: Callable[..., Any] = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)  # noqa: E731
+    shard_model = training.shard_model
+
+    def shard(*args: Any, dp_mesh: Any = None, **kwargs: Any) -> None:
+        mesh = dp_mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+        shard_model(*args, dp_mesh=mesh, **kwargs)
+
+    def ignore(*args: Any, **kwargs: Any) -> Any:
+        return _IncompatibleKeys([], [])
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            replaced_in_torchtune(
+                get_dtype=lambda dtype, device=None: training.precision.PRECISION_STR_TO_DTYPE[dtype or "fp32"],
+                get_memory_stats=lambda *args, **kwargs: {},
+                log_memory_stats=lambda *args, **kwargs: None,
+                load_from_full_model_state_dict=ignore,
+                validate_no_params_on_meta_device=ignore,
+                shard_model=shard,
+            )
+        )
+        patches: list[Any] = [
+            mock.patch.object(utils, "get_device", lambda device=None: torch.device(device or "cuda")),
+            mock.patch.object(nn.Module, "load_state_dict", ignore),
+            mock.patch.object(DoRALinear, "initialize_dora_magnitude", ignore),
+            mock.patch.object(_activation_offloading, "OffloadActivations", TracedOffloading),
+        ]
+        for name, replacement in (("init_process_group", ignore), ("init_device_mesh", cpu_mesh)):
+            if hasattr(stock, name):
+                patches.append(mock.patch.object(stock, name, replacement))
+        for patch in patches:
+            stack.enter_context(patch)
+        if dist.is_initialized():
+            stack.enter_context(mock.patch.object(dist, "barrier", ignore))
+        yield
+
+
+def _build_rope(model: nn.Module, dtype: torch.dtype) -> None:
+    """Build the caches of rotary embeddings on the host: some take their shape from values, which meta tensors lack.
+
+    Only their shapes stay: a model can have a cache in each layer, of gigabytes together.
+    """
+    with training.set_default_dtype(dtype), torch.device("cpu"):
+        ropes: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
+        for rope in ropes:
+            rope.is_cache_built = False
+            rope.rope_init()
+            for name, buffer in rope.named_buffers():
+                setattr(rope, name, buffer.to(_META))
+
+
+def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Choose for an optimizer what torch chooses on the host, where the config leaves it open."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", ...) is None and group.get("fused") is None:
+            group["foreach"] = False

@@ -1,0 +1,226 @@
+"""``plan``: say what a config takes of a GPU, without one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import _recipe_registry as registry
+from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _merge_yaml_and_cli_args
+
+from adaptive_batching._growth.increase import IncreaseFunctionError
+from adaptive_batching._plan.devices import find_gpu
+from adaptive_batching._plan.verdict import Answer
+from adaptive_batching._probe.trace import TraceError
+from adaptive_batching._torchtune.commands import LAUNCHED, closest
+from adaptive_batching._torchtune.data_at_hand import NotAtHandError, read_data
+from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.on_paper import RECIPES
+from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
+from adaptive_batching._torchtune.plan_many import first_line
+from adaptive_batching._torchtune.planning import NotPlannedError, Question
+from adaptive_batching._values import ConfigError, MemoryAmount
+
+_USAGE_ERROR = 2
+
+
+def add_plan(subparsers: Any, prog: str) -> None:
+    """Add ``plan`` to a command line."""
+    help_text = "Say whether a config fits on a GPU, what takes the memory, and what would help. Needs no GPU."
+    parser = subparsers.add_parser(
+        "plan", prog=f"{prog} plan", help=help_text, description=help_text,
+        epilog="exit codes: 0 fits, 1 does not, 3 tight, 4 cannot tell, 2 a mistake on the command line",
+    )  # fmt: skip
+    parser.add_argument("--config", required=True, help="name, as 'ls' shows it, or path")
+    parser.add_argument("--recipe", choices=RECIPES, help="recipe of a config that is no stock one")
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--memory", metavar="24GiB", help="memory of the GPU")
+    device.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 'RTX 4090' or H100")
+    parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of the longest sample")
+    parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
+    parser.add_argument("--table", action="store_true", help="show what forwards of other shapes need")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what a step takes over the batch size")
+    parser.add_argument("--no-levers", action="store_true", help="leave out what would help")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    parser.set_defaults(func=lambda args: sys.exit(_run(args)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Print a plan, and return the exit code."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # processes that are forked below cannot take over threads
+    try:
+        asked = _read(args)
+        return answer(asked, as_json=args.json)
+    except (ConfigError, IncreaseFunctionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except (NotPlannedError, TraceError) as error:
+        print(
+            json.dumps({"version": VERSION, "answer": "cannot tell", "reason": str(error)})
+            if args.json
+            else f"cannot tell: {error}"
+        )
+        return Answer.CANNOT_TELL.value
+    except InstantiationError as error:
+        missing = re.search(r"No module named '([^'.]+)", str(error))
+        if missing is None or find_spec(missing[1]) is not None:
+            print(f"error: {first_line(error)}", file=sys.stderr)
+            return _USAGE_ERROR
+        print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
+        return Answer.CANNOT_TELL.value
+    except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        print(f"error: torchtune refuses the config: {first_line(error)}", file=sys.stderr)
+        return _USAGE_ERROR
+
+
+def _read(args: argparse.Namespace) -> Asked:
+    for name in ("sequence_length", "samples", "devices"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if args.mfu is not None and not 0 < args.mfu <= 1:
+        raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
+    if args.mfu is not None and args.gpu is None:
+        raise ConfigError(f"--mfu {args.mfu} is a share of a GPU's peak; name the GPU with --gpu")
+    for override in args.overrides:
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"{override!r} is no override; write key=value")
+    gpu = None if args.gpu is None else find_gpu(args.gpu)
+    if args.plot is not None:
+        _check_plot(args.plot)
+    recipe, path, cfg = _load(args.config, args.recipe, args.overrides)
+    devices = args.devices or _devices_of(recipe, path)
+    recipe = _on_so_many(recipe, devices)
+    memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
+    if memory is not None and memory.num_bytes is None:
+        raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
+    memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
+    length, data, unknown = args.sequence_length or _length_of(cfg), None, ""
+    if length is None or args.samples is None:
+        try:
+            data = read_data(cfg)
+        except NotAtHandError as error:
+            unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
+        else:
+            length = length or data.longest
+    question = Question(recipe, cfg, devices, args.samples or (len(data) if data else None))
+    return Asked(
+        args.config, question, length, unknown, data, memory_bytes, gpu, args.mfu, not args.no_levers, args.table,
+        args.plot,
+    )  # fmt: skip
+
+
+def _check_plot(path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise ConfigError(f"--plot {path} needs matplotlib; pip install 'adaptive-batching[plots]'")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.absolute().parent}")
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in known:
+        raise ConfigError(f"--plot {path} has no ending of a picture; write one of .{', .'.join(known)}")
+
+
+def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
+    """Return the recipe, the file and the config that a name or path and overrides stand for.
+
+    Raises:
+        ConfigError: If there is no such config, or an override cannot be read.
+        NotPlannedError: If the config is of a recipe that is not covered.
+    """
+    found = [
+        (stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs if config.name == name
+    ]
+    path = Path(name)
+    if found and not path.is_file():
+        path = CONFIGS / found[0][1].file_path
+        recipe = recipe or next((of for of, _ in found if of in RECIPES), None)
+        if recipe is None:
+            raise NotPlannedError(_not_covered(name, found[0][0]))
+    elif not path.is_file():
+        for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
+            if name in [config.name for config in other.configs]:
+                raise NotPlannedError(_not_covered(name, other.name))
+        known = [config.name for stock in registry.get_all_recipes() for config in stock.configs]
+        raise ConfigError(f"--config {name}: there is no such file, and no such config{closest(name, known)}")
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]
+    except Exception as error:  # whatever YAML, omegaconf and torchtune raise
+        raise ConfigError(f"{name} {' '.join(overrides)} cannot be read: {first_line(error)}") from error
+    if "model" not in cfg:
+        raise ConfigError(f"--config {name} has no model; is it a config of a recipe?")
+    return recipe or _recipe_of(path, cfg), path, cfg
+
+
+def _recipe_of(path: Path, cfg: DictConfig) -> str:
+    """Return the recipe that a config names in its launch command, or else the one that its keys are for.
+
+    Raises:
+        NotPlannedError: If that one is not covered.
+    """
+    launched = re.findall(LAUNCHED, path.read_text())
+    for name in launched:
+        if name in RECIPES:
+            return str(name)
+    known = [recipe.name for recipe in registry.get_all_recipes()]
+    other = next((name for name in launched if name in known), "eleuther_eval" if "tasks" in cfg else None)
+    if other is not None:
+        raise NotPlannedError(_not_covered(str(path), other))
+    adapters = "lora_attn_modules" in cfg.model
+    if "quantizer" in cfg:
+        return "qat_lora_finetune_distributed" if adapters else "qat_distributed"
+    if "teacher_model" in cfg:
+        return "knowledge_distillation_single_device"
+    if "DPO" in str(cfg.loss["_component_"]):
+        return "lora_dpo_single_device" if adapters else "full_dpo_distributed"
+    return ("lora" if adapters else "full") + "_finetune_single_device"
+
+
+def _on_so_many(recipe: str, devices: int) -> str:
+    """Return the recipe that does on so many devices what ``recipe`` does.
+
+    Raises:
+        ConfigError: If there is none for one device.
+    """
+    several = recipe.replace("single_device", "distributed")
+    if devices > 1:
+        return several
+    alone = several.replace("distributed", "single_device")
+    if alone not in RECIPES:
+        raise ConfigError(f"--devices 1: torchtune has no {alone}, and {several} is for 2 or more")
+    return alone
+
+
+def _not_covered(config: str, recipe: str) -> str:
+    return f"{config} is a config of {recipe}; plans are made of {', '.join(RECIPES)}"
+
+
+def _devices_of(recipe: str, path: Path) -> int:
+    """Return the number of devices that a config says it is launched with, or 1."""
+    if recipe.endswith("single_device"):
+        return 1
+    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
+    return int(said[1]) if said else 2
+
+
+def _length_of(cfg: DictConfig) -> int | None:
+    section = cfg.get("adaptive_batching") or {}
+    length = section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
+    return None if length is None else int(length)

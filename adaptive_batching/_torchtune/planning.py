@@ -1,0 +1,269 @@
+"""The plan of a run: what its config takes of each device, and what the run would make of it, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from omegaconf import DictConfig
+from torch.utils.data import DistributedSampler
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.course import PlannedEpoch
+from adaptive_batching._micro_batches.cut import Capacity, cut_by_length
+from adaptive_batching._plan.devices import outside_of_allocator
+from adaptive_batching._plan.forecast import Forecast
+from adaptive_batching._plan.varying import Shape, TracedLengths, Varying, replay_shapes
+from adaptive_batching._probe.sizes import candidate_sizes
+from adaptive_batching._probe.trace import trace_step
+from adaptive_batching._torchtune.bits_and_bytes import paged_bytes
+from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
+from adaptive_batching._torchtune.data_at_hand import DataAtHand
+from adaptive_batching._torchtune.host import Host, StockRun
+from adaptive_batching._torchtune.images import COLLATE
+from adaptive_batching._torchtune.laying_out import accumulation_of, make_controller, make_growth, resolve_increase
+from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching._torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
+from adaptive_batching._torchtune.set_up_memory import set_up_bytes
+from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
+
+_SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
+_FORWARDS = 48  # of varying lengths that are replayed, and those that complete an optimizer step
+_SHORTEST = 16  # tokens; below, a step may take other kernels
+
+
+class NotPlannedError(RuntimeError):
+    """Raised for what no plan can be made of; the message says why."""
+
+
+class TooLongError(ConfigError):
+    """Raised for samples that are longer than a model takes."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run to plan."""
+
+    recipe: str
+    """Name of the stock recipe."""
+
+    cfg: DictConfig
+    devices: int = 1
+    samples: int | None = None
+    """Of the data; None if that is not known."""
+
+    def changed(self, **keys: object) -> Question:
+        """Return the question with other keys in the config; dots in their names are written as two underscores."""
+        cfg = copy.deepcopy(self.cfg)
+        for key, value in keys.items():
+            at = cfg
+            *sections, last = key.split("__")
+            for section in sections:
+                at = at[section]
+            at[last] = value
+        return replace(self, cfg=cfg)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A run on paper, traced at one length."""
+
+    forecast: Forecast
+    length: int
+    asked: int
+    """Samples of a forward that the config asks for at least."""
+
+    accumulation: int
+    """Batches of an optimizer step."""
+
+    devices: int
+    paged_bytes: int
+    """Optimizer states that lie in managed memory, beside all others."""
+
+    trained_parameters: int
+    parameters: int
+    frozen_parameters: int
+    """Of the reference model or the teacher, if there is one."""
+
+    assumes: str | None
+    """Of the data, in words; None if their length says all."""
+
+    has_images: bool
+    """True if samples have images, so that their tokens say little of their memory."""
+
+
+def sketch(question: Question, length: int) -> Sketch:
+    """Set a run up on paper and trace its step on samples of ``length`` tokens.
+
+    Raises:
+        TooLongError: If the model takes no samples of that length.
+        TraceError: If the step cannot be traced.
+        Exception: Whatever stock raises about the config.
+    """
+    with _set_up(question, length) as (host, run, settings):
+        models = [host.model, *host.objective.frozen_models]
+        most = min(int(getattr(model, "max_seq_len", length)) for model in models)
+        if length > most:
+            raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
+        in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
+        step = replace(training_step(host, host.loader.dataset[0], accumulates=in_parts), on_cuda=True)
+        traced = trace_step(step)
+        sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        data: Data = host.loader.dataset
+        loading = set_up_bytes(*models, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
+        return Sketch(
+            Forecast(traced, outside_of_allocator(question.devices), loading), length, _asked(run, settings),
+            run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
+            sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
+            sum(p.numel() for model in models[1:] for p in model.parameters()),
+            data.assumes, data.image is not None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a run makes of the largest forward that fits."""
+
+    maximum: int
+    """Largest batch size, as the run would take it."""
+
+    reason: str
+    """The bound that gives it."""
+
+    epochs: Sequence[PlannedEpoch]
+    decided: bool
+    """False if the batch grows by what training shows."""
+
+
+def look_out(question: Question, length: int, largest: int) -> Outlook:
+    """Return the epochs of a run, planned as the run itself plans them.
+
+    Args:
+        question: The run; its samples are known.
+        length: Tokens of a sample.
+        largest: Largest forward that fits.
+
+    Raises:
+        Exception: Whatever stock raises about the config.
+    """
+    with _set_up(question, length) as (host, run, settings):
+        increase = resolve_increase(settings)
+        upper, reason = upper_bound(host, run, settings)
+        probed = Probed(upper, reason, settings.micro_batch_size)
+        if settings.probes:
+            rounds = settings.round_to_power_of_two and not settings.fills_memory
+            sizes = candidate_sizes(upper, powers_of_two=rounds, include=run.batch_size if settings.grows else None)
+            fitting = [size for size in sizes if size <= largest]
+            found = fitting[-1] if fitting else 1
+            by = reason if found == sizes[-1] else "memory"
+            probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
+        accumulation = accumulation_of(settings, run)
+        controller = make_controller(host, run, settings, increase, accumulation, probed, {})
+        decides_early = controller.decides_early and increase.noise_scale_every is None
+        growth = make_growth(
+            host, run, settings, replace(increase, noise_scale_every=None), controller, accumulation,
+            Execution(is_stock=not settings.enabled), {},
+        )  # fmt: skip
+        return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
+
+
+def as_they_come(
+    question: Question, made: Sketch, data: DataAtHand, outlook: Outlook, largest: int, memory_bytes: int
+) -> Varying | None:
+    """Replay the first optimizer steps of an epoch with the lengths that its samples have.
+
+    Args:
+        question: The run.
+        made: The run traced at the longest length.
+        data: The samples.
+        outlook: The epochs of the run.
+        largest: Largest forward of the longest samples that fits.
+        memory_bytes: Memory of a device.
+
+    Returns:
+        What is reserved, or None where all forwards have one shape.
+
+    Raises:
+        TraceError: If the order of allocations depends on the length.
+        Exception: Whatever stock raises about the config.
+    """
+    if not cuts_by_length(question.cfg) or data.packed or made.has_images or made.length < 2 * _SHORTEST:
+        return None
+    per_batch = outlook.epochs[0].batch_sizes[0]
+    shuffles = bool(question.cfg.get("shuffle", True))
+    order = DistributedSampler[int](data.lengths, question.devices, rank=0, shuffle=shuffles)  # type: ignore[arg-type]
+    lengths = [min(data.lengths[index], made.length) for index in order]
+    capacity = Capacity(((made.length, largest),))
+    cost, window = min(FIRST_FORWARD_COST, capacity.tokens), per_batch * made.accumulation
+    steps: list[list[Shape]] = []
+    for start in range(0, len(lengths) - window + 1, window):
+        here = lengths[start : start + window]
+        cut = cut_by_length(here, capacity, cost)
+        steps.append([(len(part), max(max(here[index] for index in part), _SHORTEST)) for part in cut])
+        if sum(map(len, steps)) >= _FORWARDS:
+            break
+    if not steps:
+        return None
+    shorter = made.length // 2 // _SHORTEST * _SHORTEST
+    traced = TracedLengths((made.length, made.forecast.step), (shorter, sketch(question, shorter).forecast.step))
+    return replay_shapes(traced, steps, memory_bytes - sum(each.most for each in made.forecast.outside))
+
+
+def cuts_by_length(cfg: DictConfig) -> bool:
+    """Return True if a config has its batches cut by the length of their samples."""
+    return isinstance(read_settings(cfg, warns=False).micro_batch_size, ByLength)
+
+
+def _check_covered(question: Question) -> None:
+    """Refuse what would be planned wrongly, or ends in the first step.
+
+    Raises:
+        NotPlannedError: If images come in batches that are not known, or tensor parallelism would not train.
+    """
+    cfg = question.cfg
+    collate = str(cfg.get("collate_fn", ""))
+    if "image" in collate and collate != COLLATE:
+        raise NotPlannedError(f"collate_fn={collate} makes batches of images that are not known; {COLLATE} is")
+    tensor_parallel = cfg.get("tensor_parallel_dim", 1)
+    if tensor_parallel == 1 or not question.recipe.startswith("full_finetune"):
+        return
+    ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
+    if cfg.get("clip_grad_norm") is not None:
+        raise NotPlannedError(f"{ends}: torch takes no norm of gradients on several meshes; set clip_grad_norm=null")
+    of_torch = str(cfg.optimizer["_component_"]).startswith("torch.optim.")
+    if tensor_parallel == question.devices and of_torch and cfg.optimizer.get("foreach") is not False:
+        raise NotPlannedError(
+            f"{ends}: on as many devices, norms are no distributed tensors, and torch's foreach optimizers take no "
+            f"mixture; set optimizer.foreach=False, or train on more devices"
+        )
+
+
+@contextlib.contextmanager
+def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
+    _check_covered(question)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    dataset = question.cfg.get("dataset")
+    packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
+    try:
+        settings = read_settings(question.cfg, warns=False)
+        data = Data(length, question.samples or _SOME_SAMPLES, packed)
+        with on_devices(question.devices):
+            cfg = question.changed(device="cuda").cfg
+            host, run = set_up(question.recipe, cfg, data, question.devices)
+            yield host, run, settings
+    finally:
+        logging.disable(before)
+
+
+def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
+    """Return the least forward that the settings leave to a run: 1 where it takes what fits."""
+    if isinstance(settings.micro_batch_size, Fixed):
+        return settings.micro_batch_size.samples
+    takes_what_fits = settings.use_maximum_batch_size and not settings.grows
+    return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1

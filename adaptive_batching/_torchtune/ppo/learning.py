@@ -1,0 +1,100 @@
+"""Optimizer steps on a batch of trajectories, each run again in smaller parts if it runs out of memory."""
+
+from __future__ import annotations
+
+import torch
+from torchtune.rlhf import PPOStats
+
+from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
+from adaptive_batching._torchtune.data import Sample
+from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.objective import Sums
+from adaptive_batching._torchtune.ppo.stock import Sizes
+from adaptive_batching._torchtune.ppo.trajectories import Experience, Trajectories, stats_of
+from adaptive_batching._torchtune.recovery import Recovery
+
+
+class Learning:
+    """Takes the optimizer steps that a batch of trajectories has.
+
+    Args:
+        host: The recipe.
+        objective: Its objective.
+        sizes: Optimizer steps and backward passes of a batch.
+        cutter: Cuts the rows of a backward pass into micro-batches.
+        recovery: Decides what runs again.
+        counts_retries: Notice when the allocator frees its cache to find room.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        objective: Trajectories,
+        sizes: Sizes,
+        cutter: Cutter,
+        recovery: Recovery,
+        *,
+        counts_retries: bool,
+    ) -> None:
+        self._host = host
+        self._objective = objective
+        self._sizes = sizes
+        self._cutter = cutter
+        self._recovery = recovery
+        self._counts_retries = counts_retries
+        self.ran: list[MicroBatch] = []
+        """Micro-batches of the last batch of trajectories."""
+
+    @property
+    def num_recoveries(self) -> int:
+        """Number of times that an optimizer step has had to run again."""
+        return self._recovery.num_recoveries
+
+    def run(self, experience: Experience) -> list[PPOStats]:
+        """Take all optimizer steps on ``experience``, in stock's order, and return the statistics of each.
+
+        Raises:
+            DoesNotFitError: If a single trajectory does not fit.
+        """
+        self._objective.see(experience)
+        self.ran = []
+        num_rows = len(experience.advantages)
+        in_step, in_backward = num_rows // self._sizes.steps, num_rows // self._sizes.parts
+        stats = []
+        for _ in range(self._sizes.epochs):
+            order = torch.randperm(num_rows, device=self._host.device).tolist()
+            for first in range(0, num_rows, in_step):
+                starts = range(first, first + in_step, in_backward)
+                stats.append(self._step([self._objective.rows(order[at : at + in_backward]) for at in starts]))
+        return stats
+
+    def _step(self, batches: list[list[Sample]]) -> PPOStats:
+        self._recovery.remember()
+        while (sums := self._gather(batches)) is None:
+            pass
+        with self._recovery.fatal():
+            apply_gradients(self._host, sums)
+        self._cutter.read_timings()
+        self._recovery.end_step()
+        return stats_of(sums)
+
+    def _gather(self, batches: list[list[Sample]]) -> Sums | None:
+        """Run each backward pass; None if one ran out of memory, and all must run again."""
+        total: Sums | None = None
+        ran: list[MicroBatch] = []
+        for batch in batches:
+            micro_batches = self._cutter.cut(batch)
+            outcome = gather_gradients(
+                self._host, micro_batches, self._cutter.timed, counts_retries=self._counts_retries
+            )
+            if outcome.failed:
+                self._cutter.forget_timings()
+                self._recovery.recover(micro_batches, outcome)
+                return None
+            self._recovery.note(micro_batches, outcome)
+            ran += micro_batches
+            for sums in outcome.results:
+                total = sums if total is None else total + sums
+        self.ran += ran
+        return total

@@ -1,0 +1,110 @@
+"""A PPO run from its settings to its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.accumulation import Accumulation, InParts
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._report.record import Report
+from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._torchtune.cutting import Cutter
+from adaptive_batching._torchtune.host import Host, StockRun
+from adaptive_batching._torchtune.kept_probe import Circumstances
+from adaptive_batching._torchtune.laying_out import Increase
+from adaptive_batching._torchtune.ppo.learning import Learning
+from adaptive_batching._torchtune.ppo.loop import PPOLoop, PPOOutlet
+from adaptive_batching._torchtune.ppo.probing import find_sizes
+from adaptive_batching._torchtune.ppo.rollout import Rollout
+from adaptive_batching._torchtune.ppo.stock import StockPPO
+from adaptive_batching._torchtune.ppo.trajectories import Trajectories
+from adaptive_batching._torchtune.probing import Probed
+from adaptive_batching._torchtune.recovery import Recovery
+from adaptive_batching._torchtune.session import Session
+
+
+class PPOSession(Session):
+    """Everything that a PPO run has settled on before it trains; see :class:`Session`.
+
+    Args:
+        stock: Stock's computation.
+    """
+
+    def __init__(
+        self,
+        stock: StockPPO,
+        host: Host,
+        run: StockRun,
+        settings: AdaptiveBatchingConfig,
+        increase: Increase,
+        circumstances: Circumstances,
+        report: Report | None,
+        stored: Mapping[str, Any],
+    ) -> None:
+        self.stock = stock
+        self._rollout_rows: int | None = None
+        self._rollout_limit = TokenLimit()
+        super().__init__(host, run, settings, increase, circumstances, report, stored)
+
+    def _accumulation(self) -> Accumulation:
+        return InParts(self.stock.sizes.parts)
+
+    def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
+        found = find_sizes(self.host, self.stock, self.run, self.settings, circumstances, report)
+        self._rollout_rows = found.rollout_rows
+        return found.batch
+
+    def ppo_loop(self, outlet: PPOOutlet, watchers: Sequence[Watcher] = ()) -> PPOLoop:
+        """Return the loop that trains; the arguments are those of :meth:`loop`."""
+        host, stock, enabled = self.host, self.stock, self.settings.recover_from_oom
+        objective = host.objective
+        assert isinstance(objective, Trajectories)
+        # Checkpointing of activations saves nothing where none are kept.
+        of_rollout = replace(host, checkpoints_activations=True)
+        rollout = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, enabled=enabled)
+        probed_tokens = 0 if self._probed is None else self._probed.tokens
+        learning = Recovery(
+            host, self.execution.limit, self._batch_dependent, enabled=enabled, probed_tokens=probed_tokens
+        )
+        return PPOLoop(
+            host,
+            stock,
+            self.run,
+            outlet,
+            Rollout(of_rollout, stock, self._rollout_limit, rollout, self._rollout_rows),
+            Learning(
+                host,
+                objective,
+                stock.sizes,
+                Cutter(host, self.execution),
+                learning,
+                counts_retries=self.growth is not None,
+            ),
+            self.growth,
+            watchers=[*watchers] if self._report is None else [self._report, *watchers],
+            limited=self._within_memory_limit,
+            save_every=self.settings.save_every_n_steps,
+        )
+
+    def state_dict(self, global_step: int) -> dict[str, Any] | None:
+        """Return what a checkpoint holds after ``global_step`` rollouts; None with all fields unset."""
+        state = super().state_dict(global_step)
+        if state is None:
+            return None
+        state["rollout_limit"] = self._rollout_limit.state_dict()
+        if self.host.gate is not None:  # of these stock stores those of the value model alone
+            state["policy_optimizers"] = [optimizer.state_dict() for optimizer in self._policy_optimizers()]
+        return state
+
+    def _restore(self, stored: Mapping[str, Any]) -> None:
+        super()._restore(stored)
+        self._rollout_limit.load_state_dict(stored["rollout_limit"])
+        for optimizer, state in zip(self._policy_optimizers(), stored.get("policy_optimizers", []), strict=False):
+            optimizer.load_state_dict(state)
+
+    def _policy_optimizers(self) -> list[Any]:
+        gate = self.host.gate
+        return [] if gate is None else [gate.optimizer_of(p) for p in self.stock.model.policy.parameters()]

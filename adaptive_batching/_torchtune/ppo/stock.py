@@ -1,0 +1,257 @@
+"""A stock PPO recipe as the rest of this package sees it: the only reader of its underscored attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torchtune import generation, rlhf
+from torchtune.modules import delete_kv_caches
+from torchtune.rlhf import PPOStats, Trajectory
+
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune.host import Host, StockRun
+from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.memory_history import MemoryHistory
+from adaptive_batching._torchtune.objective import Objective
+
+
+class PolicyAndValue(nn.Module):
+    """The two models that PPO trains, as one."""
+
+    def __init__(self, policy: nn.Module, value: nn.Module) -> None:
+        super().__init__()
+        self.policy = policy
+        self.value = value
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits and values; a step calls the models one by one."""
+        return self.policy(tokens), self.value(tokens)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share of a part in the losses of the batch that it was cut from."""
+
+    policy: float
+    """Of the tokens that the policy's loss is a mean over."""
+
+    value: torch.Tensor
+    """Of the tokens that the loss of the value model is a mean over."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a config, in trajectories."""
+
+    rollout_rows: int
+    """``forward_batch_size``."""
+
+    epochs: int
+    """``ppo_epochs``: times that a batch of trajectories is learned from."""
+
+    steps: int
+    """Optimizer steps of each of them: ``batch_size / ppo_batch_size``, which a batch keeps as it grows."""
+
+    backwards: int
+    """Backward passes of an optimizer step: ``gradient_accumulation_steps``."""
+
+    @property
+    def parts(self) -> int:
+        """Parts of a batch of trajectories that each have a backward pass."""
+        return self.steps * self.backwards
+
+
+class StockPPO:
+    """Stock's methods, run on any part of a batch.
+
+    Args:
+        recipe: A recipe that has been set up.
+        ppo_batch_size: The config's.
+    """
+
+    def __init__(self, recipe: Any, ppo_batch_size: int) -> None:
+        self._recipe = recipe
+        self.model = PolicyAndValue(recipe._policy_model, recipe._value_model)
+        self.rng: torch.Generator = recipe._rng
+        self.device: torch.device = recipe._device
+        self.pad_id: int = recipe._tokenizer.pad_id
+        self.vocabulary: int = recipe._policy_model.tok_embeddings.num_embeddings
+        self.max_generated_tokens: int = recipe._max_generated_tokens
+        self.total_rollouts: int = recipe._total_steps
+        self.sizes = Sizes(
+            rollout_rows=recipe._forward_batch_size,
+            epochs=recipe._ppo_epochs,
+            steps=recipe.batch_size // ppo_batch_size,
+            backwards=recipe._gradient_accumulation_steps,
+        )
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Most tokens of a prompt for which the policy can take prompt and response; None if it has no limit."""
+        longest = getattr(self.model.policy, "max_seq_len", None)
+        return None if longest is None else longest - self.max_generated_tokens
+
+    @property
+    def uncuttable(self) -> str | None:
+        """Name of the loss if its parts cannot be weighed apart, so that no batch can be cut; else None."""
+        loss = self._recipe._loss_fn
+        return None if hasattr(loss, "value_coeff") else f"{type(loss).__name__}, which has no value_coeff,"
+
+    def generate(self, prompts: torch.Tensor) -> Trajectory:
+        """Generate a trajectory for each of ``prompts``, [b, s], all in one forward.
+
+        The attention masks, [b, L, L], are left out: they take more than all else, and are made from the tokens again
+        where they are needed.
+        """
+        self._recipe._forward_batch_size = len(prompts)  # which caches of keys and values are made for
+        with torch.no_grad():
+            trajectory = self._recipe.generate_trajectory(prompts)
+        return trajectory._replace(masks=trajectory.masks.new_empty(len(prompts), 0))
+
+    def masks(self, query_responses: torch.Tensor) -> torch.Tensor:
+        """Return the attention masks, [b, L, L], of trajectories."""
+        masks: torch.Tensor = generation.get_causal_mask_from_padding_mask(query_responses != self.pad_id)
+        return masks
+
+    def judge(self, trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return advantages, whitened over the whole batch, returns, and the divergence as such and as a reward."""
+        recipe = self._recipe
+        rewards, kl, kl_rewards = rlhf.get_rewards_ppo(
+            trajectory.scores, trajectory.logprobs, trajectory.ref_logprobs, recipe._kl_coeff, trajectory.value_seq_idxs
+        )
+        advantages, returns = rlhf.estimate_advantages(
+            trajectory.values, rewards, recipe._gamma, recipe._lmbda, masks=~trajectory.response_padding_masks
+        )
+        return advantages, returns, kl, kl_rewards
+
+    def learn(
+        self,
+        model: PolicyAndValue,
+        trajectory: Trajectory,
+        advantages: torch.Tensor,
+        returns: torch.Tensor,
+        context_length: int,
+        share: Share | None,
+    ) -> PPOStats:
+        """Run forward and backward of ``model``, the recipe's or a copy.
+
+        Args:
+            model: The models to train.
+            trajectory: With attention masks.
+            advantages: [b, t]
+            returns: [b, t]
+            context_length: Tokens of a prompt.
+            share: That of a part; None for a whole batch, which is computed as in stock.
+        """
+        recipe = self._recipe
+        if model is not self.model or share is not None:
+            recipe = copy.copy(recipe)
+            recipe._policy_model, recipe._value_model = model.policy, model.value
+        if share is not None:
+            recipe._loss_fn = _LossOfPart(recipe._loss_fn, share)
+        stats: PPOStats = recipe.ppo_step(trajectory, advantages, returns, context_length)
+        return stats
+
+    def forget(self) -> None:
+        """Drop the caches that a rollout which broke off has left."""
+        policy: Any = self.model.policy
+        if policy.caches_are_setup():
+            delete_kv_caches(policy)
+
+    @contextlib.contextmanager
+    def unchanged_draws(self) -> Iterator[None]:
+        """Restore the state of the generator that rollouts draw from."""
+        state = self.rng.get_state()
+        try:
+            yield
+        finally:
+            self.rng.set_state(state)
+
+
+class _LossOfPart:
+    """The loss of a part of a batch: policy and value tokens each weigh by their own share."""
+
+    def __init__(self, loss: Any, share: Share) -> None:
+        self._loss = copy.copy(loss)
+        self._loss.value_coeff = loss.value_coeff * (share.value / share.policy)
+        self._policy = share.policy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        loss, *others = self._loss(*args, **kwargs)
+        return loss * self._policy, *others
+
+
+def host_of(recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, gate: Gate) -> Host:
+    """Read a stock PPO recipe that has been set up.
+
+    Args:
+        recipe: The recipe.
+        stock: Its computation.
+        objective: What it learns from.
+        ranks: The ranks of the run.
+        gate: Holds the optimizers back, if they step in the backward pass.
+    """
+    in_backward = bool(recipe._optimizer_in_bwd)
+    return Host(
+        name=type(recipe).__name__,
+        objective=objective,
+        model=stock.model,
+        optimizers=gate.optimizers if in_backward else [recipe._optimizer],
+        loader=recipe._dataloader,
+        device=recipe._device,
+        ranks=ranks,
+        gate=gate if in_backward else None,
+        is_compiled=bool(recipe.compile),
+        checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in stock.model.modules()),
+        max_length=getattr(recipe._tokenizer, "max_seq_len", None),
+    )
+
+
+def run_of(recipe: Any, num_samples: int, learning_rate: float) -> StockRun:
+    """Read how stock has laid the run out; its steps are rollouts.
+
+    Args:
+        recipe: A recipe that has been set up.
+        num_samples: ``num_steps`` of the config, which counts trajectories.
+        learning_rate: The rate, which is constant.
+    """
+    per_epoch, history = max(len(recipe._dataloader), 1), None
+    if recipe.profiler_profile_memory and recipe._device.type == "cuda":
+        first = recipe.profiler_wait_steps + recipe.profiler_warmup_steps
+        history = MemoryHistory(first, first + recipe.profiler_active_steps)
+    return StockRun(
+        batch_size=recipe.batch_size,
+        accumulation=1,
+        epochs=max(recipe._total_epochs, math.ceil(num_samples // recipe.batch_size / per_epoch)),  # a resumed run's
+        steps_per_epoch=per_epoch,
+        first_epoch=recipe._epochs_run,
+        first_step=recipe._steps_run,
+        rates=(learning_rate,),
+        log_every=recipe._log_every_n_steps,
+        profiler=recipe._profiler,
+        memory_history=history,
+        samples=num_samples,
+    )
+
+
+def checkpointers_of(recipe: Any) -> tuple[Any, Any]:
+    """Return the checkpointers of policy and value model."""
+    return recipe._policy_checkpointer, recipe._value_checkpointer
+
+
+def note_progress(recipe: Any, *, epochs_run: int, rollouts: int) -> None:
+    """Let stock know how far the run is."""
+    recipe._epochs_run, recipe._steps_run = epochs_run, rollouts
+
+
+def rollouts_of(recipe: Any) -> int:
+    """Return the rollouts that stock knows of."""
+    return int(recipe._steps_run)

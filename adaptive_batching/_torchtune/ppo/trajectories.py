@@ -1,0 +1,201 @@
+"""Trajectories as PPO learns from them: rows of a batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.rlhf import PPOStats, Trajectory
+
+from adaptive_batching._torchtune.data import Sample, indexed, stretch
+from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
+from adaptive_batching._torchtune.ppo.stock import PolicyAndValue, Share, StockPPO
+
+_OF_LEARNING = (
+    "query_responses", "logprobs", "values", "position_ids", "response_padding_masks", "value_padding_masks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Trajectories, and what is made of them."""
+
+    trajectory: Trajectory
+    """Without attention masks."""
+
+    advantages: torch.Tensor  # [b, t]
+    returns: torch.Tensor  # [b, t]
+    context_length: int
+    """Tokens of a prompt."""
+
+    numbers: Sequence[int | None] = ()
+    """Numbers of the prompts in the data set."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a forward and backward needs, by name, with trajectories in dimension 0."""
+        found = {name: getattr(self.trajectory, name) for name in _OF_LEARNING}
+        return {**found, "advantages": self.advantages, "returns": self.returns}
+
+    def counts(self, mask: str) -> list[int]:
+        """Return the tokens of each trajectory that are not padding, by ``mask``."""
+        counts: list[int] = (~getattr(self.trajectory, mask)).sum(dim=1).tolist()
+        return counts
+
+
+class Trajectories(Objective):
+    """The clipped losses of policy and value model, as stock's recipe computes them.
+
+    Samples are rows of the trajectories that were seen last, as :meth:`rows` gives them; samples of the loader are
+    prompts. The loss of the policy is a mean over the tokens of responses, that of the value model a mean over these
+    and, where a response has ended, one more. So a part of a batch has two shares.
+
+    Args:
+        stock: Stock's computation.
+    """
+
+    sums_gradients = False
+    saves_memory_by = frozenset()
+
+    def __init__(self, stock: StockPPO) -> None:
+        self._stock = stock
+        self._seen: Experience | None = None
+        self._policy_tokens: list[int] = []
+        self._value_tokens: list[int] = []
+        self._held_bytes: Callable[[int], int] = lambda rows: 0
+
+    def see(self, experience: Experience) -> None:
+        """Have rows be those of ``experience`` from now on."""
+        self._seen = experience
+        self._policy_tokens = experience.counts("response_padding_masks")
+        self._value_tokens = experience.counts("value_padding_masks")
+
+    def rows(self, rows: Sequence[int]) -> list[Sample]:
+        """Return the samples of one backward pass: rows whose losses are means over all of them."""
+        tokens = sum(self._value_tokens[row] for row in rows)
+        numbers = self._experience.numbers
+        return [
+            indexed({"row": row, "rows": len(rows), "value_tokens": tokens}, numbers[row] if numbers else None)
+            for row in rows
+        ]
+
+    def at_worst(self, context_length: int, held_bytes: Callable[[int], int]) -> Trajectories:
+        """Return a copy that has seen one trajectory, as long as can be.
+
+        Args:
+            context_length: Tokens of its prompt.
+            held_bytes: Rows of a backward pass -> bytes of the whole batch of trajectories, held meanwhile.
+        """
+        worst = copy.copy(self)
+        worst.see(longest(self._stock, context_length))
+        worst._held_bytes = held_bytes
+        return worst
+
+    @property
+    def _experience(self) -> Experience:
+        assert self._seen is not None, "no trajectories yet"
+        return self._seen
+
+    # Samples
+
+    def tokens(self, sample: Sample) -> Sequence[int]:
+        if self.is_text(sample):
+            prompt: Sequence[int] = sample["tokens"]
+            return prompt
+        row: Sequence[int] = self._experience.trajectory.query_responses[sample["row"]].tolist()
+        return row
+
+    def is_text(self, sample: Sample) -> bool:
+        return "row" not in sample
+
+    def stretch(self, sample: Sample, length: int) -> Sample | None:
+        return stretch(sample, length) if self.is_text(sample) else None
+
+    def counts(self, samples: Sequence[Sample]) -> Counts:
+        tokens = sum(self._policy_tokens[sample["row"]] for sample in samples)
+        return Counts(tokens, tokens)
+
+    def weight_of(self, batch: Counts) -> int:
+        return 1
+
+    # A forward
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        experience, rows = self._experience, [sample["row"] for sample in samples]
+        index = torch.tensor(rows, device=experience.advantages.device)
+        batch = {name: tensor.index_select(0, index) for name, tensor in experience.tensors().items()}
+        whole = samples[0]
+        value_share = sum(self._value_tokens[row] for row in rows) / whole["value_tokens"]
+        batch["value_share"] = torch.tensor(value_share)
+        batch["row_share"] = torch.tensor(len(rows) / whole["rows"])
+        held = self._held_bytes(len(rows))
+        if held:
+            batch["held"] = torch.empty(held, dtype=torch.uint8, device=index.device)
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        """Run forward and backward, which stock has in one.
+
+        Returns:
+            A number without a model behind it, as the backward pass is over, and the sums.
+        """
+        assert isinstance(model, PolicyAndValue)
+        tokens = batch["query_responses"]
+        fields: dict[str, Any] = dict.fromkeys(Trajectory._fields)
+        fields |= {name: batch[name] for name in _OF_LEARNING}
+        trajectory = Trajectory(**{**fields, "masks": self._stock.masks(tokens)})
+        share = None if weight is None else Share(weight, batch["value_share"])
+        stats = self._stock.learn(
+            model, trajectory, batch["advantages"], batch["returns"], self._experience.context_length, share
+        )
+        of_rows = batch["row_share"]
+        shares = {"ratios": of_rows, "approx_policy_kls": of_rows, "policy_loss": weight, "clipfrac": weight}
+        shares["value_loss"] = batch["value_share"]
+        metrics = {name: value.detach() for name, value in stats._asdict().items() if name != "loss"}
+        if weight is not None:
+            metrics = {name: value * shares[name] for name, value in metrics.items()}
+        over = torch.zeros((), requires_grad=True)
+        return over, Sums(stats.loss.detach(), torch.tensor(tokens.numel()), metrics)
+
+    def forget(self) -> None:
+        self._stock.forget()
+
+    def batch_dependent_part(self) -> str | None:
+        return self._stock.uncuttable
+
+
+def stats_of(sums: Sums) -> PPOStats:
+    """Return the statistics of an optimizer step, as stock sums them up."""
+    return PPOStats(loss=sums.loss, **sums.metrics)
+
+
+def longest(stock: StockPPO, context_length: int) -> Experience:
+    """Return one trajectory whose response does not end early, on the device."""
+    generated, total = stock.max_generated_tokens, context_length + stock.max_generated_tokens
+    token = 1 if stock.pad_id == 0 else 0  # any but padding
+    weight = next(stock.model.parameters())
+
+    def numbers() -> torch.Tensor:
+        return torch.zeros(1, generated, dtype=weight.dtype, device=stock.device)
+
+    def mask() -> torch.Tensor:
+        return torch.zeros(1, generated, dtype=torch.bool, device=stock.device)
+
+    last = torch.full((1,), generated - 1, device=stock.device)
+    trajectory = Trajectory(
+        query_responses=torch.full((1, total), token, device=stock.device),
+        logprobs=numbers(), ref_logprobs=numbers(), values=numbers(),
+        masks=mask().new_empty(1, 0),
+        position_ids=torch.arange(total, dtype=torch.int, device=stock.device)[None],
+        response_padding_masks=mask(), value_padding_masks=mask(),
+        value_seq_idxs=last, scores=numbers()[:, 0], seq_lens=last,
+    )  # fmt: skip
+    return Experience(trajectory, numbers(), numbers(), context_length)
+
+
+def bytes_of(experience: Experience) -> int:
+    """Return the bytes of all tensors of ``experience``."""
+    return sum(tensor.nbytes for tensor in (*experience.trajectory, experience.advantages, experience.returns))

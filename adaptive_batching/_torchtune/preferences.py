@@ -1,0 +1,156 @@
+"""Direct preference optimization: pairs of a chosen and a rejected answer, against a reference model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import rlhf
+from torchtune.modules.peft import disable_adapter
+
+from adaptive_batching._torchtune.data import Sample, repeat_to
+from adaptive_batching._torchtune.objective import Activations, Batch, Counts, Objective, Sums, renewed, traced_like
+
+KINDS = ("chosen", "rejected")
+"""Answers of a pair, by the names that torchtune gives them."""
+
+
+class _OfLast(Sums):
+    """Sums of losses and tokens, and the metrics of the last forward alone, which is what stock logs."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return _OfLast(self.loss + other.loss, self.tokens + other.tokens, other.metrics)
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
+        """Apply ``function`` to each of the values."""
+        return _OfLast(*vars(super().map(function)).values())
+
+
+class Preferences(Objective):
+    """The mean loss over pairs, as stock's DPO recipes compute it.
+
+    A pair is two sequences of one forward, which are padded alike; its length is that of the longer one.
+
+    Args:
+        collate: Collate function of stock's loader: pairs -> (tokens, labels), both [2b, s], all chosen answers first.
+        loss: Loss of each pair, and the rewards of its answers, from log probabilities of policy and reference.
+        activations: Context of the forward, which may offload activations.
+        reference: The model to stay close to; None for the policy without its adapters.
+        num_ranks: Ranks, each with pairs of its own.
+    """
+
+    sums_gradients = False
+
+    def __init__(
+        self,
+        collate: Callable[[list[Sample]], tuple[torch.Tensor, torch.Tensor]],
+        loss: Any,
+        activations: Activations,
+        reference: nn.Module | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        self._collate = collate
+        self._loss = loss
+        self._activations = activations
+        self.frozen_models = () if reference is None else (reference,)
+        self._num_ranks = num_ranks
+        self._is_stock = True
+        self._pairs = 0  # of the optimizer step on this rank
+
+    def tokens(self, sample: Sample) -> Sequence[int]:
+        longer: Sequence[int] = max((sample[f"{kind}_input_ids"] for kind in KINDS), key=len)
+        return longer
+
+    def counts(self, samples: Sequence[Sample]) -> Counts:
+        return Counts(len(samples), len(samples))
+
+    def stretch(self, sample: Sample, length: int) -> Sample | None:
+        stretched = {key: repeat_to(values, length) for key, values in sample.items()}
+        for kind in KINDS:
+            stretched[f"{kind}_labels"] = list(stretched[f"{kind}_input_ids"])
+        return stretched
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        tokens, labels = self._collate(list(samples))
+        return {"tokens": tokens, "labels": labels}
+
+    def begin_step(self, step: int, samples: int) -> None:
+        self._pairs = samples
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        tokens, labels = batch["tokens"], batch["labels"]
+        pairs = tokens.shape[0] // 2
+        log_probs, logits = self._forward(model, tokens, labels)
+        means = {f"logits/{kind}": half.detach().mean() for kind, half in zip(KINDS, _halves(logits), strict=True)}
+        del logits  # so that they are freed before the reference's are made, where the backward pass needs them not
+        reference, adapters = self._reference(model)
+        with torch.no_grad(), adapters:
+            of_reference, _ = self._forward(reference, tokens, labels)
+        chosen, rejected = _halves(log_probs)
+        losses, chosen_rewards, rejected_rewards = self._loss(chosen, rejected, *_halves(of_reference))
+        loss = losses.mean()
+        # A part of a batch has the share of its pairs; a whole one is divided by the number of batches, as in stock.
+        share = (pairs if weight is None else weight) / max(self._pairs, pairs)
+        loss = loss / max(self._pairs // pairs, 1) if weight is None else loss * share
+        metrics = {
+            "rewards/chosen": chosen_rewards.mean(),
+            "rewards/rejected": rejected_rewards.mean(),
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).float().mean(),
+            "rewards/margins": (chosen_rewards - rejected_rewards).mean(),
+            "log_probs/rejected": rejected.detach().mean(),
+            "log_probs/chosen": chosen.detach().mean(),
+            **means,
+        }
+        num_tokens = torch.tensor(tokens.numel(), device=tokens.device)
+        if self._is_stock and self._num_ranks == 1:
+            return loss, _OfLast(loss.detach(), num_tokens, metrics)
+        return loss, Sums(loss.detach(), num_tokens, {name: share * value for name, value in metrics.items()})
+
+    def _forward(
+        self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log probability of each answer, [2b], and the logits, [2b, s, vocabulary]."""
+        with self._activations:
+            logits = model(tokens)
+        return rlhf.get_batch_log_probs(logits, labels), logits
+
+    def _reference(self, model: nn.Module) -> tuple[nn.Module, contextlib.AbstractContextManager[Any]]:
+        if self.frozen_models:
+            return self.frozen_models[0], contextlib.nullcontext()
+        return model, disable_adapter(model)
+
+    def leave_stock(self) -> None:
+        self._is_stock = False
+
+    def forget(self) -> None:
+        self._activations = renewed(self._activations)
+
+    def mean_loss(self, sums: Sums) -> Any:
+        """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks, which is what is summed here."""
+        as_summed = self._is_stock and not self.frozen_models
+        return sums.loss.item() if as_summed else sums.loss.item() / self._num_ranks
+
+    def metrics(self, sums: Sums) -> dict[str, Any]:
+        """Return rewards, log probabilities and logits over all pairs; on one device stock takes the last forward's."""
+        found = {name: (value / self._num_ranks).cpu() for name, value in sums.metrics.items()}
+        if self._num_ranks > 1:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+    def recompile(self, again: Callable[[Any], Any]) -> None:
+        self._loss = again(self._loss)
+
+    def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
+        traced = super().for_trace(frozen_models)
+        assert isinstance(traced, Preferences)
+        traced._activations = traced_like(self._activations)
+        return traced
+
+
+def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split what a forward has made into that of the chosen and that of the rejected answers."""
+    half = both.shape[0] // 2
+    return both[:half], both[half:]

@@ -1,0 +1,274 @@
+"""Code that every recipe shares: stock's set-up, extended where it has to be, and our loop in place of stock's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.utils.data import DataLoader
+from torchtune import training
+from torchtune.recipe_interfaces import FTRecipeInterface
+from torchtune.training.lr_schedulers import get_lr
+
+from adaptive_batching._host_memory import keep_little_on_the_host
+from adaptive_batching._random_state import unchanged_random_state
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._report.record import Report
+from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._torchtune import host as hosts
+from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
+from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
+from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.laying_out import resolve_increase
+from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
+from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
+from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.probing import circumstances_of
+from adaptive_batching._torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
+from adaptive_batching._torchtune.session import Session
+from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
+from adaptive_batching._torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
+from adaptive_batching._torchtune.stock import replaced_in_torchtune
+from adaptive_batching._torchtune.validating import HeldOut, check_validation, hold_out
+from adaptive_batching._values import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class AdaptiveBatching:
+    """Mixed into a stock fine-tuning recipe, before it in the list of bases.
+
+    With none of ``use_maximum_batch_size``, ``batch_increase_function`` and ``micro_batch_size`` set, the recipe trains
+    as stock, bit for bit. A subclass extends the methods of stock's set-up (``_setup_model`` and the like), or names
+    another ``make_objective``; attributes that it changes when ``setup`` has ended are not looked at again.
+
+    Raises:
+        TypeError: When a class is made that names a stock recipe before this one, or overrides ``_loss_step``.
+    """
+
+    # Set by the stock recipe
+    _dataloader: SampleLoader
+    _device: torch.device
+    _gradient_accumulation_steps: int
+    _metric_logger: Any
+    _steps_per_epoch: int
+    epochs_run: int
+    global_step: int
+    total_epochs: int
+
+    make_objective: Callable[[hosts.StockParts], Objective] = staticmethod(hosts.next_token)
+    """Makes the recipe's objective."""
+
+    validates = True
+    """True if the loss is a mean over target tokens, which a validation computes."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
+            if FTRecipeInterface in base.__mro__ and not issubclass(base, AdaptiveBatching):
+                raise TypeError(
+                    f"class {cls.__name__}: {base.__name__} stands before AdaptiveBatching in the list of bases, so "
+                    f"that its setup and train would run in place of ours; name AdaptiveBatching first"
+                )
+            if "_loss_step" in vars(base):
+                raise TypeError(
+                    f"class {cls.__name__}: _loss_step of {base.__name__} would not be called; give the class a "
+                    f"make_objective, whose objective computes the loss"
+                )
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings = read_settings(cfg)
+        if self._settings.enabled and cfg.device == "cpu":
+            keep_little_on_the_host()
+        self._increase = resolve_increase(self._settings)
+        if self._increase.noise_scale_every is not None:
+            check_that_noise_can_be_measured(cfg, self._increase.reader)
+        self._validation = read_validation(cfg)
+        check_validation(self._validation, self._increase, type(self))
+        self._validation_loader: SampleLoader | None = None
+        self.watchers: list[Watcher] = []
+        """Are told what happens while the recipe trains."""
+
+        self._checkpoints = Path(cfg.checkpointer.output_dir)
+        self._gate = Gate()
+        self._stored: dict[str, Any] = {}
+        self._rates: list[float] | None = None
+        self._session: Session | None = None
+        self._report: Report | None = None
+        self._warned_of_logger = False
+        super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        self.ranks = Ranks(self._device)
+
+    def setup(self, cfg: DictConfig) -> None:
+        settings = self._settings
+        if settings.enabled:  # first, as a folder that cannot be written would show only after minutes
+            directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
+            about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
+            self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
+        if cfg.resume_from_checkpoint:
+            if self.ranks.is_first:
+                restore_state(self._checkpoints)
+            if self.ranks.size > 1:
+                dist.barrier()
+        resumes = cfg.resume_from_checkpoint and not hosts.saves_asynchronously(self)
+        if resumes and not settings.enabled:
+            refuse_step_checkpoints(cfg)
+        with from_last_checkpoint(cfg) if resumes and settings.enabled else contextlib.nullcontext():
+            super().setup(cfg=cfg)  # type: ignore[misc]
+        with self._showing_errors():
+            self._settle(cfg, self._report)
+
+    def _settle(self, cfg: DictConfig, report: Report | None) -> None:
+        """Settle on everything that a run needs, now that stock has set up."""
+        settings = self._settings
+        if self._rates is None:  # stock has no schedule
+            steps = self.total_epochs * self._steps_per_epoch
+            self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
+        host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
+        run = hosts.run_of(self, int(cfg.batch_size), self._rates)
+        circumstances = circumstances_of(cfg, measures_noise=self._increase.noise_scale_every is not None)
+        held_out = self._hold_out(host)
+        self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored, held_out)
+        self.global_step = self._session.run.first_step
+
+    def _hold_out(self, host: hosts.Host) -> HeldOut | None:
+        """Return the data set to validate on, if there is one."""
+        if self._validation is None or self._validation_loader is None:
+            return None
+        objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
+        with unchanged_random_state(self._device):
+            return hold_out(self._validation, self._validation_loader, objective, host.model)
+
+    def train(self) -> None:
+        assert self._session is not None, "set up first"
+        with self._showing_errors():
+            self._session.loop(self, self.watchers).run()
+        self._session.finish()
+
+    def _showing_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose errors are on the page of the run; ranks on other machines leave the record alone."""
+        if self._report is None or not self.ranks.is_next_to_first:
+            return contextlib.nullcontext()
+        return self._report.showing_errors()
+
+    # What stock must see of a run
+
+    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
+        """Let stock know how far the run is."""
+        self.epochs_run, self.global_step, self._steps_per_epoch = epochs_run, global_step, steps_per_epoch
+
+    def learning_rate(self) -> float:
+        """Return the learning rate that stock would log."""
+        rate: float = get_lr(hosts.learning_rate_holder(self))
+        return rate
+
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Hand metrics to stock's logger; with adaptive batching on, a full disk there ends no training."""
+        try:
+            self._metric_logger.log_dict(metrics, step=step)
+        except OSError as error:
+            if not self._settings.enabled:
+                raise
+            if not self._warned_of_logger:
+                log.warning("metrics are not logged (%s); training goes on", error)
+            self._warned_of_logger = True
+
+    def save_epoch(self, epoch: int) -> None:
+        """Save the checkpoint that ends ``epoch``, as stock does."""
+        is_first = self.ranks.is_first
+        self._save(epoch, kept_if_disk_is_full(self._checkpoints, epoch) if is_first else contextlib.nullcontext())
+
+    def save_step(self, step: int, *, is_last: bool) -> None:
+        """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
+        writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
+        to = hosts.checkpointer_of(self), self._checkpoints
+        around = saved_as_step(step, to) if writes else contextlib.nullcontext()
+        self._save(self.total_epochs - 1 if is_last else WITHIN_TRAINING, around)
+
+    def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:
+        assert self._session is not None, "set up first"
+        self._session.note_random_state()
+        merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
+        with unchanged_weights(merged_into), around:
+            self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
+
+    def cleanup(self) -> None:
+        try:
+            super().cleanup()  # type: ignore[misc]
+        except OSError as error:
+            if not self._settings.enabled:
+                raise
+            log.warning("the logger of metrics cannot be closed (%s); training has ended, and is saved", error)
+
+    # Where stock's set-up is extended
+
+    def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
+        sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
+        drops_last = self._settings.enabled or stock_loader.drop_last
+        loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
+        if self._validation is not None:
+            size = self._validation.batch_size or loader.batch_size
+            of_validation = {"cfg_dataset": self._validation.dataset, "shuffle": False, "batch_size": size}
+            with unchanged_random_state(self._device):
+                _, stock_loader = self._load_data("dataset_val", *args, **{**kwargs, **of_validation})
+            self._validation_loader = SampleLoader(stock_loader)
+        return loader if sampler is None else (sampler, loader)
+
+    def _load_data(self, key: str, *args: Any, **kwargs: Any) -> tuple[Any, DataLoader[Any]]:
+        """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``.
+
+        Raises:
+            ConfigError: If there is no such data.
+        """
+        try:
+            made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".!")
+            raise ConfigError(
+                f"{key} cannot be loaded: {type(error).__name__}: {reason}. Check {key}.source, its split and files"
+            ) from error
+        return made if isinstance(made, tuple) else (None, made)
+
+    @property
+    def _batches_of_a_step(self) -> int:
+        """Batches of the loader that an optimizer step takes, at least."""
+        return self._gradient_accumulation_steps
+
+    def _state_to_store(self) -> dict[str, Any] | None:
+        return None if self._session is None else self._session.state_dict(self.global_step)
+
+    def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
+        super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
+        if self._settings.enabled:
+            self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
+
+    def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        with replaced_in_torchtune(register_optim_in_bwd_hooks=self._gate.register):
+            return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:
+        enabled = self._settings.enabled
+        if enabled:
+            # The stock LoRA recipe starts the schedule from its beginning on resume.
+            last_epoch = scheduled_steps(self.epochs_run, self._stored, self._steps_per_epoch) - 1
+            initial_lr = hosts.initial_learning_rate(self)
+            rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
+            if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
+                for group in (group for optimizer in hosts.optimizers_of(self) for group in optimizer.param_groups):
+                    set_rate(group, initial_lr)
+        scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
+            num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
+        )
+        if enabled and last_epoch >= 0 and scheduler is not None:
+            # Some of torch's schedulers take the step that they resume at a second time.
+            for optimizer in hosts.optimizers_of(self):
+                for group in optimizer.param_groups:
+                    set_rate(group, rates[last_epoch + 1])
+        return scheduler

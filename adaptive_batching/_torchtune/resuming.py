@@ -1,0 +1,120 @@
+"""Find the checkpoint that a run goes on from: the folder of weights or adapters that its stored state belongs to.
+
+Stock takes the adapters of the last epoch's folder, which need not be those of the state, and of a fully fine-tuned
+model it has to be told the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torchtune import training
+from torchtune.training.checkpointing import _utils
+
+from adaptive_batching._torchtune.step_checkpoints import STATE_NAME, states_of_steps
+from adaptive_batching._torchtune.stock import replaced_in
+from adaptive_batching._values import ConfigError
+
+
+@contextlib.contextmanager
+def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
+    """Have stock's checkpointers load, inside, the last checkpoint, or the one that the config names.
+
+    Args:
+        cfg: The config of a run that is resumed. Entries of its ``checkpointer`` that are not set are.
+
+    Raises:
+        ConfigError: If there is none, or if the state of the one that is named is gone.
+    """
+    own = cfg.checkpointer
+    output_dir = Path(own.output_dir)
+    named = _named_folder(own, output_dir)
+    state = _state(own, output_dir, named)
+    folder = _folder_of(state, output_dir)
+    if folder is None or (named is not None and named != folder):  # the user knows better
+        yield
+        return
+    if state.parent == folder:
+        OmegaConf.update(cfg, "checkpointer.recipe_checkpoint", f"{folder.name}/{STATE_NAME}", force_add=True)
+    files = sorted(f"{folder.name}/{path.name}" for path in folder.glob("model-*"))
+    if named is None and files and not list(folder.glob("adapter_model*")):
+        OmegaConf.update(cfg, "checkpointer.checkpoint_files", files, force_add=True)
+
+    def largest_folder(*args: Any, **kwargs: Any) -> str:
+        return folder.name
+
+    # Where stock looks for adapters. It fails where no folder is that of an epoch.
+    with replaced_in(_utils, get_largest_iter_folder=largest_folder):
+        yield
+
+
+def refuse_step_checkpoints(cfg: DictConfig) -> None:
+    """Refuse to resume from a checkpoint within an epoch with the loop of stock, which would begin the epoch again.
+
+    Raises:
+        ConfigError: If the config names one, or if there are no others.
+    """
+    output_dir, named = Path(cfg.checkpointer.output_dir), Path(cfg.checkpointer.get("recipe_checkpoint") or "").parent
+    of_steps = states_of_steps(output_dir)
+    if named.name.startswith("step_") or (of_steps and not _state_of_epoch(output_dir).exists()):
+        raise ConfigError(
+            f"resume_from_checkpoint=True without save_every_n_steps, and the checkpoints in {str(output_dir)!r} were "
+            f"saved within an epoch; set save_every_n_steps as in the run to resume"
+        )
+
+
+def _named_folder(own: DictConfig, output_dir: Path) -> Path | None:
+    """Return the folder in ``output_dir`` that the config names, if it does."""
+    files = own.get("checkpoint_files")
+    names: Sequence[Any] = [own.get("adapter_checkpoint"), *(files if OmegaConf.is_list(files) else [])]
+    for name in names:
+        path = output_dir / str(name or "")
+        if name and path.parent != output_dir and path.exists():
+            return path.parent
+    return None
+
+
+def _state(own: DictConfig, output_dir: Path, named: Path | None) -> Path:
+    """Return the file of the state to go on from."""
+    if own.get("recipe_checkpoint"):
+        return output_dir / str(own.recipe_checkpoint)
+    of_epoch, of_steps = _state_of_epoch(output_dir), states_of_steps(output_dir)
+    if named is not None and named.name.startswith("step_"):
+        if not (named / STATE_NAME).exists():
+            last = f"; the last that can be resumed from is {of_steps[-1].parent.name}" if of_steps else ""
+            raise ConfigError(
+                f"resume_from_checkpoint=True with a file of {named.name} in checkpointer: that folder holds weights "
+                f"alone{last}. Leave checkpointer.checkpoint_files and adapter_checkpoint as for a new run to take "
+                f"the last"
+            )
+        return named / STATE_NAME
+    found = [path for path in (of_epoch, *of_steps) if path.is_file()]
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint=True, and checkpointer.output_dir={str(output_dir)!r} has no checkpoint to go on "
+            f"from; set output_dir to that of the run to resume, or resume_from_checkpoint=False"
+        )
+    return of_epoch if named is not None else max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def _state_of_epoch(output_dir: Path) -> Path:
+    """Return the file that stock keeps the state of the last epoch in."""
+    path: Path = output_dir / _utils.RECIPE_STATE_DIRNAME / STATE_NAME
+    return path
+
+
+def _folder_of(state: Path, output_dir: Path) -> Path | None:
+    """Return the folder of the weights that ``state`` belongs to, if it is there."""
+    if state.parent.name.startswith("step_"):
+        return state.parent
+    try:
+        epochs_run = torch.load(state, mmap=True, weights_only=True, map_location="cpu")[training.EPOCHS_KEY]
+    except (OSError, RuntimeError, KeyError, EOFError, ValueError):
+        return None  # stock says what is wrong with it
+    folder = output_dir / f"epoch_{epochs_run - 1}"
+    return folder if folder.is_dir() else None

@@ -1,0 +1,271 @@
+"""A run from its settings to its loop; each step hands its value on to the next.
+
+    settings -> host -> probed -> execution -> course -> loop
+
+With all fields unset only the host and the loop are made, and the run is stock's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm import tqdm
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.accumulation import Accumulation
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._probe.budget import within_memory_limit
+from adaptive_batching._random_state import random_state, set_random_state
+from adaptive_batching._report.record import Report
+from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._torchtune import compiling
+from adaptive_batching._torchtune.cutting import Cutter, Execution
+from adaptive_batching._torchtune.exploring import settle_micro_batch_size
+from adaptive_batching._torchtune.growing import Growth
+from adaptive_batching._torchtune.host import Host, Outlet, StockRun
+from adaptive_batching._torchtune.kept_probe import Circumstances
+from adaptive_batching._torchtune.laying_out import (
+    Increase,
+    accumulation_of,
+    make_controller,
+    make_growth,
+    warn_of_lora,
+)
+from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.many_devices import record_collectives
+from adaptive_batching._torchtune.probing import Probed, find_maximum
+from adaptive_batching._torchtune.recovery import Recovery
+from adaptive_batching._torchtune.second_moment import check_that_beta2_can_follow
+from adaptive_batching._torchtune.step import batch_dependent_module
+from adaptive_batching._torchtune.validating import HeldOut, Validation, execution_of
+from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, Whole
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Everything that a run has settled on before it trains.
+
+    Args:
+        host: The recipe.
+        run: The run as stock has laid it out.
+        settings: The user's settings.
+        increase: The increase function, if there is one.
+        circumstances: Other facts that memory depends on.
+        report: The record of the run; None with all fields unset.
+        stored: State of the run that is resumed, or an empty mapping.
+        held_out: The data set to validate on, if there is one.
+
+    Raises:
+        ConfigError: If the settings ask for something that the model cannot do.
+        DoesNotFitError: If a batch of one sample does not fit.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        run: StockRun,
+        settings: AdaptiveBatchingConfig,
+        increase: Increase,
+        circumstances: Circumstances,
+        report: Report | None = None,
+        stored: Mapping[str, Any] | None = None,
+        held_out: HeldOut | None = None,
+    ) -> None:
+        if report is not None:
+            host.objective.leave_stock()
+            host.objective.equalize_collectives()
+        if host.ranks.size > 1:
+            collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
+            host = replace(host, collectives=collectives, why_no_recovery=why_not)
+        self.host = host
+        self.run = run
+        self.settings = settings
+        self._report = report
+        self._random_states: list[dict[str, Any]] = []
+        self._explored: int | str | None = None
+        self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
+        self.execution = Execution(is_stock=report is None)
+        self.growth: Growth | None = None
+        self._probed: Probed | None = None
+        self._held_out = held_out
+        self._validation_limit = TokenLimit()
+        if report is None:
+            return
+        # Collections of garbage, in each trial step and each recovery, need not go through all that torch has made.
+        gc.collect()
+        gc.freeze()
+        # Before memory is measured: the thread that watches progress bars takes some, and Python waits for it for good
+        # if it cannot start.
+        tqdm(disable=True).close()
+        check_that_noise_has_a_meaning(host, increase)
+        if settings.keep_beta2_half_life:
+            check_that_beta2_can_follow(host.optimizers)
+        check_that_cutting_is_exact(settings, increase, self._batch_dependent)
+        size = settings.micro_batch_size
+        compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
+        stored = stored or {}
+        accumulation = self._accumulation()
+        probed = self._find_maximum(circumstances, report)
+        controller = make_controller(host, run, settings, increase, accumulation, probed, stored)
+        warn_of_lora(host, accumulation.window(controller.maximum), run.window)
+        if stored:
+            self.run = run = replace(run, first_step=stored["global_step"])
+            self._restore(stored)
+        self.execution.capacity = probed.capacity
+        self._probed = probed
+        if isinstance(probed.micro_batch_size, Explore):
+            execution = self.execution
+            chosen = settle_micro_batch_size(host, run, controller, accumulation, execution, stored, report)
+            self._explored = _spelled(chosen)
+            self.execution.size = chosen
+            compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
+        else:
+            self.execution.size = probed.micro_batch_size
+        self.growth = make_growth(host, run, settings, increase, controller, accumulation, self.execution, stored)
+        if self.growth.course.seen_in_epoch:
+            report.resume(run.first_step)
+        plan = self.growth.course.plan(run.first_epoch)
+        report.plan(plan, decided=controller.decides_early)
+
+    def _accumulation(self) -> Accumulation:
+        """Return how optimizer steps are made up as the batch grows."""
+        return accumulation_of(self.settings, self.run)
+
+    def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
+        """Find the largest batch size."""
+        return find_maximum(self.host, self.run, self.settings, circumstances, report)
+
+    def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> TrainingLoop:
+        """Return the loop that trains.
+
+        Args:
+            outlet: Takes what stock itself must see.
+            watchers: Are told what happens, after the record of the run.
+        """
+        growth, execution = self.growth, self.execution
+        probed_tokens = 0 if self._probed is None else self._probed.tokens
+        times_forwards = growth is not None and not growth.course.controller.decides_early
+        return TrainingLoop(
+            self.host,
+            self.run,
+            outlet,
+            Cutter(self.host, execution, learns=times_forwards),
+            Recovery(
+                self.host,
+                execution.limit,
+                self._batch_dependent,
+                enabled=self.settings.recover_from_oom,
+                probed_tokens=probed_tokens,
+            ),
+            growth,
+            together=isinstance(execution.size, ByLength),
+            watchers=[*watchers] if self._report is None else [self._report, *watchers],
+            limited=self._within_memory_limit,
+            save_every=self.settings.save_every_n_steps,
+            validation=None if self._held_out is None else self._validation(self._held_out),
+        )
+
+    def _validation(self, held_out: HeldOut) -> Validation:
+        probed = self._probed if self.settings.use_maximum_batch_size else None
+        most, tokens = (self.run.batch_size, 0) if probed is None else (probed.maximum, probed.tokens)
+        return Validation(
+            self.host,
+            held_out,
+            execution_of(held_out, self._validation_limit, self.run.batch_size, tokens),
+            most_samples=held_out.batch_size or most,
+            recovers=self.settings.recover_from_oom,
+            logs_peak_memory=self.run.logs_peak_memory,
+        )
+
+    def finish(self) -> None:
+        """Show the record of a run that has ended."""
+        if self._report is not None:
+            self._report.finish()
+
+    def note_random_state(self) -> None:
+        """Keep the random state of every rank for the checkpoint that is saved next."""
+        if self.growth is not None:
+            self._random_states = self.host.ranks.gather(random_state(self.host.device))  # only the first stores them
+
+    def state_dict(self, global_step: int) -> dict[str, Any] | None:
+        """Return what a checkpoint holds after ``global_step`` optimizer steps; None with all fields unset."""
+        if self.growth is None:
+            return None  # off is stock, its checkpoints included
+        controller = self.growth.course.controller
+        return {
+            "batch_size": controller.batch_size,
+            "maximum": controller.maximum,
+            "configured_batch_size": self.run.batch_size,
+            "global_step": global_step,
+            "random_states": self._random_states,
+            "explored": self._explored,
+            "growth": self.growth.state_dict(),
+            "forward_cost": self.execution.cost.state_dict(),
+            "token_limit": self.execution.limit.state_dict(),
+            "validation_limit": self._validation_limit.state_dict(),
+        }
+
+    def _restore(self, stored: Mapping[str, Any]) -> None:
+        """Go on where the run that is resumed was."""
+        self.execution.limit.load_state_dict(stored["token_limit"])
+        self.execution.cost.load_state_dict(stored["forward_cost"])
+        if "validation_limit" in stored:
+            self._validation_limit.load_state_dict(stored["validation_limit"])
+        ranks = self.host.ranks
+        if len(stored["random_states"]) == ranks.size:
+            set_random_state(stored["random_states"][ranks.rank], self.host.device)
+
+    def _within_memory_limit(self) -> contextlib.AbstractContextManager[None]:
+        """Have training run out of memory at ``memory_limit``, but for checkpoints: nothing may come in their way."""
+        if self.growth is None:
+            return contextlib.nullcontext()
+        return within_memory_limit(self.settings, self.host.device)
+
+
+def check_that_noise_has_a_meaning(host: Host, increase: Increase) -> None:
+    """Refuse to measure the gradient noise scale of an objective whose gradient is no sum over tokens.
+
+    Raises:
+        ConfigError: If it is asked for.
+    """
+    if increase.noise_scale_every is not None and not host.objective.sums_gradients:
+        raise ConfigError(
+            f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; take an "
+            f"increase function that does not read it, and leave noise_scale_every unset"
+        )
+
+
+def check_that_cutting_is_exact(
+    settings: AdaptiveBatchingConfig, increase: Increase, batch_dependent: Callable[[], str | None]
+) -> None:
+    """Refuse to cut the batches of a model that computes over the batch dimension.
+
+    Raises:
+        ConfigError: If the settings ask for it.
+    """
+    if not isinstance(settings.micro_batch_size, Whole):
+        what, remedy = f"micro_batch_size={settings.micro_batch_size}", "leave micro_batch_size unset"
+    elif settings.fills_memory:
+        what, remedy = "adaptive_batching.grow_beyond_memory=True", "set grow_beyond_memory=False"
+    elif increase.noise_scale_every is not None:
+        what = f"measuring the gradient noise scale, for {increase.reader},"
+        remedy = "take an increase function that does not read it, and leave noise_scale_every unset"
+    else:
+        return
+    module = batch_dependent()
+    if module is not None:
+        raise ConfigError(
+            f"{what} would change the result: {module} computes over the batch, so that its parts do not add up to "
+            f"it; {remedy}"
+        )
+
+
+def _spelled(size: CutSize) -> int | str:
+    return str(size) if isinstance(size, ByLength) else int(str(size))

@@ -1,0 +1,226 @@
+"""From a torchtune config to settings: the only reader of our keys in a ``DictConfig``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune import training
+
+import adaptive_batching
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._values import ConfigError, Fixed, Whole, require_positive_int
+
+log = logging.getLogger(__name__)
+
+_OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
+_OF_ANY: tuple[str, ...] = ("lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch")
+_OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
+FIELDS = (
+    "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps", "adaptive_batching",
+)  # fmt: skip
+VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")
+"""Top-level keys of a validation, as on torchtune's main branch."""
+
+_SECTION = [field.name for field in dataclasses.fields(AdaptiveBatchingConfig) if field.name not in FIELDS]
+# Names by which other tools know what ours do.
+_ELSEWHERE = {
+    "auto_find_batch_size": "use_maximum_batch_size: True",  # Transformers, Accelerate
+    "auto_scale_batch_size": "use_maximum_batch_size: True",  # Lightning
+    "scale_batch_size": "use_maximum_batch_size: True",
+    "per_device_train_batch_size": "batch_size, which is per device",  # Transformers
+    "train_batch_size": "batch_size, which is per device",  # DeepSpeed
+    "device_train_microbatch_size": "micro_batch_size: auto",  # Composer
+    "train_micro_batch_size_per_gpu": "micro_batch_size",  # DeepSpeed
+}
+
+
+def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
+    """Read and validate what a config says about adaptive batching, without touching the model or the data.
+
+    Args:
+        cfg: The config.
+        warns: Warn of settings that do nothing.
+
+    Raises:
+        ConfigError: On the first setting that cannot be used.
+    """
+    for key in map(str, cfg):
+        _check_place(key, cfg)
+        close = difflib.get_close_matches(key, FIELDS + VALIDATION, n=1, cutoff=0.85)
+        if close and key not in FIELDS + VALIDATION:
+            raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
+    values: dict[str, Any] = {key: _plain(cfg, key) for key in FIELDS}
+    function = values["batch_increase_function"]
+    if isinstance(function, dict) and function.get("_component_", ...) is None:
+        # what torchtune makes of batch_increase_function=null on the command line, over a component in the YAML
+        values["batch_increase_function"] = None
+    settings = AdaptiveBatchingConfig.from_mapping(
+        values["adaptive_batching"],
+        use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],
+        batch_increase_function=values["batch_increase_function"],
+        micro_batch_size=values["micro_batch_size"],
+        save_every_n_steps=values["save_every_n_steps"],
+        batch_size=cfg.batch_size,
+    )
+    collate_fn = cfg.get("collate_fn", "")
+    if "left_pad" in str(collate_fn):
+        raise ConfigError(
+            f"collate_fn={collate_fn!r} pads on the left, which is for inference; use torchtune.data.padded_collate_sft"
+        )
+    if cfg.get("optimizer_in_bwd", False) and training.is_distributed():
+        _check_against_optimizer_in_backward(cfg, settings)
+    if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
+        raise ConfigError(
+            "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to "
+            "gain; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
+        )
+    if warns:
+        _warn_of_what_does_nothing(settings)
+    return settings
+
+
+def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
+    """Read and validate what the config of an evaluation says about adaptive batching.
+
+    Args:
+        cfg: The config.
+        warns: Warn of settings that do nothing.
+
+    Raises:
+        ConfigError: On a setting that cannot be used.
+    """
+    for key in (*FIELDS[1:-1], *VALIDATION):
+        value = _plain(cfg, key)
+        if value not in (None, {"_component_": None}):
+            raise ConfigError(f"{key}={value!r} is for training, and cannot be used in an evaluation; set {key}=null")
+    known = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
+    settings, default = read_settings(known, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
+    for key in _SECTION if warns else ():
+        if key not in _OF_EVALUATION and getattr(settings, key) != getattr(default, key):
+            log.warning("adaptive_batching.%s=%s does nothing in an evaluation", key, getattr(settings, key))
+    return settings
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """The settings of a validation."""
+
+    dataset: Any
+    """A component, or a list of them, as ``dataset``."""
+
+    every: int
+    """Optimizer steps from one validation to the next."""
+
+    batch_size: int | None = None
+    """Samples of a forward; None to follow the training batch."""
+
+
+def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSettings | None:
+    """Read and validate what a config says about validation; None for no validation.
+
+    Args:
+        cfg: The config.
+        warns: Warn of settings that do nothing.
+
+    Raises:
+        ConfigError: On a setting that cannot be used.
+    """
+    dataset, batch_size, every = (cfg.get(key) for key in VALIDATION)
+    for key, value in (("batch_size_val", batch_size), ("run_val_every_n_steps", every)):
+        if value is not None:
+            require_positive_int(key, value)
+    if isinstance(dataset, DictConfig) and dataset.get("_component_", ...) is None:
+        dataset = None  # what torchtune makes of dataset_val=null on the command line, over a component in the YAML
+    parts = dataset if isinstance(dataset, ListConfig) else [] if dataset is None else [dataset]
+    if any(not isinstance(part, DictConfig) or "_component_" not in part for part in parts):
+        raise ConfigError(
+            f"dataset_val={_plain(cfg, 'dataset_val')!r} is no component; write it as dataset is written, with "
+            f"dataset_val._component_"
+        )
+    if every is None:
+        for key in VALIDATION[:2]:
+            if warns and (dataset if key == "dataset_val" else batch_size) is not None:
+                log.warning("%s=%s does nothing without run_val_every_n_steps", key, _plain(cfg, key))
+        return None
+    if not parts:
+        raise ConfigError(
+            f"run_val_every_n_steps={every} has no data to validate on; set dataset_val, a component as dataset is, or "
+            f"run_val_every_n_steps=null"
+        )
+    return ValidationSettings(dataset, every, batch_size)
+
+
+def _check_place(key: str, cfg: DictConfig) -> None:
+    """Refuse a setting of ours that stands outside its section, and names that other tools use.
+
+    Raises:
+        ConfigError: If ``key`` is one of them.
+    """
+    is_foreign = key in _SECTION or key in _ELSEWHERE
+    if not is_foreign or f"${{{key}}}" in OmegaConf.to_yaml(cfg):  # a name that the config uses itself
+        return
+    if key in _SECTION:
+        raise ConfigError(
+            f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
+            f"adaptive_batching.{key}={cfg.get(key)}"
+        )
+    raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
+
+
+def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
+    default, keys, without = AdaptiveBatchingConfig(), _OF_GROWTH, "batch_increase_function"
+    if not settings.enabled:
+        keys, without = (*_OF_GROWTH, *_OF_ANY), "any of the fields that change the batch"
+    elif settings.grows:
+        return
+    for key in keys:
+        if getattr(settings, key) != getattr(default, key):
+            log.warning("adaptive_batching.%s=%s does nothing without %s", key, getattr(settings, key), without)
+
+
+def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> None:
+    constant = not settings.use_maximum_batch_size and not settings.grows
+    size = settings.micro_batch_size
+    whole = isinstance(size, Whole) or (constant and size == Fixed(cfg.batch_size))
+    if whole and not (settings.enabled and settings.grow_beyond_memory):
+        return
+    what = "adaptive_batching.grow_beyond_memory=True" if whole else f"micro_batch_size={size}"
+    raise ConfigError(
+        f"optimizer_in_bwd=True cannot accumulate micro-batches on several devices ({what}, "
+        f"batch_size={cfg.batch_size}); set optimizer_in_bwd=False"
+    )
+
+
+def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
+    """Return the folder for the record of a run."""
+    return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
+
+
+def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """Return what the record says of a run before it begins, in JSON's types."""
+    try:
+        whole = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for
+        whole = OmegaConf.to_container(cfg, resolve=False)
+    module = torch.get_device_module(device)
+    has_name = device.type != "cpu" and hasattr(module, "get_device_name")
+    return {
+        "adaptive_batching": adaptive_batching.__version__,
+        "recipe": recipe,
+        "device": str(module.get_device_name(device)) if has_name else device.type,
+        "ranks": num_ranks,
+        "config": whole,
+    }
+
+
+def _plain(cfg: DictConfig, key: str) -> Any:
+    value = cfg.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

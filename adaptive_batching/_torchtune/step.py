@@ -1,0 +1,247 @@
+"""A recipe's optimizer step, as the probe runs and traces it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.optim import Optimizer
+from torchtune import modules, training
+
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._probe.does_not_fit import Remedy
+from adaptive_batching._probe.trial import Run, TrainingStep, models_of
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune import compiling
+from adaptive_batching._torchtune.data import Sample, repeat
+from adaptive_batching._torchtune.gradients import (
+    apply_gradients,
+    forward_backward,
+    held_back,
+    sum_over_ranks,
+)
+from adaptive_batching._torchtune.gradients import discard as drop_step
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.images import run_without_values
+from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.objective import Batch, Sums
+from adaptive_batching._torchtune.quantization_aware import keeps_scales
+
+_NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
+
+MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer]]
+"""Groups of parameters -> an optimizer for each, as the config has it."""
+
+
+def training_step(
+    host: Host, sample: Sample, *, accumulates: bool, note: Callable[[int, float], None] | None = None
+) -> TrainingStep:
+    """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
+
+    Args:
+        host: The recipe.
+        sample: A worst-case sample.
+        accumulates: A forward and backward runs while the gradients of another are held, which is the costliest moment.
+        note: Told the samples and the seconds of each forward and backward of a real step.
+    """
+    num_samples = 0
+
+    def make_batch(batch_size: int) -> Batch:
+        nonlocal num_samples
+        num_samples = batch_size
+        return host.objective.collate(repeat(sample, batch_size))
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+        is_trace = model is not whole
+        target = _stand_in(host, model, optimizers) if is_trace else host
+
+        def run(batch: Batch) -> None:
+            if is_trace:
+                batch = without_block_mask(batch)
+
+            def run_one(*, is_last: bool) -> Sums:
+                start = time.perf_counter()
+                with held_back(target, is_last=is_last):
+                    sums = forward_backward(target, dict(batch))
+                if note is not None and not is_trace:
+                    if host.device.type != "cpu":
+                        torch.get_device_module(host.device).synchronize(host.device)
+                    note(num_samples, time.perf_counter() - start)
+                return sums
+
+            earlier = accumulates and not is_trace
+            if accumulates and is_trace:
+                _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
+            forwards = [partial(run_one, is_last=last) for last in ([False, True] if earlier else [True])]
+            outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
+            if outcome.failed:
+                raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+            sums = sum(outcome.results[1:], outcome.results[0])
+            apply_gradients(target, sum_over_ranks(sums, target.ranks))
+
+        return run
+
+    def discard() -> None:
+        host.objective.forget()
+        compiling.forget(host)  # each size is compiled as it would be in training
+
+    whole = _all_models(host)
+    compiles = compiling.is_cut_by_inductor(host)
+    return TrainingStep(
+        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles,
+        keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
+    )  # fmt: skip
+
+
+def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
+    """Return settings that are not used yet and could make a batch of one sample fit.
+
+    Args:
+        host: The recipe.
+        sample: The worst-case sample.
+        make_optimizers: Makes optimizers for copies of the model.
+        accumulates: As for :func:`training_step`.
+    """
+    step = training_step(host, sample, accumulates=accumulates)
+    found = []
+    if not host.checkpoints_activations:
+        found.append(Remedy("enable_activation_checkpointing=True", step, _checkpoint_activations))
+    ways = host.objective.saves_memory_by
+    if "offloading" in ways and not host.offloads_activations and host.device.type == "cuda":
+        found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
+    weights = [p for p in host.model.parameters() if p.dim() > 1]
+    trains_all = all(p.requires_grad for p in weights)
+    quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
+    if trains_all:
+        if not host.steps_in_backward and not accumulates:
+            in_backward = _in_backward_step(host, make_optimizers, step)
+            with_it = "" if host.clip_norm is None else " (with clip_grad_norm=null)"
+            found.append(Remedy(f"optimizer_in_bwd=True{with_it}", in_backward))
+        if "lora" in ways:
+            lora = _frozen_step(host, make_optimizers, step)
+            found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
+            found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
+    elif not any("NF4" in type(p).__name__ for p in weights):
+        found.append(Remedy("QLoRA (a qlora_ model)", step, None, quantized_bytes))
+    length = len(host.objective.tokens(sample))
+    for shorter in (length // 2, length // 4):
+        stretched = host.objective.stretch(sample, shorter) if shorter > 1 else None
+        if stretched is not None:
+            shorter_step = training_step(host, stretched, accumulates=accumulates)
+            found.append(Remedy(f"tokenizer.max_seq_len={shorter} (now {length})", shorter_step))
+    return found
+
+
+def batch_dependent_module(host: Host) -> str | None:
+    """Name a part of the loss or of the model that computes over the batch dimension, or return None."""
+    of_loss = host.objective.batch_dependent_part()
+    if of_loss is not None:
+        return of_loss
+    tokens = torch.arange(1, 41, device=host.device).reshape(5, 8)  # [samples, tokens]; any text will do
+    is_text = host.objective.is_text(host.loader.dataset[0])
+
+    def run(batch: torch.Tensor) -> None:
+        if is_text:  # a multimodal model may not take text alone
+            host.model(tokens=batch)
+
+    return find_batch_dependent_module(host.model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
+
+
+def _all_models(host: Host) -> nn.Module:
+    """Return the model; where the objective needs frozen ones as well, a list of them all."""
+    frozen = host.objective.frozen_models
+    return nn.ModuleList([host.model, *frozen]) if frozen else host.model
+
+
+def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                on_host = getattr(parameter, "is_on_host", False)
+                if parameter.requires_grad and parameter.grad is None and not on_host:
+                    parameter.grad = torch.zeros_like(parameter)
+
+
+def _vocabulary(model: nn.Module) -> frozenset[int]:
+    """Return the size of the vocabulary, by which a trace knows logits; nothing for a model without embeddings."""
+    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return frozenset([max(sizes)] if sizes else [])
+
+
+def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
+    """Return ``host`` as it trains a copy of its models, on their device and alone, for the trace."""
+    trained, *frozen = models_of(model)
+    gate = None
+    if host.steps_in_backward:
+        gate = Gate()
+        stepped = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+        gate.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
+    objective = host.objective.for_trace(frozen)
+    if compiling.is_cut_by_inductor(host):
+        compiling.run_as_compiled([trained, *frozen], [host.model, *host.objective.frozen_models], objective)
+    run_without_values(trained)
+    return replace(
+        host,
+        objective=objective,
+        model=trained,
+        optimizers=optimizers,
+        device=next(trained.parameters()).device,
+        ranks=Ranks(alone=True),
+        collectives=None,
+        gate=gate,
+    )
+
+
+def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return ``batch`` as a trace can take it: flex attention has no fake kernel, and takes a mask of blocks.
+
+    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass:
+    queries, keys, values, the output and a number for each row of scores.
+    """
+    return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
+
+
+def _checkpoint_activations(model: nn.Module) -> None:
+    training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+
+
+def _freeze_weights(model: nn.Module) -> None:
+    """Do roughly what LoRA does to memory: freeze matrices, train little else."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 1)
+
+
+def _in_backward_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
+    """Return ``step`` as it would be with ``optimizer_in_bwd=True``; for the trace only."""
+    changed = replace(host, gate=Gate(), clip_norm=None)
+
+    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
+        return _run_on(changed, model, make_optimizers([[p] for p in model.parameters() if p.requires_grad]))
+
+    return replace(step, optimizers=[], bind=bind)
+
+
+def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
+    """Return ``step`` with an optimizer for what is still trainable in the copied model; for the trace only."""
+    changed = replace(host, gate=None)
+
+    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
+        return _run_on(changed, model, make_optimizers([[p for p in model.parameters() if p.requires_grad]]))
+
+    return replace(step, optimizers=[], bind=bind)
+
+
+def _run_on(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+    target = _stand_in(host, model, optimizers)
+
+    def run(batch: dict[str, Any]) -> None:
+        apply_gradients(target, forward_backward(target, without_block_mask(batch)))
+
+    return run

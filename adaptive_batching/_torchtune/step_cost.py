@@ -1,0 +1,52 @@
+"""The cost of optimizer steps in time, tokens and memory, for the record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._report.watcher import StepCost
+from adaptive_batching._torchtune.cutting import MicroBatch
+from adaptive_batching._torchtune.data import Sample
+from adaptive_batching._torchtune.host import Host
+
+
+class StepCosts:
+    """Tells what each optimizer step has taken; counters that others may read are left alone.
+
+    Args:
+        host: The recipe, when training begins.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._objective = host.objective
+        self._device = host.device
+        self._meter: MemoryMeter | None = None
+        if host.device.type == "cpu":
+            with contextlib.suppress(NotImplementedError, OSError):
+                self._meter = memory_meter(host.device)
+                self._meter.reset_peak()  # what the probe took is its own
+
+    def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
+        """Return what a step on ``samples`` took, that ran as ``micro_batches``."""
+        objective = self._objective
+        is_text = bool(samples) and objective.is_text(samples[0])
+        return StepCost(
+            seconds=seconds,
+            forwards=len(micro_batches),
+            tokens=sum(len(objective.tokens(sample)) for sample in samples) if is_text else None,
+            padded_tokens=sum(each.tokens for each in micro_batches) if is_text else None,
+            peak_bytes=self._peak_bytes(),
+        )
+
+    def _peak_bytes(self) -> int | None:
+        if self._device.type != "cpu":
+            # Memory that is reserved stays so until the cache is emptied: it is the peak, and nothing has to be reset.
+            module = torch.get_device_module(self._device)
+            return int(module.memory_reserved(self._device)) if hasattr(module, "memory_reserved") else None
+        with contextlib.suppress(OSError, KeyError, MemoryError):
+            return None if self._meter is None else self._meter.peak_bytes()
+        return None

@@ -1,4 +1,0 @@
-"""The command line: ``adaptive-batching`` or ``python -m adaptive_batching``.
-
-Each command is a function that adds itself to the parser; see :data:`adaptive_batching.cli.main.COMMANDS`.
-"""

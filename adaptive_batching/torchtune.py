@@ -1,0 +1,42 @@
+"""Adaptive batching for torchtune's recipes: what a recipe file is made of, and what a recipe of your own overrides."""
+
+from adaptive_batching._report.watcher import StepCost, Watcher
+from adaptive_batching._torchtune.async_checkpoints import ThroughClient
+from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
+from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
+from adaptive_batching._torchtune.host import distillation, fake_quantized, preferences
+from adaptive_batching._torchtune.launch import entry_point, run_evaluation, run_recipe
+from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
+from adaptive_batching._torchtune.objective import Counts, NextToken, Objective, Sums
+from adaptive_batching._torchtune.ppo.recipe import AdaptivePPO
+from adaptive_batching._torchtune.ppo.settings import check_settings as check_ppo_settings
+from adaptive_batching._torchtune.quantization_aware import accept_configs_of_torchao
+from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation
+
+__all__ = [
+    "AdaptiveBatching",
+    "AdaptiveEvaluation",
+    "AdaptivePPO",
+    "BatchStateInCheckpoint",
+    "BatchesThatFit",
+    "Counts",
+    "ManyDevices",
+    "NextToken",
+    "Objective",
+    "StepCost",
+    "Sums",
+    "ThroughClient",
+    "Watcher",
+    "accept_configs_of_torchao",
+    "check_ppo_settings",
+    "distillation",
+    "entry_point",
+    "fake_quantized",
+    "load_stock",
+    "load_stock_evaluation",
+    "preferences",
+    "run_evaluation",
+    "run_recipe",
+    "start_process_group",
+]
