@@ -169,8 +169,8 @@ class Growth:
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
         metrics: dict[str, float] = {
-            "batch_size": self.course.controller.batch_size,
-            "global_batch_size": self.global_batch_size,
+            "batch_size_samples": self.course.controller.batch_size,
+            "global_batch_size_samples": self.global_batch_size,
         }
         noise_scale = None if self.noise is None else self.noise.scale.samples
         return metrics if noise_scale is None else {**metrics, "gradient_noise_scale_samples": noise_scale}

@@ -50,7 +50,7 @@ def test_cutting_by_length_is_a_candidate_where_lengths_differ(tune_run: TuneRun
     run = tune_run("full", *few, *EXPLORE)
     [exploration] = events(run, "exploration")
     assert [e["candidate"] for e in exploration["estimates"]] == [1, 2, 4, 8, 12, 24, "auto"]
-    assert [step["batch_size"] for step in run.metrics] == [24] * 5
+    assert [step["batch_size_samples"] for step in run.metrics] == [24] * 5
 
 
 def test_a_batch_that_grows_is_explored_at_what_fits(tune_run: TuneRun) -> None:

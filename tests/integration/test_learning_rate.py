@@ -23,7 +23,7 @@ def by_samples(run: Run) -> dict[int, float]:
     """The rate after so many samples."""
     seen, rates = 0, {}
     for step in run.metrics:
-        seen += int(step.get("global_batch_size", 4))
+        seen += int(step.get("global_batch_size_samples", 4))
         rates[seen] = step["lr"]
     return rates
 
@@ -34,7 +34,7 @@ def test_the_rate_depends_on_the_samples_seen_alone_and_scaling_multiplies_it(na
     stock = by_samples(tune_run("full", *GROW[-2:], name="stock", replaced=schedule, stock=True))
     grown = tune_run("full", *GROW, name="grown", replaced=schedule)
     rates = by_samples(grown)
-    sizes = [step["global_batch_size"] for step in grown.metrics]
+    sizes = [step["global_batch_size_samples"] for step in grown.metrics]
     assert sizes == [4] * 8 + [8] * 4 + [16] * 8
     assert rates == {seen: stock[seen] for seen in rates}
 
@@ -58,7 +58,7 @@ def test_scaling_reaches_optimizers_in_the_backward_pass(tune_run: TuneRun) -> N
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
     grown = by_samples(tune_run("full", *GROW, *in_backward, name="grown"))
     scaled = tune_run("full", *GROW, *in_backward, "adaptive_batching.lr_scaling=sqrt", name="scaled")
-    sizes = [step["global_batch_size"] for step in scaled.metrics]
+    sizes = [step["global_batch_size_samples"] for step in scaled.metrics]
     expected = {seen: rate * math.sqrt(size / 4) for (seen, rate), size in zip(grown.items(), sizes, strict=True)}
     assert by_samples(scaled) == pytest.approx(expected, rel=1e-12)
 

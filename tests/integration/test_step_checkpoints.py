@@ -86,7 +86,7 @@ def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
     resumed = tune_run(kind, *GROW, *KINDS[kind], RESUME)
     assert folders(resumed) == ["step_4", "step_8", "step_12", "step_16", "step_20", "step_24*", "step_25"]
     assert resumed.by_step == whole.by_step and len(whole.metrics) == 25
-    assert [s["batch_size"] for s in whole.metrics] == [4] * 13 + [8] * 6 + [16] * 6
+    assert [s["batch_size_samples"] for s in whole.metrics] == [4] * 13 + [8] * 6 + [16] * 6
     assert_same_weights(resumed.weights_in("step_25"), whole.weights_in("step_25"))
     of_epoch = [index for batch in first[19:20] + seen[len(first) :] for index in batch]
     assert len(of_epoch) == len(set(of_epoch)) == 96, "no sample is repeated, none but the last four left out"
@@ -123,7 +123,7 @@ def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
     first = [index for batch in seen[19:20] for index in batch]
     seen.clear()
     resumed = tune_run("full", *GROW, RESUME, "batch_size=10")
-    assert [s["batch_size"] for s in resumed.metrics][-8:] == [10] * 8
+    assert [s["batch_size_samples"] for s in resumed.metrics][-8:] == [10] * 8
     assert resumed.metrics[-1]["lr"] == 0.0
     rest = [index for batch in seen for index in batch]
     assert len({*first, *rest}) == len(first) + len(rest) == 96
@@ -135,7 +135,7 @@ def test_another_size_that_leaves_no_room_for_a_step_begins_the_next_epoch(
     late = [*GROW[:-1], "save_every_n_steps=18", "epochs=2"]
     cut_off(tune_run, monkeypatch, "full", *late)
     resumed = tune_run("full", *late, RESUME, "batch_size=16")
-    assert [s["batch_size"] for s in resumed.metrics][-6:] == [16] * 6
+    assert [s["batch_size_samples"] for s in resumed.metrics][-6:] == [16] * 6
     assert resumed.metrics[-1]["lr"] == 0.0 and max(resumed.by_step) == 18 + 6
 
 

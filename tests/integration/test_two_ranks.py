@@ -271,7 +271,7 @@ def test_the_noise_scale_is_right_on_two_ranks(
 @of_launch("noise")
 def test_ranks_grow_together_by_what_they_measure_together(finished: Finished) -> None:
     run = finished("by_noise")
-    sizes = [step["batch_size"] for step in run.metrics]
+    sizes = [step["batch_size_samples"] for step in run.metrics]
     assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
     assert "gradient_noise_scale_samples" in run.metrics[-1]
 
@@ -319,7 +319,7 @@ def assert_went_on(directory: Path, name: str, folder: str) -> None:
     """A run that was cut off within its second epoch went on from its sixth step."""
     whole, resumed = Run(directory / f"{name}_whole"), Run(directory / name)
     assert "the power went out" in (directory / name / "error_0.txt").read_text()
-    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 4
+    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 4
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert len(resumed.metrics) == 6 + 2
     assert resumed.by_step == whole.by_step
@@ -367,7 +367,7 @@ def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, 
     assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
     assert probe["search"] == "predict", "the sharded step could be traced"
     assert len(probe["measurements"]) <= 4
-    assert {step["batch_size"] for step in run.metrics} == {probe["batch_size"]}
+    assert {step["batch_size_samples"] for step in run.metrics} == {probe["batch_size"]}
 
 
 @of_launch("as_stock")
@@ -416,8 +416,8 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_o
 @of_launch("growth")
 def test_the_global_batch_is_kept_on_two_ranks(finished: Finished) -> None:
     kept, constant = finished("kept"), finished("constant")
-    assert {step["global_batch_size"] for step in kept.metrics} == {16}
-    assert sorted({step["batch_size"] for step in kept.metrics}) == [2, 4, 8]
+    assert {step["global_batch_size_samples"] for step in kept.metrics} == {16}
+    assert sorted({step["batch_size_samples"] for step in kept.metrics}) == [2, 4, 8]
     assert_close(kept, constant, epoch=2)
 
 

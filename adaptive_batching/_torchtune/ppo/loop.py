@@ -206,7 +206,7 @@ class PPOLoop:
         if self.rollouts % self._run.log_every == 0:
             added: dict[str, float] = {}
             if growth is not None:
-                added = {**growth.metrics(), "ppo_batch_size": len(samples) // stock.sizes.steps}
+                added = {**growth.metrics(), "ppo_batch_size_samples": len(samples) // stock.sizes.steps}
             if growth is not None or recoveries:
                 added["out_of_memory_recoveries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
