@@ -6,7 +6,8 @@ import contextlib
 import errno
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchtune import training
 from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 
 from adaptive_batching._torchtune.data import STATE_KEY
+from adaptive_batching._torchtune.stock import replaced_in
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_MESSAGES = (
@@ -136,11 +138,26 @@ def with_batch_state(checkpointer: Any, state: dict[str, Any] | None) -> Iterato
             checkpoint[training.DATALOADER_KEY] = {STATE_KEY: state}
         stock_save(checkpoint, *args, **kwargs)
 
-    checkpointer.save_checkpoint = save
-    try:
+    with replaced_in(checkpointer, save_checkpoint=save):
         yield
-    finally:
-        del checkpointer.save_checkpoint
+
+
+@contextlib.contextmanager
+def saved_last(checkpointer: Any) -> Iterator[None]:
+    """Have ``checkpointer`` save what it is given inside when others have saved theirs.
+
+    It has the state, which is not to be found before all that belongs to it is complete.
+    """
+    waiting: list[Callable[[], None]] = []
+    stock_save = checkpointer.save_checkpoint
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        waiting.append(partial(stock_save, *args, **kwargs))
+
+    with replaced_in(checkpointer, save_checkpoint=note):
+        yield
+    for save in waiting:
+        save()
 
 
 class BatchStateInCheckpoint:

@@ -51,16 +51,16 @@ def replaced_in_torchtune(**functions: Callable[..., Any]) -> contextlib.Abstrac
 
 
 @contextlib.contextmanager
-def replaced_in(module: ModuleType, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of a module."""
-    replaced = {name: getattr(module, name) for name in functions}
+def replaced_in(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of a module, or methods of an object."""
+    replaced = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():
-        setattr(module, name, function)
+        setattr(owner, name, function)
     try:
         yield
     finally:
         for name, function in replaced.items():
-            setattr(module, name, function)
+            setattr(owner, name, function)
 
 
 def load_stock_evaluation() -> ModuleType:

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
+from adaptive_batching._torchtune.checkpoints import restore_state
 from adaptive_batching._torchtune.ppo.resuming import take_value_model_of
 from adaptive_batching._torchtune.resuming import from_last_checkpoint
 from adaptive_batching._values import ConfigError
@@ -112,7 +113,7 @@ def test_a_kill_at_any_moment_leaves_both_models_of_one_checkpoint(inputs: Path,
         ppo_run(inputs, run.output_dir, *ALONE)
     assert folders(run) == ["step_2", "step_3", "step_4*", "step_6"]
     pairs = [earlier, pair_in(run, "step_2"), pair_in(run, "step_4")]
-    met = []
+    met = list[int]()
     for copy in copies:
         pair = pair_at(inputs, copy)
         if pair is None:
@@ -128,6 +129,20 @@ def test_a_kill_at_any_moment_leaves_both_models_of_one_checkpoint(inputs: Path,
     last_steps = dict(list(run.by_step.items())[-4:])
     assert resumed.by_step == last_steps and len(events(resumed, "resume")) == 1
     assert_same_weights(resumed.weights_in("step_6"), run.weights_in("step_6"))
+
+
+def test_a_kill_at_the_end_of_an_epoch_leaves_both_models_of_one(inputs: Path, tmp_path: Path) -> None:
+    copies = list[Path]()
+    with copied_at_each_moment(tmp_path / "out", copies):
+        run = ppo_run(inputs, tmp_path / "out", *ADAM, *FUNCTION, "adaptive_batching.max_batch_size=4", "num_steps=72")
+    pairs = [pair_in(run, f"epoch_{epoch}") for epoch in (0, 1)]  # the last has no state
+    met = list[int]()
+    for copy in copies:
+        restore_state(copy)  # as a run begins
+        pair = pair_at(inputs, copy)
+        assert pair in (pairs if met else [None, *pairs]), copy
+        met += [] if pair is None else [pairs.index(pair)]
+    assert met == sorted(met) and set(met) == {0, 1}
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_a_value_model_that_is_gone_is_missed(

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torchtune.rlhf import PPOStats, Trajectory
 
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, with_batch_state
+from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, saved_last, with_batch_state
 from adaptive_batching._torchtune.ppo import stock as stocks
 from adaptive_batching._torchtune.ppo.resuming import take_value_model_of
 from adaptive_batching._torchtune.ppo.session import PPOSession
@@ -102,7 +102,7 @@ class AdaptivePPO(AdaptiveBatching):
         assert self._session is not None, "set up first"
         self._session.note_random_state()
         policy, _ = stocks.checkpointers_of(self)
-        with with_batch_state(policy, self._state_to_store()):
+        with saved_last(policy), with_batch_state(policy, self._state_to_store()):
             self.save_checkpoint(epoch, is_intermediate_checkpoint=not is_last)  # type: ignore[attr-defined]
 
     def _setup_checkpointers(
