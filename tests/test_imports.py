@@ -43,6 +43,7 @@ PURE = [
     "plan/devices",
     "plan/verdict",
     "probe/allocator",
+    "probe/ledger",
     "probe/reserved",
     "probe/result",
     "probe/search",

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure  # the object-oriented interface: no displa
 
 from adaptive_batching._plan.forecast import Forecast
 from adaptive_batching._probe.allocator import GIB
-from adaptive_batching._probe.recording import KINDS
+from adaptive_batching._probe.ledger import KINDS
 
 _POINTS = 12
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.recording import BETWEEN, OPTIMIZER, STATES, StepRecord
+from adaptive_batching._probe.ledger import BETWEEN, OPTIMIZER, STATES, StepRecord
 from adaptive_batching._probe.trace import TracedStep, TraceError
 
 Shape = tuple[int, int]

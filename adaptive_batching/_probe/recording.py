@@ -1,9 +1,4 @@
-"""Record what a training step takes and gives back: every allocation, its kind, and the moment of the step.
-
-A record holds the step as a sequence of events, so that it can be replayed: to find the peak and what it is made of, or
-to ask an allocator how much it would reserve. Nothing is rounded to allocator blocks here: between the two traced batch
-sizes, rounding could double the slope of a small tensor.
-"""
+"""Record what a training step takes and gives back: every allocation, its kind, and the moment of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,67 +19,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from adaptive_batching._probe.flops import flops_of, is_attention
-
-WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
-ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
-KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
-
-FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
-BETWEEN = "between steps"
+from adaptive_batching._probe.ledger import (
+    ACTIVATIONS,
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    GRADIENTS,
+    LOGITS,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    Ledger,
+    StepRecord,
+)
 
 _WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """The memory of one training step at one batch size.
-
-    Storages are known by number. Those alive before the step have the first ones.
-    """
-
-    log: Sequence[int]
-    """Bytes alive before the step, then after each operation."""
-
-    moments: Sequence[str]
-    """Part of the step that each entry of ``log`` belongs to."""
-
-    marks: Sequence[int]
-    """Number of events before each entry of ``log``."""
-
-    events: Sequence[int]
-    """In order: the number of a storage that is allocated, or ``~number`` of one that is freed."""
-
-    sizes: Sequence[int]
-    """Bytes of each storage."""
-
-    kinds: Sequence[str]
-    """One of :data:`KINDS` for each storage."""
-
-    num_resting: int
-    """Storages alive before the step."""
-
-    kept_bytes: int
-    """Bytes alive before the step that the one before has made, and that it replaces."""
-
-    flops: int
-    """Floating-point operations of matrix products and attention, those of recomputed activations included."""
-
-    recomputed_flops: int
-    """Those of activations that the backward pass computes again."""
-
-    attention_flops: int
-    """Those of attention, which grow with the square of the length; without those of recomputed activations."""
-
-    def at_peak(self) -> tuple[str, dict[str, int]]:
-        """Return the moment of the peak, and the bytes of each kind that are alive then."""
-        at = max(range(len(self.log)), key=self.log.__getitem__)
-        alive = dict.fromkeys(KINDS, 0)
-        for number in range(self.num_resting):
-            alive[self.kinds[number]] += self.sizes[number]
-        for event in self.events[: self.marks[at]]:
-            number = event if event >= 0 else ~event
-            alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
-        return self.moments[at], alive
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -111,17 +59,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._vocabulary = frozenset(vocabulary)
         self._device_type = device_type
         self._on_cuda = on_cuda
-        self._sum: tuple[weakref.ref[Any], int] | None = None
+        self._ledger = Ledger()
         self._equality: weakref.ref[Any] | None = None
         """Last result of a comparison of two numbers for equality."""
 
-        self._current = 0
-        self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._moment = BETWEEN
         self._in_optimizer = False
         self._depth = 0  # of modules whose forward runs
-        self._sizes: list[int] = []
-        self._kinds: list[str] = []
         self.begin()
 
     def begin(self, *, kept_bytes: int = 0) -> None:
@@ -130,32 +73,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Args:
             kept_bytes: Bytes of that which a step before has made.
         """
-        alive = [number for _, number in self._seen.values()]
-        self._sizes = [self._sizes[number] for number in alive]
-        self._kinds = [self._kinds[number] for number in alive]
-        self._seen = {
-            key: (self._watched(reference(), key, new), new)
-            for new, (key, (reference, _)) in enumerate(self._seen.items())
-        }
-        self._num_resting = len(alive)
+        self._ledger.begin()
         self._kept_bytes = kept_bytes
-        self._holders: dict[int, int] = {}  # of numbers that more than one storage shares
-        self._events: list[int] = []
-        self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
         self._flops = self._recomputed_flops = self._attention_flops = 0
         self._moment = BETWEEN
 
     @property
     def current_bytes(self) -> int:
         """Bytes alive now."""
-        return self._current
+        return self._ledger.current_bytes
 
     def record(self) -> StepRecord:
         """Return what has been recorded since :meth:`begin`."""
-        return StepRecord(
-            tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, self._kept_bytes, self._flops, self._recomputed_flops,
-            self._attention_flops,
+        return self._ledger.record(
+            kept_bytes=self._kept_bytes, flops=self._flops, recomputed_flops=self._recomputed_flops,
+            attention_flops=self._attention_flops,
         )  # fmt: skip
 
     def hold(self, tensor: torch.Tensor, kind: str, *, counts: bool = True) -> None:
@@ -168,11 +100,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         counts = counts and _device_type(tensor) == self._device_type
         for storage in _storages(tensor):
-            known = self._seen.get(storage._cdata)
-            if known is not None:
-                self._kinds[known[1]] = kind
+            if self._ledger.knows(storage):
+                self._ledger.call_it(storage, kind)
             else:
-                self._allocate(storage, kind, storage.nbytes() if counts else 0)
+                self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0)
 
     @contextlib.contextmanager
     def watching(
@@ -228,59 +159,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for handle in handles:
                 handle.remove()
 
-    def _allocate(self, storage: Any, kind: str, size: int) -> None:
-        number = len(self._sizes)
-        self._sizes.append(size)
-        self._kinds.append(kind)
-        self._seen[storage._cdata] = (self._watched(storage, storage._cdata, number), number)
-        if size:
-            self._current += size
-            self._events.append(number)
-
-    def _watched(self, storage: Any, key: int, number: int) -> weakref.ref[Any]:
-        return weakref.ref(storage, lambda _: self._free(key, number))
-
-    def _free(self, key: int, number: int) -> None:
-        self._seen.pop(key, None)
-        if self._holders.get(number, 1) > 1:
-            self._holders[number] -= 1
-            return
-        if self._sum is not None and self._sum[1] == number:
-            self._take_over(number)
-            return
-        if self._sizes[number]:
-            self._current -= self._sizes[number]
-            self._events.append(~number)
-
-    def _take_over(self, number: int) -> None:
-        """Have the last storage, a sum, live where its first term has just died: that was added to in place."""
-        assert self._sum is not None
-        result, self._sum = self._sum[0](), None
-        assert result is not None
-        self._seen[result._cdata] = (self._watched(result, result._cdata, number), number)
-        size = self._sizes.pop()
-        self._kinds.pop()
-        if size:
-            self._events.remove(len(self._sizes))
-            self._current -= size
-            self._log[-1] -= size
-            self._marks[-1] -= 1
-
-    def _write_over(self, term: torch.Tensor, result: torch.Tensor) -> None:
-        """Have ``result``, which has just been allocated, live where ``term`` does, until both are dead."""
-        old, new = _storages(term)[0], _storages(result)[0]
-        known, made = self._seen.get(old._cdata), self._seen.get(new._cdata)
-        if known is None or made is None or made[1] != len(self._sizes) - 1:
-            return
-        of_term, of_result = known[1], made[1]
-        if self._sizes[of_term] != self._sizes[of_result]:
-            return
-        self._current -= self._sizes[of_result]
-        self._events.remove(of_result)
-        self._sizes[of_result] = 0
-        self._seen[new._cdata] = (self._watched(new, new._cdata, of_term), of_term)
-        self._holders[of_term] = self._holders.get(of_term, 1) + 1
-
     def _note_sum(self, args: Any, out: torch.Tensor) -> None:
         """Remember a sum of two gradients until it is known whether the first of them dies."""
         if Recorder.fused or not isinstance(args[0], torch.Tensor) or type(out) is not type(args[0]):
@@ -288,10 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if args[0]._is_view():
             return  # its base holds the storage as well: the first gradient of a matrix is a view, and is not added to
         [term], [result] = _storages(args[0]), _storages(out)
-        known, made = self._seen.get(term._cdata), self._seen.get(result._cdata)
-        is_last = made is not None and made[1] == len(self._sizes) - 1
-        if known is not None and is_last and term.nbytes() == result.nbytes():
-            self._sum = weakref.ref(result), known[1]
+        self._ledger.note_sum(term, result)
 
     def _kind_of(self, tensor: torch.Tensor, moment: str, *, recomputes: bool) -> str:
         if Recorder.label is not None:
@@ -313,7 +188,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back as what this device computes, and its collectives
         kwargs = kwargs or {}
-        self._sum = None  # what has not died by now lives on
+        self._ledger.forget_sum()
         out = func(*args, **kwargs)
         if func in (torch.ops.aten.eq.Scalar, torch.ops.aten.eq.Tensor) and out.dim() == 0:
             self._equality = weakref.ref(out)
@@ -327,27 +202,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 for storage in _storages(value):
-                    if storage._cdata not in self._seen:
+                    if not self._ledger.knows(storage):
                         kind = self._kind_of(value, moment, recomputes=recomputes)
                         counts = not Recorder.fused and _device_type(value) == self._device_type
-                        self._allocate(storage, kind, storage.nbytes() if counts else 0)
+                        self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0)
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
-            self._write_over(Recorder.in_place_of, out)
+            self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
         flops = flops_of(func, args, kwargs, out)
         self._flops += flops
         self._recomputed_flops += flops if recomputes else 0
         self._attention_flops += flops if is_attention(func) and not recomputes else 0
         workspace = _workspace_bytes(func, args) if self._on_cuda and not Recorder.fused else 0
-        if workspace:
-            number = len(self._sizes)
-            self._sizes.append(workspace)
-            self._kinds.append(OTHER)
-            self._events.append(number)
-        self._log.append(self._current + workspace)
-        self._moments.append(moment)
-        self._marks.append(len(self._events))
-        if workspace:
-            self._events.append(~number)
+        self._ledger.end_operation(moment, workspace)
         if in_backward and func is torch.ops.aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
             self._note_sum(args, out)
         return out

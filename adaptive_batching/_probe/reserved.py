@@ -20,7 +20,7 @@ _RESOLUTION = 200  # a limit is known to a 200th of what is allocated
 
 
 class Recorded(Protocol):
-    """A step: see :class:`adaptive_batching._probe.recording.StepRecord`."""
+    """A step: see :class:`adaptive_batching._probe.ledger.StepRecord`."""
 
     @property
     def events(self) -> Sequence[int]: ...

@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from adaptive_batching._probe.recording import GRADIENTS, WEIGHTS, labelled
+from adaptive_batching._probe.ledger import GRADIENTS, WEIGHTS
+from adaptive_batching._probe.recording import labelled
 from adaptive_batching._probe.trial import kept_tensors, models_of
 from adaptive_batching._ranks.fsdp import is_sharded
 

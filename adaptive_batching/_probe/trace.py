@@ -31,7 +31,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from adaptive_batching._probe.recording import STATES, WEIGHTS, Recorder, StepRecord
+from adaptive_batching._probe.ledger import STATES, WEIGHTS, StepRecord
+from adaptive_batching._probe.recording import Recorder
 from adaptive_batching._probe.sharded_trace import ShardedCopy
 from adaptive_batching._probe.trial import TrainingStep, has_states, kept_tensors, models_of
 from adaptive_batching._ranks.fsdp import is_sharded
