@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 from adaptive_batching._plan.devices import Outside
 from adaptive_batching._plan.verdict import Verdict, judge
+from adaptive_batching._probe.curve import TracedStep
 from adaptive_batching._probe.ledger import KINDS, OPTIMIZER, OTHER, STATES, WEIGHTS, StepRecord
 from adaptive_batching._probe.reserved import Reserved, reserved_by_default, reserved_for
-from adaptive_batching._probe.trace import TracedStep
 
 SET_UP = "set-up"
 """The moment before the first step, while weights are loaded."""

@@ -9,8 +9,8 @@ from itertools import takewhile
 from typing import Any
 
 from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._probe.curve import TracedStep, TraceError
 from adaptive_batching._probe.ledger import BETWEEN, OPTIMIZER, STATES, StepRecord
-from adaptive_batching._probe.trace import TracedStep, TraceError
 
 Shape = tuple[int, int]
 """Samples of a forward, and the tokens that each is padded to."""

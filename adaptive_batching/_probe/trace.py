@@ -1,9 +1,7 @@
 """Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
 
-Peak memory is not linear in the batch size b. It is the largest value of ``a_t + c_t * b`` over the operations t of the
-step, because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. So the step
-runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, at b = 2 and b = 3, and the bytes alive after
-every operation are recorded. Their difference, operation by operation, is c_t, and the whole curve follows.
+The step runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, and the bytes alive after every
+operation are recorded; :mod:`adaptive_batching._probe.curve` says what follows from them.
 
 Where the step runs on CUDA, the traces run on fake tensors of that device, so that torch chooses the kernels of
 attention and the implementation of optimizers as in a real step. Elsewhere, and for a sharded model, they run on fake
@@ -20,7 +18,6 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from adaptive_batching._probe.curve import TRACED_SIZES, PeakMemoryCurve, TracedStep, TraceError
 from adaptive_batching._probe.ledger import STATES, WEIGHTS, StepRecord
 from adaptive_batching._probe.recording import Recorder
 from adaptive_batching._probe.sharded_trace import ShardedCopy
@@ -38,106 +36,6 @@ from adaptive_batching._probe.trial import TrainingStep, has_states, kept_tensor
 from adaptive_batching._ranks.fsdp import is_sharded
 
 log = logging.getLogger(__name__)
-
-TRACED_SIZES = (2, 3)  # not 1: a batch of one takes other views and copies
-
-
-class TraceError(RuntimeError):
-    """Raised if the training step cannot be traced, or if its operations depend on the batch size."""
-
-
-class PeakMemoryCurve:
-    """Peak bytes of a training step as a function of the batch size b: ``max_t (a_t + c_t * b)``."""
-
-    def __init__(
-        self, lower: Sequence[int], upper: Sequence[int], sizes: tuple[int, int] = TRACED_SIZES, *, kept_bytes: int = 0
-    ) -> None:
-        """Build the curve from the bytes alive at the two traced sizes: before the step, then after every operation.
-
-        Args:
-            lower: Those at the smaller size.
-            upper: Those at the larger.
-            sizes: Both sizes.
-            kept_bytes: Bytes before the step, at the smaller size, that an earlier step has made.
-
-        Raises:
-            TraceError: If the two traces differ in their number of operations.
-        """
-        if len(lower) != len(upper):
-            raise TraceError(f"the step has {len(lower)} operations at b={sizes[0]} and {len(upper)} at b={sizes[1]}")
-        low, high = torch.tensor(lower, dtype=torch.float64), torch.tensor(upper, dtype=torch.float64)
-        self._slope = (high - low) / (sizes[1] - sizes[0])
-        self._base = low - self._slope * sizes[0]
-        self._resting_bytes = lower[0] - kept_bytes
-
-    def peak_bytes(self, batch_size: int) -> int:
-        return int((self._base + self._slope * batch_size).max())
-
-    def largest_within(self, budget_bytes: int) -> int | None:
-        """Return the largest batch size whose peak is at most ``budget_bytes``; 0 if none is, None if all are."""
-        if bool((self._base + self._slope > budget_bytes).any()):
-            return 0
-        grows = self._slope > 0
-        if not bool(grows.any()):
-            return None
-        return int(((budget_bytes - self._base[grows]) / self._slope[grows]).floor().min())
-
-    @property
-    def resting_bytes(self) -> int:
-        """Bytes alive before the first step: parameters, buffers and optimizer states."""
-        return self._resting_bytes
-
-
-class TracedStep:
-    """A training step traced at two batch sizes, and what follows for every other."""
-
-    def __init__(self, lower: StepRecord, upper: StepRecord, sizes: tuple[int, int] = TRACED_SIZES) -> None:
-        """Combine two records.
-
-        Raises:
-            TraceError: If they differ in their number of operations.
-        """
-        self.curve = PeakMemoryCurve(lower.log, upper.log, sizes, kept_bytes=lower.kept_bytes)
-        self._lower, self._upper, self._sizes = lower, upper, sizes
-
-    @property
-    def is_uniform(self) -> bool:
-        """True if storages are allocated and freed in one order at both sizes, so that there is one at any other."""
-        lower, upper = self._lower, self._upper
-        resting = lower.num_resting == upper.num_resting
-        if not lower.kept_bytes:
-            resting = lower.sizes[: lower.num_resting] == upper.sizes[: upper.num_resting]
-        return resting and lower.events == upper.events and lower.kinds == upper.kinds
-
-    def at(self, batch_size: int) -> StepRecord:
-        """Return the record of the step at ``batch_size``.
-
-        Raises:
-            TraceError: If the order of allocations depends on the batch size.
-        """
-        if not self.is_uniform:
-            raise TraceError("the order in which memory is allocated and freed depends on the batch size")
-
-        def scaled(lower: Sequence[int], upper: Sequence[int]) -> list[int]:
-            (low, high), steps = self._sizes, batch_size - self._sizes[0]
-            return [a + (b - a) * steps // (high - low) for a, b in zip(lower, upper, strict=True)]
-
-        lower, upper = self._lower, self._upper
-        flops, recomputed, attention = scaled(_work(lower), _work(upper))
-        log = scaled(lower.log, upper.log)
-        return replace(
-            lower,
-            log=log,
-            kept_bytes=log[0] - self.curve.resting_bytes,
-            sizes=scaled(lower.sizes, upper.sizes),
-            flops=flops,
-            recomputed_flops=recomputed,
-            attention_flops=attention,
-        )
-
-
-def _work(record: StepRecord) -> tuple[int, int, int]:
-    return record.flops, record.recomputed_flops, record.attention_flops
 
 
 def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:

@@ -22,7 +22,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan.devices import find_gpu
 from adaptive_batching._plan.verdict import Answer
-from adaptive_batching._probe.trace import TraceError
+from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
 from adaptive_batching._torchtune.data_at_hand import NotAtHandError, read_data
 from adaptive_batching._torchtune.levers import CONFIGS

@@ -16,9 +16,10 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.result import ProbeResult
-from adaptive_batching._probe.trace import TraceError, trace_peak_memory
+from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed, worst_case_sample

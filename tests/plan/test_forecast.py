@@ -6,7 +6,8 @@ from torch import nn
 
 from adaptive_batching._plan.devices import outside_of_allocator
 from adaptive_batching._plan.forecast import SET_UP, Forecast
-from adaptive_batching._probe.trace import TracedStep, trace_step
+from adaptive_batching._probe.curve import TracedStep
+from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep
 
 MIB = 2**20

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_iter
 
 from adaptive_batching._probe import compiled, trace
 from adaptive_batching._probe.compiled import compile_modules
+from adaptive_batching._probe.curve import PeakMemoryCurve, TraceError
 from adaptive_batching._probe.recording import Recorder
-from adaptive_batching._probe.trace import PeakMemoryCurve, TraceError, trace_peak_memory
+from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
 
 WIDTH = 64

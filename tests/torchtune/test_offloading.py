@@ -11,8 +11,8 @@ import pytest
 import torch
 from torchtune.training import OffloadActivations
 
+from adaptive_batching._probe.curve import TracedStep
 from adaptive_batching._probe.recording import Recorder
-from adaptive_batching._probe.trace import TracedStep
 from adaptive_batching._torchtune import objective
 from adaptive_batching._torchtune.offloading import SMALLEST
 from adaptive_batching._torchtune.on_paper import Data, set_up

@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batching._probe.trace import TracedStep, trace_step
+from adaptive_batching._probe.curve import TracedStep
+from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.step import training_step

@@ -20,7 +20,8 @@ from omegaconf import OmegaConf
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from adaptive_batching._probe.trace import TracedStep, trace_step
+from adaptive_batching._probe.curve import TracedStep
+from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, kept_tensors
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
