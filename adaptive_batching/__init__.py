@@ -9,7 +9,8 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.accumulation import FixedAccumulation, KeepGlobal
 from adaptive_batching._growth.by_epoch import plan_batch_sizes
 from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._growth.course import Course, RunShape
+from adaptive_batching._growth.course import Course
+from adaptive_batching._growth.epoch import RunShape
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching._loop.step import AdaptiveStep
 from adaptive_batching._memory import is_out_of_memory, memory_meter

@@ -33,6 +33,7 @@ PURE = [
     "growth/by_epoch",
     "growth/controller",
     "growth/course",
+    "growth/epoch",
     "growth/increase",
     "growth/noise_scale",
     "growth/schedules",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._growth.course import Course, RunShape
+from adaptive_batching._growth.course import Course
+from adaptive_batching._growth.epoch import RunShape
 from adaptive_batching._growth.increase import IncreaseFunction, IncreaseFunctionError, is_planned
 
 

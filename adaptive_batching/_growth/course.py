@@ -10,121 +10,12 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching._growth.accumulation import Accumulation, FixedAccumulation
 from adaptive_batching._growth.controller import BatchController, Decision
+from adaptive_batching._growth.epoch import EpochProgress, RunShape
 from adaptive_batching._growth.increase import GrowthState
-
-
-@dataclass(frozen=True)
-class RunShape:
-    """The size of a run. Samples are those of one replica: a device that sees different samples from the others."""
-
-    epochs: int
-    samples: int
-    """Of an epoch, on one replica."""
-
-    accumulation: Accumulation = field(default_factory=FixedAccumulation)
-    """Batches of an optimizer step, as the batch size grows."""
-
-    replicas: int = 1
-    max_steps: int | None = None
-    """Optimizer steps after which an epoch is cut short."""
-
-    decisions: int = 1
-    """How often the batch size is decided in an epoch, at equal distances."""
-
-    reference_steps: int = 0
-    """Optimizer steps of an epoch in the stock run, at the configured sizes; the schedule is laid out for these."""
-
-    reference_samples: int = 1
-    """Samples of each of them, on one replica."""
-
-    run_samples: int | None = None
-    """Samples after which the run ends, on one replica, be it within an epoch; None to train on all epochs."""
-
-
-@dataclass
-class _Epoch:
-    """Progress of an epoch in samples, optimizer steps and steps of the schedule."""
-
-    shape: RunShape
-    run_samples_left: int | None = None
-    """Samples that the run may still take when the epoch begins, on one replica; None for no limit."""
-
-    seen: int = 0
-    """Samples on one replica."""
-
-    steps: int = 0
-    decided: int = 1
-    """Decisions made, the one at the epoch's start included."""
-
-    reference: int = 0
-    """Steps of the stock run that are used up."""
-
-    _exact: Fraction = field(default_factory=Fraction)
-    """Samples of the stock run that are used up."""
-
-    _rate: Fraction = field(default_factory=lambda: Fraction(1))
-
-    @classmethod
-    def resumed(cls, shape: RunShape, progress: Mapping[str, Any], left: int | None) -> _Epoch:
-        used = Fraction(*progress["schedule"]) * shape.reference_steps
-        seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
-        epoch = cls(
-            shape, None if left is None else left + seen, seen, progress["steps"], reference=int(used),
-            _exact=used * shape.reference_samples,
-        )  # fmt: skip
-        epoch.decided = epoch.due + 1
-        return epoch
-
-    @property
-    def schedule(self) -> Fraction:
-        """Part of the epoch's schedule that is used up."""
-        return min(self._exact / (self.shape.reference_steps * self.shape.reference_samples), Fraction(1))
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch on one replica."""
-        return self.shape.samples if self.run_samples_left is None else min(self.shape.samples, self.run_samples_left)
-
-    def steps_left(self, window: int) -> int:
-        left = (self.samples - self.seen) // window
-        return left if self.shape.max_steps is None else min(left, self.shape.max_steps - self.steps)
-
-    def set_window(self, window: int) -> None:
-        """Set the samples of a step from here on, until the next change or the end of the epoch."""
-        # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
-        # left of its share in the schedule is spread evenly over them.
-        left = max(self.shape.reference_steps * self.shape.reference_samples - self._exact, Fraction(0))
-        rate = left / max(self.steps_left(window) * window, 1)
-        ends_early = self.shape.max_steps is not None and self.shape.samples - self.seen >= window * (
-            self.shape.max_steps - self.steps
-        )
-        self._rate = rate if ends_early else min(Fraction(1), rate)
-
-    def advance(self, window: int) -> int:
-        """Record an optimizer step and return how many steps the schedule takes with it."""
-        before = self.reference
-        self.seen += window
-        self.steps += 1
-        self._exact += window * self._rate
-        if self.steps_left(window) <= 0:
-            self.reference = self.shape.reference_steps  # dropped remainders do not add up
-        else:
-            self.reference = min(int(self._exact / self.shape.reference_samples), self.shape.reference_steps)
-        return self.reference - before
-
-    @property
-    def due(self) -> int:
-        """Number of the latest decision that is due."""
-        number = self.shape.decisions * self.seen // self.shape.samples
-        if self.shape.max_steps is not None:
-            number = max(number, self.shape.decisions * self.steps // self.shape.max_steps)
-        return number
 
 
 @dataclass
@@ -180,7 +71,7 @@ class Course:
         peak = max(rates)
         self._warmup = rates.index(peak) if rates[0] < peak and not grows_in_warmup else 0
         self._number = 0
-        self._epoch = _Epoch(shape)
+        self._epoch = EpochProgress(shape)
         self._decisions: dict[float, Decision] = {}
 
     @property
@@ -236,22 +127,15 @@ class Course:
             observe: Gives values for the fields of :class:`GrowthState` that training alone can tell.
         """
         self._number = number
-        self._epoch = _Epoch(self.shape, self._run_samples_left)
+        self._epoch = EpochProgress(self.shape, self._run_samples_left)
         return self._decide(number, observe)
 
     def progress(self) -> dict[str, Any] | None:
         """Return how far this epoch is, for :meth:`resume`; None at its end.
 
-        Samples are those of all replicas, and the schedule's part is a fraction, so that a run may go on with another
-        number of devices or another batch size.
+        A run may go on with another number of devices or another batch size.
         """
-        if self.epoch_is_over:
-            return None
-        return {
-            "samples": self._epoch.seen * self.shape.replicas,
-            "steps": self._epoch.steps,
-            "schedule": list(self._epoch.schedule.as_integer_ratio()),
-        }
+        return None if self.epoch_is_over else self._epoch.to_resume()
 
     def resume(self, number: int, progress: Mapping[str, Any]) -> int:
         """Go on within the epoch ``number``, at the present size; what was due up to there has been decided.
@@ -264,7 +148,7 @@ class Course:
             How many steps the schedule takes at once: all of the epoch's, if another size leaves no room for a step.
         """
         self._number = number
-        self._epoch = _Epoch.resumed(self.shape, progress, self._run_samples_left)
+        self._epoch = EpochProgress.resumed(self.shape, progress, self._run_samples_left)
         self._epoch.set_window(self.window)
         if not self.history or self.history[-1][1] != self.controller.batch_size:
             self.history.append((number + self._epoch.seen / self.shape.samples, self.controller.batch_size))

@@ -12,7 +12,8 @@ from torchtune.modules.peft import get_adapter_params
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.accumulation import Accumulation, FixedAccumulation, KeepGlobal
 from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._growth.course import Course, RunShape, learning_rate_scale
+from adaptive_batching._growth.course import Course, learning_rate_scale
+from adaptive_batching._growth.epoch import RunShape
 from adaptive_batching._growth.increase import IncreaseFunction, reads_noise_scale, resolve
 from adaptive_batching._torchtune.cutting import Execution
 from adaptive_batching._torchtune.growing import Growth

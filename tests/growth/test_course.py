@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from adaptive_batching._growth.accumulation import FixedAccumulation, InParts, KeepGlobal
 from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._growth.course import Course, RunShape, learning_rate_scale
+from adaptive_batching._growth.course import Course, learning_rate_scale
+from adaptive_batching._growth.epoch import RunShape
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
 from tests.support.examples import STATE
