@@ -48,6 +48,7 @@ PURE = [
     "plan/varying",
     "plan/verdict",
     "probe/allocator",
+    "probe/corrected_curve",
     "probe/curve",
     "probe/ledger",
     "probe/reserved",

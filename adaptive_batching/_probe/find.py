@@ -16,11 +16,12 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, is_out_of_memory
 from adaptive_batching._probe.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._probe.budget import memory_available, memory_budget, require_room
+from adaptive_batching._probe.corrected_curve import CorrectedCurve, Count
 from adaptive_batching._probe.curve import PeakMemoryCurve, TracedStep, TraceError
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, explain, unknown_to_trace
 from adaptive_batching._probe.reserved import ReservedPeaks
 from adaptive_batching._probe.result import ProbeResult
-from adaptive_batching._probe.search import SEARCHES, Count, corrected, settle_for_enough
+from adaptive_batching._probe.search import SEARCHES, settle_for_enough
 from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
@@ -306,5 +307,5 @@ def _calibrated(
     next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
     last = max(next_size, sizes.candidates[-1] if settled else 0, *(m.batch_size for m in sizes.measurements))
     points = {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
-    peak = corrected(sizes, curve.peak_bytes, count)
-    return [(b, int(peak(b))) for b in sorted(points)]
+    known = CorrectedCurve(sizes, curve.peak_bytes, count)
+    return [(b, int(known.peak_bytes(b))) for b in sorted(points)]

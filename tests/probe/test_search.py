@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, settle_for_enough
+from adaptive_batching._probe.corrected_curve import CERTAIN_FIT
+from adaptive_batching._probe.search import SEARCHES, settle_for_enough
 from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
 
 
