@@ -1,0 +1,212 @@
+"""What FSDP2 allocates and frees around the units of a model, and when.
+
+While a unit (a module that ``fully_shard`` was applied to) runs forward or backward, its parameters are gathered. When
+its gradients are complete, they are copied to the input of the reduce-scatter and become shards. In a forward, the
+output of an all-gather lives on until the next one or the model has ended; in the backward pass, the unit before is
+gathered ahead of time, the input of a reduce-scatter stays until the next one begins, and units whose inputs have no
+gradient, such as the root, are gathered to the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from adaptive_batching._probe.ledger import GRADIENTS, WEIGHTS
+from adaptive_batching._probe.recording import labelled
+
+
+class Streams:
+    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        """From the root on, as the modules are listed."""
+
+        self.gathered_before: torch.Tensor | None = None
+        """Output of the last all-gather of a forward, freed when the next has ended, or the root's forward has."""
+
+        self.reducing: torch.Tensor | None = None
+        """Input of the last reduce-scatter, freed before the next begins."""
+
+        self.order: list[Unit] = []
+        """Units in the order of their forwards. The backward pass gathers the one before ahead of time."""
+
+        self._is_queued = False
+
+    def begin_backward(self) -> None:
+        """Have the backward pass end as FSDP ends it."""
+        if not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for unit in self.units:
+            unit.end_backward()
+        self.order.clear()
+        self.reducing = None
+        self._is_queued = False
+
+
+class _BeforeUnit(torch.autograd.Function):
+    """Passes on the inputs of a unit, so that their gradients, the last that it computes, can be waited for."""
+
+    @staticmethod
+    def forward(unit: Unit, *inputs: torch.Tensor) -> Any:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.unit = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.unit.after_backward()
+        return None, *gradients
+
+
+class Unit:
+    """Simulates gathering and reducing for one module, as FSDP2 does by default.
+
+    The order is that of ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, in ``unshard``,
+    ``wait_for_unshard``, ``pre_backward`` and ``post_backward``.
+
+    Args:
+        module: A module of the copy.
+        parameters: Its whole parameters, each with the shard that a rank keeps.
+        streams: Buffers of all units.
+        reshards: Whole parameters are freed after the forward.
+        offloads: Shards are on the host.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[tuple[nn.Parameter, nn.Parameter]],
+        streams: Streams,
+        *,
+        reshards: bool,
+        offloads: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._trained = [(whole, shard) for whole, shard in parameters if whole.requires_grad]
+        self._streams = streams
+        self._reshards, self._offloads = reshards, offloads
+        self._gathered: torch.Tensor | None = None
+        self._ahead: torch.Tensor | None = None  # output of an all-gather that has not been copied out
+        self._forwards: list[int] = []  # their places in the order
+        self._is_ready = False  # gathered for its backward pass
+        self._is_done = False  # its gradients are reduced
+        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        module.register_forward_hook(self._after_forward)
+
+    def _all_gather(self) -> torch.Tensor:
+        """Return the output of an all-gather, of all parameters in one."""
+        size = sum(map(_bytes, (whole for whole, _ in self._parameters)))
+        with labelled(WEIGHTS):
+            from_host = None
+            if self._offloads:  # the shard comes from the host first, and goes when it is copied into the output
+                from_host = torch.empty(sum(map(_bytes, (shard for _, shard in self._parameters))), dtype=torch.uint8)
+            output = torch.empty(size, dtype=torch.uint8)
+            del from_host
+            return output
+
+    def _gather_ahead(self) -> None:
+        if self._gathered is None and self._ahead is None:
+            self._ahead = self._all_gather()
+
+    def _unshard(self, *, in_forward: bool) -> None:
+        if self._gathered is not None:
+            return
+        self._gather_ahead()
+        output, self._ahead = self._ahead, None
+        assert output is not None
+        with labelled(WEIGHTS):
+            self._gathered = torch.empty_like(output)  # each parameter is copied out of it
+        if in_forward:
+            self._streams.gathered_before = output  # a local variable of FSDP holds the one before up to here
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            self._unshard(in_forward=True)
+        leaves, spec = tree_flatten((args, kwargs))
+        at = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor) and each.requires_grad]
+        if at and torch.is_grad_enabled():
+            passed_on = _BeforeUnit.apply(self, *(leaves[n] for n in at))  # type: ignore[no-untyped-call]
+            for n, value in zip(at, passed_on, strict=True):
+                leaves[n] = value
+        return tree_unflatten(leaves, spec)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            if self._reshards:
+                self._gathered = None
+            self._forwards.append(len(self._streams.order))
+            self._streams.order.append(self)
+        for value in tree_iter(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(lambda gradient: self._before_backward())  # type: ignore[no-untyped-call]
+
+    def _before_backward(self) -> None:
+        self._streams.begin_backward()
+        if self._is_ready:
+            return
+        self._is_ready, self._is_done = True, False
+        self._unshard(in_forward=False)
+        at = self._forwards.pop() if self._forwards else 0
+        if at:
+            self._streams.order[at - 1]._gather_ahead()
+
+    def after_backward(self) -> None:
+        """Free the whole parameters, and reduce the gradients."""
+        self._is_ready, self._is_done = False, True
+        gradients = [(whole, shard) for whole, shard in self._trained if whole.grad is not None]
+        self._gathered = None
+        self._streams.reducing = None
+        if not gradients:
+            return
+        size = sum(local_part(whole).numel() for whole, _ in gradients)
+        self._streams.reducing = torch.empty(size, dtype=gradients[0][0].dtype)
+        for whole, _ in gradients:
+            whole.grad = None
+        with labelled(GRADIENTS):
+            reduced = [torch.empty_like(shard) for _, shard in gradients]
+        if self._offloads:
+            return  # copied to the host, where the optimizer steps
+        for _, shard in gradients:
+            part = reduced.pop(0)
+            if shard.grad is None:
+                shard.grad = part
+            else:
+                shard.grad.add_(part)
+            del part
+            for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(shard)  # as of an optimizer that steps in the backward pass
+
+    def end_backward(self) -> None:
+        """Do what is left to do when the backward pass of all units has ended."""
+        if not self._is_done:
+            self.after_backward()  # none of its inputs has a gradient
+        self._ahead = None
+        self._forwards.clear()
+        self._is_ready = self._is_done = False
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, or of what is gathered of the tensors inside it."""
+    tensor = local_part(tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.numel() * tensor.element_size()
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_bytes(getattr(tensor, name)) for name in names)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a distributed tensor that this rank has; any other tensor as it is."""
+    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part
