@@ -1,4 +1,4 @@
-"""What two records of a training step, at two batch sizes, say about every other size.
+"""Peak memory of a training step at any batch size, from the records of two.
 
 Peak memory is not linear in the batch size b. It is the largest value of ``a_t + c_t * b`` over the operations t of the
 step, because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. With records

@@ -1,4 +1,4 @@
-"""What FSDP2 allocates and frees around the units of a model, and when.
+"""Simulation of what FSDP2 allocates and frees around the units of a model, and when.
 
 While a unit (a module that ``fully_shard`` was applied to) runs forward or backward, its parameters are gathered. When
 its gradients are complete, they are copied to the input of the reduce-scatter and become shards. In a forward, the
