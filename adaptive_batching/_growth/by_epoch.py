@@ -5,7 +5,7 @@ from __future__ import annotations
 from adaptive_batching._growth.controller import BatchController
 from adaptive_batching._growth.course import Course
 from adaptive_batching._growth.epoch import RunShape
-from adaptive_batching._growth.increase import IncreaseFunction, IncreaseFunctionError, is_planned
+from adaptive_batching._growth.increase import IncreaseFunction, IncreaseFunctionError, check_signature, is_planned
 
 
 def plan_batch_sizes(
@@ -25,7 +25,8 @@ def plan_batch_sizes(
 
     Raises:
         ValueError: If a number is below 1, or ``batch_size`` above ``maximum``.
-        IncreaseFunctionError: If ``increase`` reads what is known only while training, such as losses, or returns
+        IncreaseFunctionError: If ``increase`` is a factory that is still to be called, or cannot be called with an
+            epoch and a batch size, or reads what is known only while training, such as losses, or returns
             something else than a whole number >= 0.
     """
     maximum = samples if maximum is None else maximum
@@ -35,6 +36,7 @@ def plan_batch_sizes(
     if batch_size > maximum:
         raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start with less")
     name = getattr(increase, "__qualname__", repr(increase))
+    check_signature(f"increase={name}", increase)
     if not is_planned(increase):
         raise IncreaseFunctionError(
             f"{name} reads what is known only while training, and sizes are planned before; use a function of "

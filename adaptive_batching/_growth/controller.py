@@ -14,6 +14,7 @@ from adaptive_batching._growth.increase import (
     GrowthState,
     IncreaseFunction,
     IncreaseFunctionError,
+    check_signature,
     is_planned,
     takes_state,
 )
@@ -46,6 +47,10 @@ class BatchController:
         name: The increase function's name in messages.
         accumulation: Says which sizes are possible.
         ask: Calls the function; on several ranks only one of them does.
+
+    Raises:
+        ValueError: If ``batch_size`` is not among the sizes that are possible up to ``maximum``.
+        IncreaseFunctionError: If ``increase`` cannot be called with an epoch and a batch size.
     """
 
     def __init__(
@@ -58,8 +63,15 @@ class BatchController:
         accumulation: Accumulation = FixedAccumulation(),  # noqa: B008 (immutable)
         ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     ) -> None:
-        assert 1 <= batch_size <= maximum, (batch_size, maximum)
-        assert accumulation.allowed(batch_size) == batch_size, (batch_size, accumulation)
+        if not 1 <= batch_size <= maximum:
+            raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
+        if accumulation.allowed(batch_size) != batch_size:
+            raise ValueError(
+                f"batch_size={batch_size} does not go with {accumulation}; the largest below it that does is "
+                f"{accumulation.allowed(batch_size)}"
+            )
+        if increase is not None:
+            check_signature(f"increase={name or getattr(increase, '__qualname__', repr(increase))}", increase)
         self.batch_size = batch_size
         self.maximum = maximum
         self.maximum_reason = maximum_reason

@@ -145,7 +145,7 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
                 key,
                 ", ".join(arguments),
             )
-    _check_signature(key, found)
+    check_signature(key, found)
     return path, found
 
 
@@ -187,7 +187,21 @@ def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str,
     return function  # type: ignore[no-any-return]
 
 
-def _check_signature(key: str, function: Callable[..., Any]) -> None:
+def check_signature(key: str, function: Callable[..., Any]) -> None:
+    """Check that ``function`` can be called as increase functions are, and is not a factory of such functions.
+
+    Args:
+        key: Names it in a message.
+        function: What is to be called.
+
+    Raises:
+        IncreaseFunctionError: If it cannot.
+    """
+    if getattr(function, "__module__", None) == _FACTORIES and "<locals>" not in function.__qualname__:
+        raise IncreaseFunctionError(
+            f"{key} is a factory, and what it returns is an increase function: write {function.__name__}(), with its "
+            f"arguments, if any"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature; the first call will tell

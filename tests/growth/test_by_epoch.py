@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching import IncreaseFunctionError, growth, plan_batch_sizes
+from adaptive_batching import (
+    BatchController,
+    FixedAccumulation,
+    IncreaseFunctionError,
+    KeepGlobal,
+    growth,
+    plan_batch_sizes,
+)
 from adaptive_batching._growth.increase import IncreaseFunction
 
 
@@ -42,3 +49,27 @@ def test_a_function_that_returns_no_number_is_named() -> None:
 
     with pytest.raises(IncreaseFunctionError, match=r"half\(epoch=0, current_batch_size=4\) returned 0.5"):
         plan_batch_sizes(4, half, epochs=2, samples=100)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("increase", "message"),
+    [
+        (growth.step, r"increase=step is a factory.*write step\(\)"),
+        (lambda epoch: 1, "increase=.*cannot be called with"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_training(increase: Any, message: str) -> None:
+    with pytest.raises(IncreaseFunctionError, match=message):
+        plan_batch_sizes(4, increase, epochs=2, samples=100)
+    with pytest.raises(IncreaseFunctionError, match=message):
+        BatchController(4, 8, increase=increase)
+
+
+def test_a_size_that_is_not_possible_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size=9 must be from 1 to maximum=8"):
+        BatchController(9, 8)
+    with pytest.raises(ValueError, match=r"batch_size=5 does not go with KeepGlobal\(samples=12\).* is 4"):
+        BatchController(5, 8, accumulation=KeepGlobal(12))
+    for step, message in ((FixedAccumulation, "batches=0"), (KeepGlobal, "samples=0")):
+        with pytest.raises(ValueError, match=message):
+            step(0)
