@@ -42,5 +42,9 @@ def main() -> None:
     subparsers = parser.add_subparsers(title="commands")
     for add in [add_report] if sys.argv[1:2] == ["report"] else COMMANDS:
         add(subparsers, PROG)
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if rest:  # argparse takes positional arguments from between two options, and leaves those after the second
+        if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.overrides = [*args.overrides, *rest]
     args.func(args)

@@ -49,13 +49,16 @@ def add_plan(subparsers: Any, prog: str) -> None:
     device.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 'RTX 4090' or H100")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of the longest sample")
     parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
-    parser.add_argument("--devices", type=int, metavar="N", help="number of GPUs")
+    parser.add_argument("--devices", "--nproc_per_node", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
     parser.add_argument("--table", action="store_true", help="show what forwards of other shapes need")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what a step takes over the batch size")
     parser.add_argument("--no-levers", action="store_true", help="leave out what would help")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="overrides of the config; the recipe may stand before it, as in a line of 'run'",
+    )  # fmt: skip
     parser.set_defaults(func=lambda args: sys.exit(_run(args)))
 
 
@@ -97,13 +100,11 @@ def _read(args: argparse.Namespace) -> Asked:
         raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
     if args.mfu is not None and args.gpu is None:
         raise ConfigError(f"--mfu {args.mfu} is a share of a GPU's peak; name the GPU with --gpu")
-    for override in args.overrides:
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"{override!r} is no override; write key=value")
+    recipe, overrides = _recipe_and_overrides(args)
     gpu = None if args.gpu is None else find_gpu(args.gpu)
     if args.plot is not None:
         _check_plot(args.plot)
-    recipe, path, cfg = _load(args.config, args.recipe, args.overrides)
+    recipe, path, cfg = _load(args.config, recipe, overrides)
     devices = args.devices or _devices_of(recipe, path)
     recipe = _on_so_many(recipe, devices)
     memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
@@ -123,6 +124,29 @@ def _read(args: argparse.Namespace) -> Asked:
         args.config, question, length, unknown, data, memory_bytes, gpu, args.mfu, not args.no_levers, args.table,
         args.plot,
     )  # fmt: skip
+
+
+def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Return the recipe that the command line names, if it does, and the overrides.
+
+    Raises:
+        ConfigError: If what should be an override is none.
+        NotPlannedError: If the recipe is not covered.
+    """
+    recipe, overrides = args.recipe, list(args.overrides)
+    if overrides and _is_no_override(overrides[0]):
+        named = Path(overrides[0]).stem
+        if named in RECIPES and recipe in (None, named):
+            recipe, overrides = named, overrides[1:]
+        elif named in [each.name for each in registry.get_all_recipes()] and named not in RECIPES:
+            raise NotPlannedError(_not_covered(args.config, named))
+    for override in filter(_is_no_override, overrides):
+        raise ConfigError(f"{override!r} is no override; write key=value")
+    return recipe, overrides
+
+
+def _is_no_override(argument: str) -> bool:
+    return "=" not in argument and not argument.startswith("~")
 
 
 def _check_plot(path: Path) -> None:

@@ -160,6 +160,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(plan: Any, tmp_path: Path) -> 
         (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
         (["--config", CONFIG, "--mfu", "0.4"], "name the GPU with --gpu"),
         (["--config", CONFIG, "batch_size"], "write key=value"),
+        (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
         (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
         (["--config", CONFIG, "--plot", "/nowhere/plan.png"], "there is no folder /nowhere"),
         (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx has no ending of a picture"),
@@ -251,6 +252,15 @@ def test_levers_are_those_that_the_recipe_knows(name: str) -> None:
     ]
     cfg: Any = OmegaConf.load(CONFIGS / path)
     assert {lever.name for lever in levers(Question(recipe, cfg), 1024)} == OTHERS[name]
+
+
+def test_a_line_of_run_is_planned_as_it_stands(plan: Any) -> None:
+    whole = plan("--config", CONFIG, "--recipe", "full_finetune_distributed", "--devices", "2", *SMALL)
+    assert plan(*SMALL[:3], "--config", CONFIG, *SMALL[3:])[1] != whole[1], "on one device"
+    for recipe in ("full_finetune_distributed", "adaptive_batching/recipes/full_finetune_distributed.py"):
+        assert plan("--nproc_per_node", "2", recipe, "--config", CONFIG, *SMALL) == whole
+    code, out, _ = plan("ppo_full_finetune_single_device", "--config", CONFIG)
+    assert code == 4 and "of ppo_full_finetune_single_device; plans are made of" in out
 
 
 @pytest.mark.parametrize(
