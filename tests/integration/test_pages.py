@@ -181,7 +181,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("Makefile", "adaptive_batching", "benchmarks", "pyproject.toml", "recipes", "tests"):
         (folder / name).symlink_to(ROOT / name)
     make_environment(folder / ".venv", checkout=folder)
-    for extra in ("alone", "dev", "bench"):
+    for extra in ("torchtune", "dev", "bench"):
         (folder / ".venv" / f".{extra}").touch()
     return folder
 
