@@ -102,6 +102,15 @@ def test_saving_changes_nothing_but_the_folders(tune_run: TuneRun, baseline: Tun
     assert folders(not_saving) == ["epoch_0", "epoch_1"]
 
 
+def test_saving_adapters_alone_leaves_distillation_alone(tune_run: TuneRun) -> None:
+    """Stock merges them into the model all the same."""
+    adapters = ["save_adapter_weights_only=True", "epochs=1"]
+    often = tune_run("kd", *adapters, "save_every_n_steps=3", name="often")
+    once = tune_run("kd", *adapters, "save_every_n_steps=100", name="once")
+    assert often.metrics == once.metrics
+    assert folders(often) == ["step_3", "step_6", "step_9*", "step_12"]
+
+
 def test_packs_that_are_cut_and_gathered_go_on_at_the_same_sample(
     tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
