@@ -168,12 +168,24 @@ class Report(Watcher):
         if self._writes:
             log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
 
-    def resume(self, step: int) -> None:
-        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again."""
+    def resume(self, step: int, *, epoch: float, batch_size: int, global_batch_size: int) -> None:
+        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again.
+
+        Args:
+            step: Optimizer steps that are behind.
+            epoch: How far the run is, in epochs.
+            batch_size: Its batch size from here on, a change if it was another one.
+            global_batch_size: And that of all devices and batches of a step.
+        """
         self._write("resume", step=step)
-        if self._writes:
-            with self._only_warned():
-                self._note_all()
+        if not self._writes:
+            return
+        with self._only_warned():
+            self._note_all()
+        sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
+        last = self._rows[-1] if self._rows else None
+        if last is None or (last.batch_size, last.global_batch_size) != (batch_size, global_batch_size):
+            self.change(epoch=epoch, step=step, reason="resumed with this size", **sizes)
 
     def exploration(self, result: Exploration) -> None:
         """Record the timings of an exploration."""

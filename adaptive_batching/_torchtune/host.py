@@ -293,6 +293,7 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
     Stock merges LoRA's adapters into ``tensor.cpu()``, which on the cpu is the tensor that is being trained.
     """
     merges = not getattr(recipe, "_save_adapter_weights_only", True)
+    merges = merges or hasattr(recipe, "_teacher_model")  # distillation merges even what it then leaves out
     model: nn.Module = recipe._model
     return model if merges and recipe._device.type == "cpu" and not is_sharded(model) else None
 

@@ -247,6 +247,12 @@ class AdaptiveBatching:
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
         if self._settings.enabled:
+            epochs = getattr(self, "total_epochs", None)  # in PPO those of the run that is resumed hold
+            if epochs is not None and self.epochs_run >= epochs:
+                raise ConfigError(
+                    f"epochs={epochs} leaves nothing to train: {self.epochs_run} of the run that is resumed "
+                    f"are behind. Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
+                )
             self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
 
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -129,9 +129,12 @@ class Session:
         else:
             self.execution.size = probed.micro_batch_size
         self.growth = make_growth(host, run, settings, increase, controller, accumulation, self.execution, stored)
-        if self.growth.course.seen_in_epoch:
-            report.resume(run.first_step)
-        plan = self.growth.course.plan(run.first_epoch)
+        course = self.growth.course
+        if course.seen_in_epoch:
+            at = run.first_epoch + course.seen_in_epoch / course.shape.samples
+            sizes = {"batch_size": controller.batch_size, "global_batch_size": self.growth.global_batch_size}
+            report.resume(run.first_step, epoch=at, **sizes)
+        plan = course.plan(run.first_epoch)
         report.plan(plan, decided=controller.decides_early)
 
     def _accumulation(self) -> Accumulation:

@@ -102,6 +102,15 @@ def test_saving_changes_nothing_but_the_folders(tune_run: TuneRun, baseline: Tun
     assert folders(not_saving) == ["epoch_0", "epoch_1"]
 
 
+def test_saving_adapters_alone_leaves_distillation_alone(tune_run: TuneRun) -> None:
+    """Stock merges them into the model all the same."""
+    adapters = ["save_adapter_weights_only=True", "epochs=1"]
+    often = tune_run("kd", *adapters, "save_every_n_steps=3", name="often")
+    once = tune_run("kd", *adapters, "save_every_n_steps=100", name="once")
+    assert often.metrics == once.metrics
+    assert folders(often) == ["step_3", "step_6", "step_9*", "step_12"]
+
+
 def test_packs_that_are_cut_and_gathered_go_on_at_the_same_sample(
     tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +131,13 @@ def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
     cut_off(tune_run, monkeypatch, "full", *GROW)
     first = [index for batch in seen[19:20] for index in batch]
     seen.clear()
+    with pytest.raises(SystemExit, match=r"^error: epochs=1 leaves nothing to train: 1 of .* Set epochs to at least 2"):
+        tune_run("full", *GROW, RESUME, "epochs=1")
     resumed = tune_run("full", *GROW, RESUME, "batch_size=10")
     assert [s["batch_size_samples"] for s in resumed.metrics][-8:] == [10] * 8
     assert resumed.metrics[-1]["lr"] == 0.0
+    [change] = events(resumed, "change")[-1:]
+    assert (change["step"], change["epoch"], change["batch_size"]) == (20, 1.16, 10), "not the size of the steps before"
     rest = [index for batch in seen for index in batch]
     assert len({*first, *rest}) == len(first) + len(rest) == 96
 
