@@ -28,16 +28,22 @@ class LearningRate:
     def __init__(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
         self._scheduler = scheduler
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        # Of optimizers that step in the backward pass, stock tells one alone the rate before the first step.
+        self._have_one_rate = len(optimizers) == 1
         self._scale = 1.0
         self._scheduled: list[Any] = []
 
     def advance(self, steps: int) -> None:
         """Let the schedule take ``steps`` steps."""
-        if self._scheduler is None or steps == 0:
+        if self._scheduler is None or (steps == 0 and self._have_one_rate):
             return
         with self.unscaled():
             for _ in range(steps):
                 self._scheduler.step()
+            if not self._have_one_rate:
+                for group in self._groups:
+                    set_rate(group, self._scheduler.get_last_lr()[0])
+        self._have_one_rate = True
 
     def set_scale(self, scale: float) -> None:
         """Multiply the scheduled rate by ``scale`` from now on."""

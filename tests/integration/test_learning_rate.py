@@ -63,6 +63,19 @@ def test_scaling_reaches_optimizers_in_the_backward_pass(tune_run: TuneRun) -> N
     assert by_samples(scaled) == pytest.approx(expected, rel=1e-12)
 
 
+def test_a_first_step_that_the_schedule_does_not_move_with_leaves_one_rate_in_the_backward_pass(
+    tune_run: TuneRun,
+) -> None:
+    """Three samples are less than a step of the schedule. Stock's scheduler first tells one of its optimizers alone."""
+    three = ["use_maximum_batch_size=True", "micro_batch_size=3", "adaptive_batching.max_batch_size=5"]
+    three += ["adaptive_batching.memory_limit=8GiB", "dataset.split=train[:24]", "epochs=1", "clip_grad_norm=null"]
+    after, within = (
+        tune_run("full", *three, f"optimizer_in_bwd={value}", name=str(value)).metrics for value in (False, True)
+    )
+    assert [step["batch_size_samples"] for step in within] == [3] * 8
+    assert [step["lr"] for step in within] == [step["lr"] for step in after]
+
+
 def test_a_kept_half_life_of_beta2_is_stocks_run_with_that_beta2(tune_run: TuneRun) -> None:
     constant = {"lr_scheduler": {"_component_": "tests.support.lr_schedules.constant"}}
     data = ["dataset.split=train[:64]", "epochs=2"]
