@@ -251,3 +251,23 @@ def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run:
     assert [step.pop("out_of_memory_recoveries") for step in again.metrics[-2:]] == [1, 1]
     assert without_sizes(list(again.by_step.values())) == without_sizes(list(before.values()))
     assert_same_weights(again.weights_in("step_10"), weights)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warning"),
+    [
+        ("shuffle=False", "shuffle=False, where it was True in the run that is resumed: its epoch goes on in another "),
+        ("dataset.split=train[:21]", "21 samples in dataset, where there were 20 in the run that is resumed"),
+        ("epochs=2", ""),
+    ],
+)
+def test_another_order_within_an_epoch_is_warned_of(
+    changed: str, warning: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = ["epochs=1", "save_every_n_steps=4"]
+    tune_run("full", *short, "dataset.split=train[:20]")
+    kept = [each for each in [*short, "dataset.split=train[:20]"] if each.split("=")[0] != changed.split("=")[0]]
+    caplog.clear()
+    tune_run("full", *kept, changed, RESUME)
+    warnings = [message for message in caplog.messages if "in another order" in message]
+    assert len(warnings) == bool(warning) and all(message.startswith(warning) for message in warnings)
