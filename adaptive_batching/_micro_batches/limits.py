@@ -28,6 +28,9 @@ class TokenLimit:
     def __init__(self, steps_to_recover: int = 50) -> None:
         self.max_tokens: int | None = None
         self.num_recoveries = 0
+        self.largest_that_ran = 0
+        """Padded tokens of the largest micro-batch known to fit."""
+
         self._steps_to_recover = steps_to_recover
         self._clean_steps = 0
         self._failed: list[int] = []
@@ -40,6 +43,7 @@ class TokenLimit:
             "clean_steps": self._clean_steps,
             "steps_to_recover": self._steps_to_recover,
             "failed": self._failed,
+            "largest_that_ran": self.largest_that_ran,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -47,6 +51,11 @@ class TokenLimit:
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
+        self.largest_that_ran = state.get("largest_that_ran", 0)
+
+    def note(self, tokens: int) -> None:
+        """Record that a micro-batch of ``tokens`` padded tokens has run."""
+        self.largest_that_ran = max(self.largest_that_ran, tokens)
 
     def keep(self) -> None:
         """Record that a micro-batch ran out of memory and will run again unchanged."""
@@ -104,8 +113,9 @@ class Attempts:
     eighth less; a step that runs again as it was counts as one of these.
 
     Args:
-        limit: Lowered when samples run again in smaller micro-batches, and by :meth:`lower_for_retries`.
-        largest_that_ran: Padded tokens of the largest micro-batch known to fit.
+        limit: Lowered when samples run again in smaller micro-batches, and by :meth:`lower_for_retries`. It knows what
+            has run, before a resume as well.
+        largest_that_ran: Padded tokens of the largest micro-batch that a probe has run.
     """
 
     def __init__(self, limit: TokenLimit, largest_that_ran: int = 0) -> None:
@@ -116,7 +126,7 @@ class Attempts:
         """True if anything of the current step has run in smaller micro-batches since."""
 
         self._limit = limit
-        self._largest_that_ran = largest_that_ran
+        limit.note(largest_that_ran)
         self._retried = False
         self._tokens_retried = 0
         self._retried_in_row = 0
@@ -127,7 +137,7 @@ class Attempts:
 
     def note(self, tokens: int) -> None:
         """Record that a micro-batch of ``tokens`` padded tokens has run."""
-        self._largest_that_ran = max(self._largest_that_ran, tokens)
+        self._limit.note(tokens)
 
     def note_retry(self, tokens: int, *, can_be_cut: bool) -> None:
         """Record that the allocator had to empty its cache in this step, whose largest micro-batch has ``tokens``."""
@@ -136,7 +146,7 @@ class Attempts:
 
     def has_fitted(self, tokens: int) -> bool:
         """Return True if a micro-batch of ``tokens`` has run before, and has not failed twice in this step."""
-        return tokens <= self._largest_that_ran and self.failures < 2
+        return tokens <= self._limit.largest_that_ran and self.failures < 2
 
     def fail(self, tokens: int, *, fitted_before: bool, can_be_cut: bool) -> bool:
         """Record that a micro-batch of ``tokens`` ran out of memory.

@@ -15,15 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 from torchtune._cli.cat import Cat
 from torchtune._cli.cp import Copy
 from torchtune._cli.ls import List
 from torchtune._cli.run import Run
 from torchtune._cli.validate import Validate
+from torchtune.config._errors import InstantiationError
 
 import adaptive_batching
 from adaptive_batching._torchtune import quickstart
+from adaptive_batching._torchtune.levers import CONFIGS
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 # A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
@@ -62,6 +65,10 @@ def add_commands(subparsers: Any, prog: str) -> None:
                 text = getattr(part, attribute, None)
                 if isinstance(text, str):
                     setattr(part, attribute, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
+    validate = subparsers.choices["validate"].get_default("func")
+    subparsers.choices["validate"].set_defaults(
+        func=lambda args: _validate(args, subparsers.choices["validate"], validate)
+    )
     run = subparsers.choices["run"].get_default("func")
     subparsers.choices["run"].set_defaults(func=lambda args: _run(args, subparsers.choices["run"], run))
 
@@ -134,6 +141,28 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) ->
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.argv[0] = parser.prog
     run(args)
+
+
+def _validate(args: argparse.Namespace, parser: argparse.ArgumentParser, validate: Any) -> None:
+    """Check a config, by path or by name, after a look at what is named; torchtune takes a path that can be read."""
+    configs = {each.name: each.file_path for recipe in registry.get_all_recipes() for each in recipe.configs}
+    if args.config.is_file():
+        path = args.config
+    elif str(args.config) in configs:
+        path = CONFIGS / configs[str(args.config)]
+    else:
+        parser.error(f"there is no config {str(args.config)!r}{closest(str(args.config), [*configs])}")
+    try:
+        is_mapping = OmegaConf.is_dict(OmegaConf.load(path))
+    except Exception as error:  # whatever is wrong with it
+        parser.error(f"{path} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0].strip()}")
+    if not is_mapping:
+        parser.error(f"{path} is no mapping of keys to values, as a config is")
+    args.config = path
+    try:
+        validate(args)
+    except InstantiationError as error:  # a component that is not there
+        parser.error(f"{path}: {' '.join(str(error).split())}")
 
 
 def closest(name: str, known: list[str]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -151,6 +152,12 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
     except _CLEAR as error:
         sys.stderr.write(_frames_of_the_user(error))
         raise SystemExit(f"error: {error}") from None
+    except OmegaConfBaseException as error:
+        what = _first_line(error).rstrip(".")
+        raise SystemExit(
+            f"error: the config lacks something, or is one of another recipe ({what}); add it, or take a config that "
+            f"'adaptive-batching ls' lists with the recipe"
+        ) from None
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -57,6 +57,7 @@ class AdaptiveBatching:
     _device: torch.device
     _gradient_accumulation_steps: int
     _metric_logger: Any
+    _resume_from_checkpoint: bool
     _steps_per_epoch: int
     epochs_run: int
     global_step: int
@@ -207,6 +208,18 @@ class AdaptiveBatching:
             log.warning("the logger of metrics cannot be closed (%s); training has ended, and is saved", error)
 
     # Where stock's set-up is extended
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        except (FileNotFoundError, ValueError) as error:
+            if self._resume_from_checkpoint:
+                raise
+            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            raise ConfigError(
+                f"the model cannot be loaded: {type(error).__name__}: {reason}. Check checkpointer.checkpoint_dir and "
+                f"its files; the head of a config says how to get them"
+            ) from error
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
         sampler, stock_loader = self._load_data("dataset", *args, **kwargs)

@@ -209,6 +209,7 @@ class Session:
             "global_step": global_step,
             "random_states": self._random_states,
             "explored": self._explored,
+            "order": _order_of(self.host),
             "growth": self.growth.state_dict(),
             "forward_cost": self.execution.cost.state_dict(),
             "token_limit": self.execution.limit.state_dict(),
@@ -221,6 +222,8 @@ class Session:
         self.execution.cost.load_state_dict(stored["forward_cost"])
         if "validation_limit" in stored:
             self._validation_limit.load_state_dict(stored["validation_limit"])
+        if stored["growth"].get("within_epoch") is not None:
+            _warn_of_another_order(stored.get("order", {}), _order_of(self.host))
         ranks = self.host.ranks
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)
@@ -268,6 +271,23 @@ def check_that_cutting_is_exact(
             f"{what} would change the result: {module} computes over the batch, so that its parts do not add up to "
             f"it; {remedy}"
         )
+
+
+def _order_of(host: Host) -> dict[str, Any]:
+    """Return what the order of the samples in an epoch depends on, by the key of the config that it comes from."""
+    return {"dataset": len(host.loader.dataset), "shuffle": getattr(host.loader.sampler, "shuffle", None)}
+
+
+def _warn_of_another_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn where a run goes on within an epoch whose samples come in another order than they did."""
+    for key, value in now.items():
+        if before.get(key, value) != value:
+            what = f"{value} samples in dataset, where" if key == "dataset" else f"{key}={value}, where it was"
+            log.warning(
+                "%s %s in the run that is resumed: its epoch goes on in another order, in which samples come again and "
+                "others do not come; set %s as it was",
+                what, f"there were {before[key]}" if key == "dataset" else before[key], key,
+            )  # fmt: skip
 
 
 def _spelled(size: CutSize) -> int | str:

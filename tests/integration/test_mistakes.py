@@ -12,6 +12,7 @@ from recipes import full_finetune_single_device as full
 from recipes import lora_dpo_single_device as lora_dpo
 from recipes import lora_finetune_single_device as lora
 from tests.conftest import ROOT, TuneRun
+from tests.support.command_line import in_this_process
 
 CONFIGS = ROOT / "recipes" / "configs" / "quickstart"
 OURS = "adaptive_batching"
@@ -162,6 +163,50 @@ def test_preferences_are_not_validated(tmp_path: Path) -> None:
     assert line.endswith("set run_val_every_n_steps=null")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "lacks", "words"),
+    [
+        ("full", "optimizer_in_bwd", ["Missing key optimizer_in_bwd", "one of another recipe", "ls"]),
+        ("full", "batch_size", ["Missing key batch_size"]),
+        ("lora", "dtype", ["Missing key dtype"]),
+    ],
+)
+def test_a_config_that_lacks_something_is_refused_in_one_line(
+    recipe: str, lacks: str, words: list[str], tmp_path: Path
+) -> None:
+    line = end_of(recipe, f"~{lacks}", tmp_path)
+    assert line.startswith("error: the config lacks something") and "\n" not in line
+    assert [word for word in words if word not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["there is no config", "did you mean 'quickstart/lora_single_device'"]),
+        ("a: [1,\n b: }", ["cannot be read", "flow node"]),
+        ("- 1\n- 2", ["is no mapping"]),
+        ("loss: {_component_: torch.nn.NoLoss}", ["NoLoss", "config.yaml"]),
+        ("loss: {_component_: torch.nn.CrossEntropyLoss, ignore: 1}", ["CrossEntropyLoss", "ignore"]),
+    ],
+)
+def test_what_cannot_be_validated_is_named_in_one_line(
+    text: str | None, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert in_this_process("validate", str(path) if text else "quickstart/lora_single_devic") == 2
+    shown = capsys.readouterr().err
+    assert [word for word in words if word not in shown] == [], shown
+    assert "Traceback" not in shown
+
+
+def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("quickstart/lora_single_device", "llama3_2/1B_lora_single_device"):
+        assert in_this_process("validate", name) == 0
+    assert capsys.readouterr().out.count("Config is well-formed!") == 2
+
+
 def test_there_are_sixty_of_them() -> None:
     assert len(IN_THE_CONFIG) >= 60
 
@@ -169,6 +214,8 @@ def test_there_are_sixty_of_them() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        ("checkpointer.checkpoint_dir=/no/model", ["the model cannot be loaded", "/no/model", "head of a config"]),
+        ("checkpointer.checkpoint_files=[no.bin]", ["the model cannot be loaded", "no.bin", "checkpointer.checkpoint"]),
         ("dataset.split=train[:0]", ["dataset cannot be loaded", "train[:0]", "dataset.source, its split"]),
         ("dataset.data_files=/no/such/file.json", ["dataset cannot be loaded", "/no/such/file.json"]),
         ("adaptive_batching.report_dir=/dev/null use_maximum_batch_size=True", ["report_dir='/dev/null'", "set it to"]),

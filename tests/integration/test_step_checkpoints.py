@@ -18,9 +18,10 @@ from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests import conftest
 from tests.conftest import ROOT, Run, TuneRun, assert_same_weights
+from tests.integration.faults import disarm, plan
 from tests.integration.test_full_disk import full_disk_from
 from tests.support.power_cut import FUNCTION
-from tests.support.records import events
+from tests.support.records import events, without_sizes
 
 RESUME = "resume_from_checkpoint=True"
 # 100 samples: 13 steps of 4 and 6 of 8 in the first epoch, then 6 of 16; cut off before the 23rd is saved.
@@ -233,3 +234,40 @@ def test_a_run_that_has_ended_ends_alike_when_it_is_resumed(fields: list[str], t
     again = tune_run("lora", *fields, RESUME)
     assert folders(again)[-1] == last
     assert_same_weights(again.weights_in(last), before)
+
+
+def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run: TuneRun) -> None:
+    """A sample alone, which cannot run in smaller parts, runs again as it was in the first step, too."""
+    alone = [
+        "model._component_=tests.integration.faults.full_model", "batch_size=1", "epochs=1", "save_every_n_steps=4",
+        "dataset.split=train[:10]", "tokenizer.max_seq_len=32", "dataset.train_on_input=True",
+    ]  # fmt: skip
+    disarm()
+    run = tune_run("full", *alone)
+    before, weights = run.by_step, run.weights_in("step_10")
+    plan.update(where="backward", call=1, calls=0, times=1)
+    again = tune_run("full", *alone, RESUME)
+    assert [event["step"] for event in events(again, "resume")] == [8] and plan["times"] == 0
+    assert [step.pop("out_of_memory_recoveries") for step in again.metrics[-2:]] == [1, 1]
+    assert without_sizes(list(again.by_step.values())) == without_sizes(list(before.values()))
+    assert_same_weights(again.weights_in("step_10"), weights)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warning"),
+    [
+        ("shuffle=False", "shuffle=False, where it was True in the run that is resumed: its epoch goes on in another "),
+        ("dataset.split=train[:21]", "21 samples in dataset, where there were 20 in the run that is resumed"),
+        ("epochs=2", ""),
+    ],
+)
+def test_another_order_within_an_epoch_is_warned_of(
+    changed: str, warning: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = ["epochs=1", "save_every_n_steps=4"]
+    tune_run("full", *short, "dataset.split=train[:20]")
+    kept = [each for each in [*short, "dataset.split=train[:20]"] if each.split("=")[0] != changed.split("=")[0]]
+    caplog.clear()
+    tune_run("full", *kept, changed, RESUME)
+    warnings = [message for message in caplog.messages if "in another order" in message]
+    assert len(warnings) == bool(warning) and all(message.startswith(warning) for message in warnings)

@@ -49,6 +49,22 @@ def test_a_change_within_an_epoch_has_a_line_of_its_own(tmp_path: Path) -> None:
     assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in lines
 
 
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_run_that_goes_on_within_an_epoch_has_a_line_of_its_own_where_its_size_is_another(
+    has_record: bool, tmp_path: Path
+) -> None:
+    if has_record:
+        write_run(Report(tmp_path), range(1))
+    for size, lines in ((4, []), (6, [6])) if has_record else ((4, [4]), (4, [4])):
+        resumed = Report(tmp_path, resume=True)
+        resumed.resume(1, epoch=0.5, batch_size=size, global_batch_size=size)
+        resumed.step(0, 2, size, 4.0, 0.1)
+        assert [change["batch_size"] for change in read_events(tmp_path / "report.jsonl")["change"]] == lines
+    assert [row.split()[:4] for row in resumed.table() if "with this size" in row] == [
+        ["0.5", str(size), "1", str(size)]
+    ]
+
+
 def test_the_losses_of_validations_are_told_once_where_an_epoch_ran_twice(tmp_path: Path) -> None:
     report = Report(tmp_path)
     for epoch, loss in enumerate((4.0, 3.0, 3.5)):
