@@ -11,6 +11,10 @@ class FixedAccumulation:
 
     batches: int = 1
 
+    def __post_init__(self) -> None:
+        if self.batches < 1:
+            raise ValueError(f"batches={self.batches} must be at least 1")
+
     def batches_at(self, batch_size: int) -> int:
         """Return the batches of an optimizer step."""
         return self.batches
@@ -33,6 +37,10 @@ class KeepGlobal:
     """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
 
     samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be at least 1")
 
     def batches_at(self, batch_size: int) -> int:
         """Return the batches of an optimizer step."""

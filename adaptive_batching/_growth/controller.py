@@ -46,6 +46,9 @@ class BatchController:
         name: The increase function's name in messages.
         accumulation: Says which sizes are possible.
         ask: Calls the function; on several ranks only one of them does.
+
+    Raises:
+        ValueError: If ``batch_size`` is not from 1 to ``maximum``, or not possible with ``accumulation``.
     """
 
     def __init__(
@@ -58,8 +61,13 @@ class BatchController:
         accumulation: Accumulation = FixedAccumulation(),  # noqa: B008 (immutable)
         ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
     ) -> None:
-        assert 1 <= batch_size <= maximum, (batch_size, maximum)
-        assert accumulation.allowed(batch_size) == batch_size, (batch_size, accumulation)
+        if not 1 <= batch_size <= maximum:
+            raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
+        if accumulation.allowed(batch_size) != batch_size:
+            raise ValueError(
+                f"batch_size={batch_size} does not divide the samples of an optimizer step in {accumulation}; start "
+                f"with {accumulation.allowed(batch_size)}"
+            )
         self.batch_size = batch_size
         self.maximum = maximum
         self.maximum_reason = maximum_reason

@@ -22,8 +22,10 @@ def test_what_exceeds_the_maximum_is_not_added() -> None:
     assert plan_batch_sizes(4, lambda epoch, size: 5 if epoch else 0, epochs=3, samples=100, maximum=10) == [4, 9, 9]
 
 
-@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"epochs": 0}, {"samples": 0}, {"maximum": 0}, {"maximum": 3}])
-def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"epochs": 0}, {"samples": 0}, {"maximum": 0}, {"maximum": 3}, {"epochs": 1.5}]
+)
+def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     arguments: dict[str, Any] = {"batch_size": 4, "epochs": 2, "samples": 100, **wrong}
     [(name, value)] = wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
