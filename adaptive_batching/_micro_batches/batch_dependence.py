@@ -28,7 +28,7 @@ SAME = 1e-5
 DIFFERENT = 0.05
 # Part of the loss that has to come from how samples go together: more than the rounding of a sum in bfloat16, and than
 # the balancing losses of a mixture of experts.
-INTERACTION = 0.01
+INTERACTION = 0.05
 
 Sample = TypeVar("Sample")
 
