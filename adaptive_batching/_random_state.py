@@ -27,6 +27,13 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
             numpy_random.set_state(numpy_state)
 
 
+def all_random_state(device: torch.device) -> list[Any]:
+    """Return the state of the generators of Python, numpy and torch, on the CPU and on ``device``, to compare."""
+    numpy_random = sys.modules.get("numpy.random")
+    of_numpy = [] if numpy_random is None else [str(numpy_random.get_state())]
+    return [random.getstate(), *of_numpy, *(state.tolist() for state in random_state(device).values())]
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of torch's generators on the CPU and on ``device``, for a checkpoint."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}

@@ -12,7 +12,7 @@ Five small classes to copy and to change: a collator, a sampler and a data loade
 - If memory runs out all the same, because another process takes some, the same samples run again in smaller forwards.
 - ``resume_from_checkpoint`` goes on within an epoch, with the samples that are left of it.
 
-It trains in one process on one device, with models that take ``num_items_in_batch``, as causal language models do.
+It trains in one process on one device, with models whose loss is a sum or a mean over ``labels``.
 """
 
 from __future__ import annotations
@@ -59,14 +59,22 @@ class PaddingCollator:
         }
 
 
+def steps_of(samples: int, batch_size: int, drop_last: bool) -> int:
+    """Return the steps of an epoch of so many samples."""
+    return samples // batch_size if drop_last else math.ceil(samples / batch_size)
+
+
 class GrowingBatches(Sampler[list[int]]):
-    """Batches of the indices that a sampler draws, of a size for each epoch; the last of an epoch may be smaller.
+    """Batches of the indices that a sampler draws, of a size for each epoch.
+
+    The last of an epoch may be smaller, or is left out with ``drop_last``.
 
     They are a function of ``seed`` and the epoch alone, so that a run that is resumed goes on with those that are left.
     """
 
-    def __init__(self, sampler: Any, sizes: list[int], seed: int = 0) -> None:
+    def __init__(self, sampler: Any, sizes: list[int], seed: int = 0, *, drop_last: bool = False) -> None:
         self.sampler = sampler
+        self.drop_last = drop_last
         self.sizes = sizes
         self.seed = seed
         self.epoch = 0
@@ -78,7 +86,7 @@ class GrowingBatches(Sampler[list[int]]):
     @property
     def steps(self) -> list[int]:
         """Steps of each epoch."""
-        return [math.ceil(len(self.sampler) / size) for size in self.sizes]
+        return [steps_of(len(self.sampler), size, self.drop_last) for size in self.sizes]
 
     def place_of(self, step: int) -> tuple[int, int]:
         """Return how many whole epochs are over after ``step`` steps of the run, and how many steps of the next."""
@@ -103,8 +111,8 @@ class GrowingBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         indices = list(self.sampler)
-        for start in range(0, len(indices), self.batch_size):
-            yield indices[start : start + self.batch_size]
+        for step in range(len(self)):
+            yield indices[step * self.batch_size : (step + 1) * self.batch_size]
 
 
 class SampleLoader(DataLoader[Features]):
@@ -170,6 +178,10 @@ class AdaptiveTrainer(Trainer):
             raise ConfigError("AdaptiveTrainer trains on one device; set CUDA_VISIBLE_DEVICES to one of them")
         if not self.model_accepts_loss_kwargs:
             raise ConfigError(f"{type(self.model).__name__} takes no num_items_in_batch, so its losses are not summed")
+        if getattr(self.args, "train_sampling_strategy", None) == "batch_rebalance":  # not in transformers 5.0
+            raise ConfigError("train_sampling_strategy='batch_rebalance' makes batches of its own; use another")
+        if not hasattr(self.train_dataset, "__len__"):
+            raise ConfigError(f"train_dataset is a {type(self.train_dataset).__name__}, which has no length; give one")
         self.add_callback(AdaptiveCallback(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -179,14 +191,17 @@ class AdaptiveTrainer(Trainer):
 
     def get_train_dataloader(self) -> SampleLoader:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self._batches = GrowingBatches(self._get_train_sampler(self.train_dataset), self._sizes(), seed)
+        sampler = self._get_train_sampler(self.train_dataset)
+        self._batches = GrowingBatches(sampler, self._sizes(), seed, drop_last=self.args.dataloader_drop_last)
         return SampleLoader(self.train_dataset, self._batches, num_workers=self.args.dataloader_num_workers)
 
-    def set_initial_training_values(self, args: Any, dataloader: SampleLoader) -> Any:
+    def set_initial_training_values(self, args: Any, dataloader: SampleLoader, *more: Any) -> Any:
         """Lay out the run for the sizes of its epochs, the first of which has most steps."""
-        _, *values, max_steps = super().set_initial_training_values(args, dataloader)
-        batches = dataloader.batches
-        return (len(batches.sizes), *values, max_steps if args.max_steps > 0 else sum(batches.steps))
+        _, *values, max_steps = super().set_initial_training_values(args, dataloader, *more)
+        *whole, last = dataloader.batches.steps
+        if args.max_steps <= 0:  # of the last epoch, a part may be asked for
+            max_steps = sum(whole) + math.ceil((args.num_train_epochs - len(whole)) * last)
+        return (len(whole) + 1, *values, max_steps)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Return the epoch to go on in, and its steps that are over; ``Trainer`` takes epochs to be equally long."""
@@ -204,6 +219,7 @@ class AdaptiveTrainer(Trainer):
 
     def prepare(self, optimizer: Any) -> None:
         """Make the step, and probe how many tokens a forward holds."""
+        self._loss_is_a_mean = self._returns_a_mean()
         self.step = AdaptiveStep(
             self.model_wrapped,
             optimizer.optimizer,  # without Accelerate's wrapper, whose steps are counted
@@ -232,14 +248,45 @@ class AdaptiveTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _losses(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        number = (batch["labels"][:, 1:] != IGNORED).sum()  # the first token is predicted from nothing
+        number = self._get_num_items_in_batch([batch], self.args.device)
         with self.compute_loss_context_manager():
-            return self.compute_loss(model, batch, num_items_in_batch=torch.ones_like(number)), number
+            loss = self.compute_loss(model, batch, num_items_in_batch=torch.ones_like(number))
+        if not self._loss_is_a_mean:
+            return loss, number
+        return torch.where(number > 0, loss * number, 0 * loss.nan_to_num()), number  # the mean of no target is NaN
+
+    def _returns_a_mean(self) -> bool:
+        """Return True if the loss is a mean whatever ``num_items_in_batch`` is, as of T5 and BERT, and no sum."""
+        longest: Features = max(self.train_dataset, key=length)
+        batch = self._prepare_inputs(self.data_collator([dict(longest)]))
+        number = self._get_num_items_in_batch([batch], self.args.device)
+        if not isinstance(number, torch.Tensor):
+            raise ConfigError(f"data_collator={type(self.data_collator).__name__} makes no labels; add labels to count")
+        model, losses = self.model_wrapped.eval(), []  # without dropout, both losses are of the same forward
+        for divisor in (torch.ones_like(number), 2 * torch.ones_like(number)):
+            with torch.no_grad(), self.compute_loss_context_manager():
+                losses.append(self.compute_loss(model, dict(batch), num_items_in_batch=divisor))
+        once, halved = losses
+        is_a_mean = torch.allclose(halved, once, rtol=1e-3, equal_nan=True) and bool(once != 0)
+        if not is_a_mean and not torch.allclose(2 * halved, once, rtol=1e-3):
+            raise ConfigError(
+                f"the loss of {type(model).__name__} is neither a sum over num_items_in_batch nor a mean, but has "
+                f"terms of both kinds; train it without those that balance experts, for example"
+            )
+        return is_a_mean
 
     def _sizes(self) -> list[int]:
-        samples, epochs = len(self.train_dataset), math.ceil(self.args.num_train_epochs)
+        """Return the size of each epoch, of as many as ``max_steps`` take if it is set."""
+        samples, epochs, wanted = len(self.train_dataset), math.ceil(self.args.num_train_epochs), self.args.max_steps
         start = min(self.args.per_device_train_batch_size, samples)
-        return plan_batch_sizes(start, self._increase, epochs=epochs, samples=samples, maximum=self._max_batch_size)
+        while True:
+            sizes = plan_batch_sizes(
+                start, self._increase, epochs=epochs, samples=samples, maximum=self._max_batch_size
+            )
+            steps = [steps_of(samples, size, self.args.dataloader_drop_last) for size in sizes]
+            if wanted <= sum(steps):
+                return sizes
+            epochs += math.ceil((wanted - sum(steps)) / steps[-1])
 
 
 def make_model() -> LlamaForCausalLM:

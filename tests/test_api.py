@@ -28,6 +28,7 @@ AdaptiveBatchingConfig.enabled
 AdaptiveBatchingConfig.probes
 AdaptiveBatchingConfig.from_mapping(cls, section, *, use_maximum_batch_size=..., batch_increase_function=..., micro_batch_size=..., save_every_n_steps=..., batch_size=...)
 AdaptiveStep(model, optimizer, loss, collate=..., *, length=..., max_tokens=..., clip_norm=..., backward=...)
+AdaptiveStep.max_tokens
 AdaptiveStep.num_recoveries
 AdaptiveStep.__call__(self, samples)
 AdaptiveStep.gradients(self, samples)

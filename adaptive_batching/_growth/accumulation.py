@@ -12,11 +12,6 @@ class FixedAccumulation:
     batches: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a step of no batch.
-
-        Raises:
-            ValueError: If ``batches`` is below 1.
-        """
         if self.batches < 1:
             raise ValueError(f"batches={self.batches} must be at least 1")
 
@@ -44,11 +39,6 @@ class KeepGlobal:
     samples: int
 
     def __post_init__(self) -> None:
-        """Refuse a step of no sample.
-
-        Raises:
-            ValueError: If ``samples`` is below 1.
-        """
         if self.samples < 1:
             raise ValueError(f"samples={self.samples} must be at least 1")
 

@@ -31,8 +31,8 @@ def plan_batch_sizes(
     """
     maximum = samples if maximum is None else maximum
     for name, value in {"batch_size": batch_size, "epochs": epochs, "samples": samples, "maximum": maximum}.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        if not hasattr(value, "__index__") or value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1, a whole number")
     if batch_size > maximum:
         raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start with less")
     name = getattr(increase, "__qualname__", repr(increase))

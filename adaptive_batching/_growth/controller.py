@@ -67,7 +67,7 @@ class BatchController:
             raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
         if accumulation.allowed(batch_size) != batch_size:
             raise ValueError(
-                f"batch_size={batch_size} does not go with {accumulation}; the largest below it that does is "
+                f"batch_size={batch_size} does not go with {accumulation}; start with "
                 f"{accumulation.allowed(batch_size)}"
             )
         if increase is not None:

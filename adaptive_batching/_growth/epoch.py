@@ -12,7 +12,11 @@ from adaptive_batching._growth.accumulation import Accumulation, FixedAccumulati
 
 @dataclass(frozen=True)
 class RunShape:
-    """The size of a run. Samples are those of one replica: a device that sees different samples from the others."""
+    """The size of a run. Samples are those of one replica: a device that sees different samples from the others.
+
+    Raises:
+        ValueError: If a number that has to be at least 1 is less.
+    """
 
     epochs: int
     samples: int
@@ -36,6 +40,12 @@ class RunShape:
 
     run_samples: int | None = None
     """Samples after which the run ends, on one replica, be it within an epoch; None to train on all epochs."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "samples", "replicas", "decisions", "reference_samples"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
 
 
 @dataclass
@@ -92,7 +102,9 @@ class EpochProgress:
 
     @property
     def schedule(self) -> Fraction:
-        """Part of the epoch's schedule that is used up."""
+        """Part of the epoch's schedule that is used up; 0 without one."""
+        if self.shape.reference_steps == 0:
+            return Fraction(0)
         return min(self._exact / (self.shape.reference_steps * self.shape.reference_samples), Fraction(1))
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -33,13 +34,14 @@ def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor,
     returned = loss(model, tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch))
     total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     is_scalar = isinstance(total, torch.Tensor) and total.dim() == 0
-    if not is_scalar or not isinstance(number, (torch.Tensor, float, int)):
+    is_number = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
+    if not is_scalar or not is_number:
         raise ConfigError(
             f"loss returned {_described(returned)}; it must return the sum of the batch's losses, a scalar tensor, and "
             f"their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels)"
         )
     assert isinstance(total, torch.Tensor)
-    return total, torch.as_tensor(number, device=total.device).detach()
+    return total, torch.as_tensor(number, device=total.device).detach().reshape(())
 
 
 def device_of(model: nn.Module) -> torch.device:

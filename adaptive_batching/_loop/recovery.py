@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
+import torch
 from torch import nn
 
 from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
 from adaptive_batching._memory import allocator_advice, is_out_of_memory
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
 from adaptive_batching._micro_batches.cut import padded_tokens
 from adaptive_batching._micro_batches.limits import Attempts, TokenLimit
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,17 @@ class Recovery(Generic[Sample]):
 
     def tokens(self, part: Sequence[Sample]) -> int:
         """Return the padded tokens of a part; without a length, its number of samples."""
-        return len(part) if self._length is None else padded_tokens([max(self._length(sample), 1) for sample in part])
+        return len(part) if self._length is None else padded_tokens([max(self._tokens_of(s), 1) for s in part])
+
+    def _tokens_of(self, sample: Sample) -> int:
+        assert self._length is not None
+        found = self._length(sample)
+        try:
+            return operator.index(found)  # int and the integer types of numpy and torch, but no float
+        except TypeError:
+            raise ConfigError(
+                f"length returned {found!r}; it must return the tokens of a sample before padding, a whole number"
+            ) from None
 
     def start_step(self) -> None:
         """Begin with the samples of the next step."""
@@ -64,7 +77,7 @@ class Recovery(Generic[Sample]):
         tokens = self.tokens(failed)
         what = f"out of memory with {len(failed)} sample{'s' if len(failed) > 1 else ''}"
         if self._length is not None:
-            what += f" of up to {max(map(self._length, failed))} tokens"
+            what += f" of up to {max(map(self._tokens_of, failed))} tokens"
         fitted_before = self._attempts.has_fitted(tokens)
         if len(failed) == 1 and not (fitted_before and self._attempts.failures == 0):
             raise DoesNotFitError(f"{what}, which cannot be cut; shorten it, or checkpoint activations") from error
@@ -110,17 +123,23 @@ class Recovery(Generic[Sample]):
         return True
 
     def batch_dependent_module(self, samples: list[Sample]) -> str | None:
-        """Name a module of the model that computes over the batch, or return None."""
+        """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
         if self._parts_add_up or len(samples) == 1:
             return None
         # Short samples show a dependence best. The longest of them comes first in both batches, which have one shape.
         *others, first = sorted(samples, key=lambda sample: self.tokens([sample]))[:3]
-        batches = [collated([first, other, other], self._collate) for other in (others[0], [*others, first][1])]
-        module = find_batch_dependent_module(
-            self._model, lambda batch: run_forward(self._loss, self._model, batch), *batches
+        one, other = others[0], [*others, first][1]
+        batches = [collated([first, each, each], self._collate) for each in (one, other)]
+        found = find_batch_dependent_module(
+            self._model, lambda batch: run_forward(self._loss, self._model, batch), *batches, num_samples=3
         )
-        self._parts_add_up = module is None
-        return module
+        if found is None:
+            found = find_batch_dependence_of_loss(self._model, self._loss_of, first, one, other)
+        self._parts_add_up = found is None
+        return found
+
+    def _loss_of(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        return run_forward(self._loss, self._model, collated(samples, self._collate))
 
     @property
     def _unit(self) -> str:

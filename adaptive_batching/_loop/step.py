@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic
 
@@ -21,6 +22,7 @@ from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.snapshot import parameters_of
 from adaptive_batching._probe.trial import Run, TrainingStep
 from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._ranks.agree import ALONE
@@ -44,17 +46,17 @@ class AdaptiveStep(Generic[Sample]):
 
     Args:
         model: The model, on its device.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, which may have parameters from elsewhere as well, such as those of the loss.
         loss: Runs the forward pass: (model, batch) -> the sum of the batch's losses, a scalar tensor, and their number,
-            which is that of its samples or target tokens, or the sum of their weights. The model is an argument because
-            the probe also traces a copy of it.
+            which is that of its samples or target tokens, or the sum of their weights. A mean will not do: parts have
+            different numbers. The model is an argument because the probe also traces a copy of it.
         collate: Turns a list of samples into a batch, as the ``collate_fn`` of a :class:`~torch.utils.data.DataLoader`
             does. The batch is moved to the model's device.
         length: Tokens of a sample, before padding. Samples of similar length share a part. None if all samples take the
             same memory; each then counts as one token.
         max_tokens: Padded tokens that a part holds at most; None for no limit as long as all samples fit at once. May
             be changed between steps.
-        clip_norm: Largest norm of the gradient; None to leave it as it is.
+        clip_norm: Largest L2 norm of the gradient of all parameters; None to leave it as it is.
         backward: Runs the backward pass of a scalar loss, such as ``accelerator.backward``.
 
     Raises:
@@ -78,8 +80,6 @@ class AdaptiveStep(Generic[Sample]):
                 f"AdaptiveStep is for one process, and {dist.get_world_size()} train together; on several devices, use "
                 f"the torchtune recipes of this package"
             )
-        if max_tokens is not None and max_tokens < 1:
-            raise ConfigError(f"max_tokens={max_tokens} must be at least 1, or None for no limit")
         self.max_tokens = max_tokens
         self._model = model
         self._optimizer = optimizer
@@ -88,6 +88,17 @@ class AdaptiveStep(Generic[Sample]):
         self._clip_norm = clip_norm
         self._backward = backward
         self._recovery = Recovery(model, loss, collate, length)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Padded tokens that a part holds at most; None for no limit."""
+        return self._max_tokens
+
+    @max_tokens.setter
+    def max_tokens(self, value: int | None) -> None:
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise ConfigError(f"max_tokens={value!r} must be at least 1, a whole number, or None for no limit")
+        self._max_tokens = None if value is None else operator.index(value)
 
     @property
     def num_recoveries(self) -> int:
@@ -126,12 +137,12 @@ class AdaptiveStep(Generic[Sample]):
             The mean loss: a scalar on the model's device, without a graph.
 
         Raises:
-            ConfigError: If ``samples`` is empty, gradients are left over from before, ``loss`` returns something else
-                than a sum and a number, or ``max_tokens`` would cut a batch whose parts do not add up to it.
+            ConfigError: If ``samples`` is empty or collated already, gradients are left over from before, ``loss``
+                returns something else than a sum and a number, ``length`` something else than a whole number, or
+                ``max_tokens`` would cut a batch whose parts do not add up to it.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
         """
-        samples = list(samples)
-        self._check(samples)
+        samples = self._checked(samples)
         device = device_of(self._model)
         state = random_state(device)
         self._recovery.start_step()
@@ -153,7 +164,7 @@ class AdaptiveStep(Generic[Sample]):
         number = _divisor(torch.stack([number for _, number in outcome.results]).sum())
         if divisor is not None:
             scale = divisor / number.item()
-            for parameter in self._model.parameters():
+            for parameter in self._parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         return total / number
@@ -186,8 +197,6 @@ class AdaptiveStep(Generic[Sample]):
             DoesNotFitError: If one sample does not fit.
             NotImplementedError: If the peak of a step cannot be measured on the model's device.
         """
-        if upper < 1:
-            raise ConfigError(f"upper={upper} must be at least 1, as the largest batch size to try")
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             def run(batch: Any) -> None:
@@ -211,14 +220,24 @@ class AdaptiveStep(Generic[Sample]):
         self._recovery.note_fit(result.batch_size * self._recovery.tokens([sample]))
         return result
 
-    def _check(self, samples: list[Sample]) -> None:
+    def _checked(self, samples: Sequence[Sample]) -> list[Sample]:
+        if isinstance(samples, Mapping):
+            raise ConfigError(
+                f"samples is a {type(samples).__name__}, as if collated already; give a list of samples, which a "
+                f"DataLoader with collate_fn=list hands out"
+            )
+        samples = list(samples)
         if not samples:
             raise ConfigError("samples is empty; a step needs at least one")
-        if any(parameter.grad is not None for parameter in self._model.parameters()):
+        if any(parameter.grad is not None for parameter in self._parameters()):
             raise ConfigError(
                 "gradients are left over from before this step, and would be lost if memory ran out in it; call "
                 "optimizer.zero_grad() first, and give all samples of an optimizer step at once"
             )
+        return samples
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self._model, [self._optimizer])
 
     def _cut(self, samples: list[Sample]) -> list[list[Sample]]:
         """Return ``samples`` in parts that are expected to fit, the longest first."""
@@ -245,16 +264,19 @@ class AdaptiveStep(Generic[Sample]):
         return total.detach(), number
 
     def _discard(self) -> None:
-        for parameter in self._model.parameters():
+        for parameter in self._parameters():
             parameter.grad = None
         release_cached_memory(device_of(self._model))
 
 
 def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> None:
+    parameters = parameters_of(model, [optimizer])
     if clip_norm is not None:
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        nn.utils.clip_grad_norm_(parameters, clip_norm)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for parameter in parameters:  # those that the optimizer does not have, too
+        parameter.grad = None
+    torch.clear_autocast_cache()  # copies of the weights before the step, where the caller's context is still open
 
 
 def _divisor(number: torch.Tensor) -> torch.Tensor:

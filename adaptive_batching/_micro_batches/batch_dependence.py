@@ -1,4 +1,4 @@
-"""Find the module, if there is one, through which the samples of a batch depend on each other.
+"""Find the module or the loss, if there is one, through which the samples of a batch depend on each other.
 
 Cutting a batch into micro-batches is the same computation only if a model treats each sample by itself. Batch
 normalisation does not, nor does anything else that computes over the batch dimension. To find such a module, run two
@@ -11,28 +11,35 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from adaptive_batching._random_state import unchanged_random_state
+from adaptive_batching._random_state import all_random_state, unchanged_random_state
 
 # Equal shapes use the same kernels, so values that the other samples do not affect are equal bit for bit. A mixture of
 # experts is the exception: its experts get different numbers of tokens, and round differently. So a dependence has to
 # be larger than rounding, and its input nearly the same: with a larger difference, a token may go to another expert.
 SAME = 1e-5
 DIFFERENT = 0.05
+# Part of the loss that has to come from how samples go together: more than the rounding of a sum in bfloat16, and than
+# the balancing losses of a mixture of experts.
+INTERACTION = 0.05
+
+Sample = TypeVar("Sample")
 
 _Rows = list[torch.Tensor]
 _Calls = dict[tuple[str, int], tuple[_Rows, _Rows]]
 """(module name, number of earlier calls) -> values of sample 0 going in and coming out, in the order of coming out."""
 
 
-def find_batch_dependent_module(model: nn.Module, run: Callable[[Any], Any], first: Any, second: Any) -> str | None:
+def find_batch_dependent_module(
+    model: nn.Module, run: Callable[[Any], Any], first: Any, second: Any, *, num_samples: int | None = None
+) -> str | None:
     """Find the first module through which a sample's values depend on the other samples of its batch.
 
     The model, the random state and the training mode are left unchanged, and no gradients are computed. On the host,
@@ -44,6 +51,7 @@ def find_batch_dependent_module(model: nn.Module, run: Callable[[Any], Any], fir
         first: A batch of tensors with the samples in dimension 0. Samples should be short, because one token's change
             is lost among thousands. The batch size should be one that no other dimension has, such as 3 or 5.
         second: A batch of the same shapes, with the same sample 0 and different other samples.
+        num_samples: Samples of a batch, if its class may hide its tensors; None to read it off a tensor.
 
     Returns:
         The module's qualified name and type, e.g. ``layers.1.norm (BatchNorm1d)``, or None. The named module is the one
@@ -57,8 +65,9 @@ def find_batch_dependent_module(model: nn.Module, run: Callable[[Any], Any], fir
     for name, module in modules.items():  # including modules that these batches may not reach
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             return _describe(name, module)
-    expected = _record(model, run, first)
-    for call, (inputs, outputs) in _record(model, run, second).items():  # children finish before their parents
+    expected = _record(model, run, first, num_samples)
+    found = _record(model, run, second, num_samples)
+    for call, (inputs, outputs) in found.items():  # children finish before their parents
         expected_inputs, expected_outputs = expected.get(call, ([], []))
         went_in = _difference(inputs, expected_inputs)
         came_out = _difference(outputs, expected_outputs)
@@ -69,12 +78,64 @@ def find_batch_dependent_module(model: nn.Module, run: Callable[[Any], Any], fir
     return None
 
 
+def find_batch_dependence_of_loss(
+    model: nn.Module,
+    run: Callable[[list[Sample]], tuple[torch.Tensor, torch.Tensor]],
+    first: Sample,
+    one: Sample,
+    other: Sample,
+) -> str | None:
+    """Find out whether the loss of a batch is the sum of what its samples add, each by itself.
+
+    Each of two places of a batch has ``one`` or ``other``, in all four ways. If the loss is a sum, what one place
+    changes is the same whatever is in the other place. Shapes and random numbers are the same in all of them, so that
+    dropout makes no difference. Where nothing is drawn, the same sample twice must also count twice, as no mean does.
+    The model and the random state are left unchanged.
+
+    Args:
+        model: The model.
+        run: Returns the sum of the losses of samples and their number.
+        first: A sample that is at least as long as the others, so that all are padded alike.
+        one: A sample.
+        other: Another; the four ways show nothing if both are the same.
+
+    Returns:
+        The loss, as the subject of a sentence, or None.
+
+    Raises:
+        Exception: Any error that ``run`` raises.
+    """
+    drawn = False
+
+    def of(*samples: Sample) -> torch.Tensor:
+        nonlocal drawn
+        device = next(model.parameters(), torch.empty(0)).device
+        with unchanged_random_state(device), _unchanged_modules(model), torch.no_grad():
+            before = all_random_state(device)
+            returned = torch.stack([value.detach().double().cpu() for value in run(list(samples))])  # [2]
+            drawn = drawn or all_random_state(device) != before
+        return returned
+
+    alike = of(first, one, one)
+    if not torch.equal(alike, of(first, one, one)):
+        return None  # random numbers of their own, as in a collate function with a generator, hide the difference
+    values = torch.stack([alike, of(first, other, other), -of(first, one, other), -of(first, other, one)])
+    if (values.sum(0).abs() > INTERACTION * values.abs().amax(0)).any():
+        return "loss"
+    once, twice = of(first), of(first, first)
+    if not drawn and ((twice - once).abs() < INTERACTION * once.abs()).any():
+        return "loss, which is ({:g}, {:g}) for a sample and ({:g}, {:g}) for the same twice,".format(*once, *twice)
+    return None
+
+
 def _describe(name: str, module: nn.Module) -> str:
     return f"{name or 'model'} ({type(module).__name__})"
 
 
-def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any) -> _Calls:
-    batch_size = next(v.shape[0] for v in tree_leaves(batch) if isinstance(v, torch.Tensor) and v.dim() > 0)
+def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples: int | None) -> _Calls:
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    batch_size = next((v.shape[0] for v in leaves if isinstance(v, torch.Tensor) and v.dim() > 0), num_samples)
+    assert batch_size is not None, type(batch)
     names = {module: name for name, module in model.named_modules()}
     times_run: Counter[nn.Module] = Counter()
     entered: list[_Rows] = []  # inputs of the modules that are running, the innermost last

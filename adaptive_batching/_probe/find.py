@@ -26,7 +26,7 @@ from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_size
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._values import memory_size
+from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -144,10 +144,12 @@ def find_maximum_batch_size(
         scratch: Folder for saved weights and states if the one for temporary files has no room.
 
     Raises:
-        ConfigError: If the limits leave nothing beyond what is in use, or if there is no room to save weights and
-            optimizer states.
+        ConfigError: If ``upper`` is below 1, if the limits leave nothing beyond what is in use, or if there is no room
+            to save weights and optimizer states.
         DoesNotFitError: If a batch of one sample does not fit.
     """
+    if upper < 1:
+        raise ConfigError(f"upper={upper} must be at least 1, as the largest batch size to try")
     start = time.perf_counter()
     meter.release()
     require_room(config, meter, ranks)

@@ -28,7 +28,7 @@ _BYTES_AT_ONCE = 2**24
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
     """Restore trainable parameters, buffers, gradients, training mode and the whole optimizers on exit, bit for bit."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in parameters_of(model, optimizers) if p.requires_grad]
     gradients = [p.grad for p in parameters]
     modes = [(module, module.training) for module in model.modules()]
     states = [{p: dict(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
@@ -55,6 +55,12 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
                     for key in [k for k in group if k != "params" and k not in saved]:
                         del group[key]
                     group.update(saved)
+
+
+def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters of ``model``, and those that ``optimizers`` have from elsewhere, such as a loss's own."""
+    in_groups = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(parameter): parameter for parameter in (*model.parameters(), *in_groups)}.values())
 
 
 class _Aside:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from adaptive_batching._memory import MemoryMeter, is_out_of_memory
 from adaptive_batching._probe.sizes import Measurement
-from adaptive_batching._probe.snapshot import unchanged
+from adaptive_batching._probe.snapshot import parameters_of, unchanged
 from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._values import memory_size
 
@@ -202,7 +202,7 @@ class Trial:
         self._meter.release()
 
     def _drop_gradients(self) -> None:
-        for parameter in self._step.model.parameters():
+        for parameter in parameters_of(self._step.model, self._step.optimizers):
             parameter.grad = None
 
     def _make_optimizer_states(self) -> None:

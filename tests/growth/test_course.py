@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -351,3 +352,40 @@ def test_a_run_of_so_many_samples_ends_when_less_than_a_step_is_left_and_as_plan
 
 def test_the_rate_follows_the_batch_as_asked() -> None:
     assert [learning_rate_scale(rule, 9, 4) for rule in ("none", "sqrt", "linear")] == [1, 3, 4]
+
+
+def test_a_course_without_a_schedule_resumes_within_an_epoch() -> None:
+    def steps_of(course: Course, number: int, *, resumed: bool = False, at_most: int = 10**9) -> list[int]:
+        windows: list[int] = []
+        if not resumed:
+            course.start_epoch(number)
+        while not course.epoch_is_over and len(windows) < at_most:
+            course.take_step()
+            windows.append(course.window)
+        return windows
+
+    shape = RunShape(epochs=2, samples=30)
+    whole = Course(BatchController(4, 16, increase=lambda epoch, size: 4 * min(epoch, 1)), shape)
+    expected = [steps_of(whole, number) for number in range(2)]
+    interrupted = Course(BatchController(4, 16), shape)
+    before = steps_of(interrupted, 0, at_most=3)
+    stored = json.loads(json.dumps(interrupted.progress()))
+    course = Course(BatchController(4, 16, increase=lambda epoch, size: 4 * min(epoch, 1)), shape)
+    assert course.resume(0, stored) == 0
+    assert [before + steps_of(course, 0, resumed=True), steps_of(course, 1)] == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BatchController(8, 4), "batch_size=8 must be from 1 to maximum=4"),
+        (lambda: BatchController(4, 16, accumulation=KeepGlobal(10)), "batch_size=4 does not go with .*; start with 2"),
+        (lambda: RunShape(epochs=2, samples=0), "samples=0 must be at least 1"),
+        (lambda: RunShape(epochs=2, samples=9, reference_samples=0), "reference_samples=0 must be at least 1"),
+        (lambda: FixedAccumulation(0), "batches=0 must be at least 1"),
+        (lambda: KeepGlobal(0), "samples=0 must be at least 1"),
+    ],
+)
+def test_numbers_that_make_no_run_are_an_error_that_names_them(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ class Training:
 
     def __init__(self, example: Any, folder: Path, *, adaptive: bool = True, **settings: Any) -> None:
         ours = {key: settings.pop(key) for key in ("increase", "max_batch_size", "max_tokens") if key in settings}
+        model = settings.pop("model", None) or example.make_model()
+        collator = settings.pop("collator", None) or example.PaddingCollator()
         defaults = dict(
             per_device_train_batch_size=24, num_train_epochs=2, learning_rate=3e-3, logging_steps=1,
             max_grad_norm=0.5, train_sampling_strategy="sequential", save_strategy="no", report_to="none",
@@ -33,9 +36,7 @@ class Training:
         args = transformers.TrainingArguments(output_dir=str(folder), **{**defaults, **settings})
         kind = example.AdaptiveTrainer if adaptive else transformers.Trainer
         self.data = example.make_data()
-        self.trainer = kind(
-            example.make_model(), args, train_dataset=self.data, data_collator=example.PaddingCollator(), **ours
-        )
+        self.trainer = kind(model, args, train_dataset=self.data, data_collator=collator, **ours)
         self.forwards: list[torch.Size] = []
         self.most_tokens = 10**9
         self.trainer.model.register_forward_pre_hook(self._forward, with_kwargs=True)
@@ -55,8 +56,8 @@ class Training:
         return [entry[key] for entry in self.trainer.state.log_history if key in entry]
 
 
-def assert_trained_alike(ours: Training, theirs: Training) -> None:
-    assert len(ours.logged("loss")) == len(theirs.logged("loss")) == 6
+def assert_trained_alike(ours: Training, theirs: Training, steps: int = 6) -> None:
+    assert len(ours.logged("loss")) == len(theirs.logged("loss")) == steps
     for key in ("loss", "grad_norm", "learning_rate", "epoch"):
         assert ours.logged(key) == pytest.approx(theirs.logged(key), rel=1e-3), key
     for (name, weights), expected in zip(
@@ -77,6 +78,51 @@ def test_cut_batches_and_samples_that_run_again_train_as_stock_does(example: Any
     assert_trained_alike(failing.run(), stock)
     assert failing.trainer.step.max_tokens > failing.most_tokens, "as far as the probe can tell"
     assert failing.logged("out_of_memory_recoveries")[-1] >= 1
+
+
+def labels_of_texts(example: Any, samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Collate ``samples`` for a model that sorts texts into 3 classes."""
+    return {
+        **example.PaddingCollator()(samples),
+        "labels": torch.tensor([sample["input_ids"][0] % 3 for sample in samples]),
+    }
+
+
+SIZES = dict(vocab_size=128, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)
+WITHOUT_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_a_model_whose_loss_is_a_mean_trains_as_stock_does(kind: str, example: Any, tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        torch.manual_seed(0)
+        config: Any = transformers.BertConfig(num_labels=3, **SIZES, **WITHOUT_DROPOUT)
+        if kind.startswith("T5"):
+            config = transformers.T5Config(
+                vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, dropout_rate=0.0,
+                decoder_start_token_id=0,
+            )  # fmt: skip
+        collator = partial(labels_of_texts, example) if kind.endswith("SequenceClassification") else None
+        return {"model": getattr(transformers, kind)(config), "collator": collator, "num_train_epochs": 1}
+
+    stock = Training(example, tmp_path, adaptive=False, **make()).run()
+    cut = Training(example, tmp_path, max_tokens=400, **make()).run()
+    assert_trained_alike(cut, stock, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("length_of_run", "steps"),
+    [({"max_steps": 8}, 8), ({"num_train_epochs": 1.5}, 5), ({"dataloader_drop_last": True}, 4)],
+)
+def test_a_run_is_as_long_as_stock_s(length_of_run: dict[str, Any], steps: int, example: Any, tmp_path: Path) -> None:
+    stock = Training(example, tmp_path, adaptive=False, **length_of_run).run()
+    assert_trained_alike(Training(example, tmp_path, max_tokens=10**6, **length_of_run).run(), stock, steps)
+
+
+def test_a_growing_run_takes_all_of_max_steps(example: Any, tmp_path: Path) -> None:
+    training = growing(example, tmp_path, max_steps=17).run()  # three epochs have 13
+    assert len(training.logged("loss")) == 17
+    assert training.logged("epoch")[-2:] == [5.0, 5.0]
 
 
 def growing(example: Any, folder: Path, **settings: Any) -> Training:
@@ -117,7 +163,16 @@ def test_a_growing_run_goes_on_from_within_an_epoch_and_from_its_end(example: An
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 must be 1: set per_device_train_batch_size")],
+    [
+        (
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps=2 must be 1: set per_device_train_batch_size",
+        ),
+        (
+            {"train_sampling_strategy": "batch_rebalance"},
+            "train_sampling_strategy='batch_rebalance' makes batches of its",
+        ),
+    ],
 )
 def test_what_cannot_be_used_with_it_is_refused(
     setting: dict[str, Any], message: str, example: Any, tmp_path: Path
