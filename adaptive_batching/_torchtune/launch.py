@@ -153,6 +153,7 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
         sys.stderr.write(_frames_of_the_user(error))
         raise SystemExit(f"error: {error}") from None
     except OmegaConfBaseException as error:
+        sys.stderr.write(_frames_of_the_user(error))
         what = _first_line(error).rstrip(".")
         raise SystemExit(
             f"error: the config lacks something, or is one of another recipe ({what}); add it, or take a config that "
