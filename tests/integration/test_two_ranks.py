@@ -7,10 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
@@ -18,83 +15,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching._torchtune.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights, made_once
+from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAILING_COLLECTIVES, IN_TWO, OTHERS, REAL_LIMITS, same_everywhere
-from tests.support.environment import TAME_MALLOC
+from tests.integration.two_ranks import same_everywhere
 from tests.support.html import read_page
+from tests.support.launches import (
+    Finished,
+    assert_validated_as_one_by_one,
+    assert_went_on,
+    of_launch,
+    output_of,
+)
 from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events, without_sizes
-
-Finished = Callable[[str], Run]
-Test = TypeVar("Test", bound=Callable[..., None])
-LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def run_launch(which: str, inputs: Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [*LAUNCH, "--standalone", "--nproc_per_node", "2", "tests/integration/two_ranks.py"]
-    measures = which == "memory" or which.startswith("limit_")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    environment |= TAME_MALLOC if measures else {}  # which makes each allocation a call of the kernel
-    return subprocess.run(
-        [*command, str(inputs), str(directory), which],
-        cwd=ROOT, env=environment, text=True, timeout=900, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def launched(request: pytest.FixtureRequest, inputs: Path, shared: Path) -> tuple[Path, str]:
-    """The directory with all runs of a launch, and what they printed. A launch that hangs fails."""
-    directory = shared / f"two_ranks_{request.param}"
-    status, output = directory / "status.txt", directory / "output.txt"
-    with made_once(directory) as missing:
-        if missing:
-            directory.mkdir()
-            done = run_launch(request.param, inputs, directory)
-            status.write_text(str(done.returncode))
-            output.write_text(done.stdout)
-    assert status.read_text() == "0", output.read_text()[-9000:]
-    return directory, output.read_text()
-
-
-def with_the_launch(which: str) -> pytest.MarkDecorator:
-    """Have one worker run all tests of a launch."""
-    return pytest.mark.serial if which == "memory" else pytest.mark.xdist_group(f"two_ranks_{which}")
-
-
-def of_launch(which: str) -> Callable[[Test], Test]:
-    """Say which launch a test is about, a key of ``two_ranks.LAUNCHES``: it is made for the first test of them.
-
-    Its name is part of the test's, so that ``-k`` finds all that share it.
-    """
-    marks = (pytest.mark.parametrize("launched", [which], indirect=True), with_the_launch(which))
-
-    def mark(test: Test) -> Test:
-        for each in marks:
-            test = each(test)
-        return test
-
-    return mark
-
-
-def finished_in(launched: tuple[Path, str], name: str) -> Run:
-    """A run that ended well."""
-    errors = [path.read_text() for path in sorted((launched[0] / name).glob("error_*.txt"))]
-    assert not errors, errors
-    return Run(launched[0] / name)
-
-
-@pytest.fixture
-def finished(launched: tuple[Path, str]) -> Finished:
-    """``finished(name)``: a run that ended well."""
-    return partial(finished_in, launched)
-
-
-def output_of(launched: tuple[Path, str], name: str) -> str:
-    """What was printed from the beginning of a run to that of the next."""
-    return launched[1].split(f"RUN {name}\n", 1)[1].split("\nRUN ", 1)[0]
-
 
 KINDS = pytest.mark.parametrize("kind", ["full", "lora"])
 
@@ -116,30 +49,6 @@ def test_ranks_validate_each_sample_once_and_train_as_without(
     one_device = tune_run("full", "epochs=1", "max_steps_per_epoch=1", *VALIDATE, "run_val_every_n_steps=1")
     losses = assert_validated_as_one_by_one("full_off", "validated", "validated_again", finished, launched)
     assert losses[0] == pytest.approx(one_device.metrics[1]["val_loss"], rel=1e-6)
-
-
-@of_launch("others")
-@pytest.mark.parametrize("kind", ["kd", "qat"])
-def test_other_recipes_validate_and_train_as_without(kind: str, finished: Finished, launched: tuple[Path, str]) -> None:
-    names = (f"{kind}_off", f"{kind}_validated", f"{kind}_validated_again")
-    assert_validated_as_one_by_one(*names, finished, launched, rel=1e-6 if kind == "kd" else 1e-3)
-
-
-def assert_validated_as_one_by_one(
-    off: str, one: str, again: str, finished: Finished, launched: tuple[Path, str], rel: float = 1e-6
-) -> list[float]:
-    """Runs in small forwards, and in large ones of which one runs out of memory; return the losses of the former."""
-    losses = []
-    for name in (one, again):
-        logged = finished(name).metrics
-        assert [step for step in logged if "val_loss" not in step] == finished(off).metrics
-        assert_same_weights(finished(name).weights(0), finished(off).weights(0))
-        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
-        assert "not always the same" not in output_of(launched, name), "training could still recover"
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=rel)
-    assert output_of(launched, again).count("running samples of dataset_val again") == 2, "both ranks say so, once"
-    return losses[0]
 
 
 @of_launch("cut")
@@ -176,52 +85,6 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == (2 if failure == "twice" else 1)
     assert_close(recovered, finished(f"{kind}_whole"), epoch=0)
     assert "running the step's samples again" in output_of(launched, f"{kind}_{failure}")
-
-
-@of_launch("others")
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
-    off, stock, cut = (finished(f"{kind}_{name}") for name in ("off", "stock", "auto"))
-    assert len(stock.metrics) == 3
-    assert off.metrics == stock.metrics
-    assert_same_weights(off.weights(0), stock.weights(0))
-    whole = finished("kd_whole") if kind == "kd" else stock
-    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in whole.weights(0).items())
-    if kind != "lora_dpo":
-        for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-    for name, weights in whole.weights(0).items():
-        if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
-            far = (cut.weights(0)[name] - weights).abs() > 2e-4 + 1e-2 * weights.abs()
-            assert far.float().mean() < 1e-3, name
-        else:
-            torch.testing.assert_close(cut.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
-    if "dpo" in kind:
-        # Stock's LoRA recipe logs the sum over ranks, ours their mean when a field is set.
-        scale = 2 if kind == "lora_dpo" else 1
-        for ours, theirs in zip(cut.metrics, stock.metrics, strict=True):
-            assert scale * ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-            assert ours["margins"] == pytest.approx(theirs["margins"], rel=1e-3, abs=1e-6)
-
-
-@of_launch("others")
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("where", ["forward", "backward", "frozen"])
-def test_other_recipes_survive_running_out_of_memory(kind: str, where: str, finished: Finished) -> None:
-    if where == "frozen" and not kind.endswith("dpo"):
-        pytest.skip("no frozen model that runs out")
-    recovered, undisturbed = finished(f"{kind}_{where}"), finished(f"{kind}_stock")
-    assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
-    for name, weights in undisturbed.weights(0).items():
-        torch.testing.assert_close(recovered.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
-
-
-@of_launch("others_resume")
-def test_another_recipe_resumes_as_if_it_had_not_stopped(launched: tuple[Path, str]) -> None:
-    whole, resumed = (Run(launched[0] / f"lora_dpo_{name}") for name in ("uninterrupted", "resumed"))
-    assert [epoch["batch_size"] for epoch in events(resumed, "epoch")] == [4, 8, 16]
-    assert resumed.metrics == whole.metrics
-    assert_same_weights(resumed.weights(2), whole.weights(2))
 
 
 @of_launch("recovery")
@@ -317,17 +180,6 @@ def test_a_run_resumed_from_an_asynchronous_checkpoint_equals_the_uninterrupted_
     assert_same_weights(resumed.weights(2), whole.weights(2))
 
 
-def assert_went_on(directory: Path, name: str, folder: str) -> None:
-    """A run that was cut off within its second epoch went on from its sixth step."""
-    whole, resumed = Run(directory / f"{name}_whole"), Run(directory / name)
-    assert "the power went out" in (directory / name / "error_0.txt").read_text()
-    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 4
-    assert [event["step"] for event in events(resumed, "resume")] == [5]
-    assert len(resumed.metrics) == 6 + 2
-    assert resumed.by_step == whole.by_step
-    assert_same_weights(resumed.weights_in(folder), whole.weights_in(folder))
-
-
 @of_launch("growth")
 @pytest.mark.parametrize("name", ["full_steps", "async_steps"])
 def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
@@ -348,28 +200,12 @@ def test_of_asynchronous_checkpoints_of_steps_the_last_one_alone_keeps_its_state
     assert keys[:-1] == [{"model"}] * 5 and "optimizer" in keys[-1]
 
 
-@of_launch("others_resume")
-@pytest.mark.parametrize("kind", IN_TWO)
-def test_other_recipes_go_on_within_an_epoch(kind: str, launched: tuple[Path, str]) -> None:
-    assert_went_on(launched[0], f"{kind}_steps", "step_7")
-
-
 @of_launch("cut")
 def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str], tune_run: TuneRun) -> None:
     saved = launched[0] / "full_whole" / "epoch_0"
     run = tune_run("full", "epochs=1", f"checkpointer.checkpoint_dir={saved}",
                    "checkpointer.checkpoint_files=[model-00001-of-00001.safetensors]")  # fmt: skip
     assert run.metrics[0]["loss"] < Run(launched[0] / "full_whole").metrics[0]["loss"]
-
-
-@of_launch("memory")
-def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, launched: tuple[Path, str]) -> None:
-    run = finished("unequal_memory")
-    [probe] = events(run, "probe")
-    assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
-    assert probe["search"] == "predict", "the sharded step could be traced"
-    assert len(probe["measurements"]) <= 4
-    assert {step["batch_size_samples"] for step in run.metrics} == {probe["batch_size"]}
 
 
 @of_launch("as_stock")
@@ -395,26 +231,6 @@ def test_tensor_parallelism_trains_as_stock_and_says_that_recovery_is_off(
     assert "is off: tensor_parallel_dim above 1" in output_of(launched, "tensor_parallel_off")
 
 
-@of_launch("memory")
-def test_ranks_explore_together(finished: Finished) -> None:
-    run = finished("explored")
-    [exploration] = events(run, "exploration")
-    assert [estimate["candidate"] for estimate in exploration["estimates"]] == [1, 2, 4, "auto"]
-    assert len(run.metrics) == 6
-
-
-@of_launch("memory")
-def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(
-    finished: Finished,
-) -> None:
-    [probe] = events(finished("square"), "probe")
-    assert probe["sequence_length"] == 512 and probe["batch_size"] < 48
-    (length, batch_size, peak), *_ = probe["shorter"]
-    assert length == 256
-    assert length * batch_size >= 1.1 * 512 * probe["batch_size"]
-    assert peak <= probe["budget_bytes"]
-
-
 @of_launch("growth")
 def test_the_global_batch_is_kept_on_two_ranks(finished: Finished) -> None:
     kept, constant = finished("kept"), finished("constant")
@@ -437,88 +253,6 @@ def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inpu
     )  # fmt: skip
     assert done.returncode != 0
     assert "ZeroDivisionError: this rank has a bug" in done.stdout
-
-
-@of_launch("memory")
-def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) -> None:
-    limited, free = finished("real_limit"), finished("real_no_limit")
-    assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
-    assert len(free.metrics) == 1
-    assert limited.metrics[0]["loss"] == pytest.approx(free.metrics[0]["loss"], rel=1e-4)
-    for name, weights in free.weights(0).items():
-        torch.testing.assert_close(limited.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
-
-
-@of_launch("short_samples")
-@pytest.mark.parametrize("way", ["8", "2", "auto"])
-def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recover(
-    way: str, finished: Finished, launched: tuple[Path, str]
-) -> None:
-    whole = finished("whole")
-    assert len(whole.metrics) == 2
-    assert_close(finished(f"cut_{way}"), whole, epoch=0)
-    for where in ("forward", "backward"):
-        recovered = finished(f"cut_{way}_{where}")
-        assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
-        assert_close(recovered, whole, epoch=0)
-    assert "not always the same" not in launched[1]
-
-
-@of_launch("short_samples")
-@pytest.mark.parametrize("name", ["off", "no_gloo", "no_group"])
-def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
-    name: str, finished: Finished, launched: tuple[Path, str]
-) -> None:
-    ours, stock = finished(name), finished("stock")
-    assert ours.metrics == stock.metrics
-    assert_same_weights(ours.weights(0), stock.weights(0))
-    warned = output_of(launched, name).count("GLOO_SOCKET_IFNAME")
-    assert warned == (1 if name == "no_gloo" else 0)
-
-
-@of_launch("short_samples")
-def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(
-    finished: Finished, launched: tuple[Path, str]
-) -> None:
-    for rank in range(2):
-        error = (launched[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
-        assert re.match(r"error: the ranks cannot communicate .*no host of that name.* GLOO_SOCKET_IFNAME", error)
-
-
-@of_launch("failing_collectives")
-@pytest.mark.parametrize(("kind", "moment", "number"), FAILING_COLLECTIVES)
-def test_memory_may_run_out_at_any_moment_of_a_collective(
-    kind: str, moment: str, number: int, finished: Finished
-) -> None:
-    recovered = finished(f"{kind}_{moment}_{number}")
-    assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
-    assert_close(recovered, finished("whole"), epoch=0)
-
-
-ONE_LIMIT = 60  # MiB: a sample fits, or nearly
-
-
-@pytest.mark.serial
-@pytest.mark.parametrize(
-    "extra_mib", [pytest.param(mib, marks=() if mib == ONE_LIMIT else pytest.mark.slow) for mib in REAL_LIMITS]
-)
-def test_under_a_real_limit_on_one_rank_a_run_finishes_or_says_what_does_not_fit(
-    extra_mib: int, inputs: Path, tmp_path: Path
-) -> None:
-    """Gloo gives up after a minute; the launcher ends the other rank in a second."""
-    output = run_launch(f"limit_{extra_mib}", inputs, tmp_path).stdout
-    assert "Timed out waiting" not in output
-    for name in ("fixed", "probed"):
-        errors = [path.read_text() for path in (tmp_path / name).glob("error_*.txt")]
-        if not errors:
-            steps = Run(tmp_path / name).metrics
-            assert len(steps) == 3 if name == "fixed" else steps
-            continue
-        assert any(re.match("error: out of memory|error: a batch of one sample does not fit", e) for e in errors), (
-            errors
-        )
-        assert extra_mib < 150, "a sample fits"
-        break  # the launch has ended here
 
 
 def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Two processes near the limits of memory: real ones, of collectives, and of samples too short for all chunks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Run, assert_close, assert_same_weights
+from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS
+from tests.support.launches import (
+    Finished,
+    of_launch,
+    output_of,
+    run_launch,
+)
+from tests.support.records import events
+
+
+@of_launch("memory")
+def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, launched: tuple[Path, str]) -> None:
+    run = finished("unequal_memory")
+    [probe] = events(run, "probe")
+    assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
+    assert probe["search"] == "predict", "the sharded step could be traced"
+    assert len(probe["measurements"]) <= 4
+    assert {step["batch_size_samples"] for step in run.metrics} == {probe["batch_size"]}
+
+
+@of_launch("memory")
+def test_ranks_explore_together(finished: Finished) -> None:
+    run = finished("explored")
+    [exploration] = events(run, "exploration")
+    assert [estimate["candidate"] for estimate in exploration["estimates"]] == [1, 2, 4, "auto"]
+    assert len(run.metrics) == 6
+
+
+@of_launch("memory")
+def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_on_both_ranks(
+    finished: Finished,
+) -> None:
+    [probe] = events(finished("square"), "probe")
+    assert probe["sequence_length"] == 512 and probe["batch_size"] < 48
+    (length, batch_size, peak), *_ = probe["shorter"]
+    assert length == 256
+    assert length * batch_size >= 1.1 * 512 * probe["batch_size"]
+    assert peak <= probe["budget_bytes"]
+
+
+@of_launch("memory")
+def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) -> None:
+    limited, free = finished("real_limit"), finished("real_no_limit")
+    assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
+    assert len(free.metrics) == 1
+    assert limited.metrics[0]["loss"] == pytest.approx(free.metrics[0]["loss"], rel=1e-4)
+    for name, weights in free.weights(0).items():
+        torch.testing.assert_close(limited.weights(0)[name], weights, rtol=1e-3, atol=1e-5)
+
+
+@of_launch("short_samples")
+@pytest.mark.parametrize("way", ["8", "2", "auto"])
+def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recover(
+    way: str, finished: Finished, launched: tuple[Path, str]
+) -> None:
+    whole = finished("whole")
+    assert len(whole.metrics) == 2
+    assert_close(finished(f"cut_{way}"), whole, epoch=0)
+    for where in ("forward", "backward"):
+        recovered = finished(f"cut_{way}_{where}")
+        assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
+        assert_close(recovered, whole, epoch=0)
+    assert "not always the same" not in launched[1]
+
+
+@of_launch("short_samples")
+@pytest.mark.parametrize("name", ["off", "no_gloo", "no_group"])
+def test_with_all_fields_unset_nothing_but_recovery_needs_a_group(
+    name: str, finished: Finished, launched: tuple[Path, str]
+) -> None:
+    ours, stock = finished(name), finished("stock")
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(0), stock.weights(0))
+    warned = output_of(launched, name).count("GLOO_SOCKET_IFNAME")
+    assert warned == (1 if name == "no_gloo" else 0)
+
+
+@of_launch("short_samples")
+def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(
+    finished: Finished, launched: tuple[Path, str]
+) -> None:
+    for rank in range(2):
+        error = (launched[0] / "no_gloo_but_asked_for" / f"error_{rank}.txt").read_text()
+        assert re.match(r"error: the ranks cannot communicate .*no host of that name.* GLOO_SOCKET_IFNAME", error)
+
+
+@of_launch("failing_collectives")
+@pytest.mark.parametrize(("kind", "moment", "number"), FAILING_COLLECTIVES)
+def test_memory_may_run_out_at_any_moment_of_a_collective(
+    kind: str, moment: str, number: int, finished: Finished
+) -> None:
+    recovered = finished(f"{kind}_{moment}_{number}")
+    assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
+    assert_close(recovered, finished("whole"), epoch=0)
+
+
+ONE_LIMIT = 60  # MiB: a sample fits, or nearly
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "extra_mib", [pytest.param(mib, marks=() if mib == ONE_LIMIT else pytest.mark.slow) for mib in REAL_LIMITS]
+)
+def test_under_a_real_limit_on_one_rank_a_run_finishes_or_says_what_does_not_fit(
+    extra_mib: int, inputs: Path, tmp_path: Path
+) -> None:
+    """Gloo gives up after a minute; the launcher ends the other rank in a second."""
+    output = run_launch(f"limit_{extra_mib}", inputs, tmp_path).stdout
+    assert "Timed out waiting" not in output
+    for name in ("fixed", "probed"):
+        errors = [path.read_text() for path in (tmp_path / name).glob("error_*.txt")]
+        if not errors:
+            steps = Run(tmp_path / name).metrics
+            assert len(steps) == 3 if name == "fixed" else steps
+            continue
+        assert any(re.match("error: out of memory|error: a batch of one sample does not fit", e) for e in errors), (
+            errors
+        )
+        assert extra_mib < 150, "a sample fits"
+        break  # the launch has ended here
