@@ -113,16 +113,20 @@ class AsyncCheckpoint:
         self.by_step = by_step
         self._checkpointer = checkpointer = client._get_dcp_checkpointer()
         of_epochs = checkpointer._checkpoint_dir_prefix
-        if by_step:
-            checkpointer._checkpoint_dir_prefix = _OF_STEPS
+        self._prefix = _OF_STEPS if by_step else of_epochs
         # A thread saves while training goes on: on the group of the training, their collectives would mix.
         checkpointer._process_group = dist.new_group(backend="gloo")
-        self._prefix = checkpointer._checkpoint_dir_prefix
-        last = checkpointer._get_latest_intermediate_checkpoint()
-        if last is None:  # the run to resume may have saved at epochs
-            checkpointer._checkpoint_dir_prefix = of_epochs
-        elif by_step and resumes:
-            check_that_state_is_there(Path(last))
+        # One rank looks, for all: another may see a folder sooner or later, on a shared disk or while it is completed.
+        last: list[str | None] = [None]
+        for prefix in (self._prefix, of_epochs):  # the run to resume may have saved at epochs
+            checkpointer._checkpoint_dir_prefix = prefix
+            last[0] = last[0] or checkpointer._get_latest_intermediate_checkpoint()
+        dist.broadcast_object_list(last, src=0, group=checkpointer._process_group)
+        self._last = None if last[0] is None else Path(last[0])
+        checkpointer._checkpoint_dir_prefix = self._prefix
+        checkpointer._get_latest_intermediate_checkpoint = lambda: last[0]
+        if resumes and self._last is not None and self._last.name.startswith(_OF_STEPS):
+            check_that_state_is_there(self._last)
 
     @contextlib.contextmanager
     def saved_as(self, number: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -132,7 +136,6 @@ class AsyncCheckpoint:
         with their weights alone.
         """
         checkpointer = self._checkpointer
-        checkpointer._checkpoint_dir_prefix = self._prefix
         folder = Path(checkpointer._output_dir, f"{self._prefix}_{number}")
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -148,10 +151,9 @@ class AsyncCheckpoint:
         Returns:
             The loader's state that was saved with the last checkpoint; nothing if stock's recipe saved it.
         """
-        last = self._checkpointer._get_latest_intermediate_checkpoint()
-        if last is None or not Path(last, _NOT_READ_BACK).exists():
+        if self._last is None or not (self._last / _NOT_READ_BACK).exists():
             return {}
-        stored = torch.load(Path(last, _NOT_READ_BACK), weights_only=True)
+        stored = torch.load(self._last / _NOT_READ_BACK, weights_only=True)
         for group, initial_lr in zip(_groups(optimizers), stored["initial_lr"], strict=True):
             group["initial_lr"] = initial_lr
         loader_state: dict[str, Any] = stored["loader"]
