@@ -255,10 +255,11 @@ def test_levers_are_those_that_the_recipe_knows(name: str) -> None:
 
 
 def test_a_line_of_run_is_planned_as_it_stands(plan: Any) -> None:
-    whole = plan("--config", CONFIG, "--recipe", "full_finetune_distributed", "--devices", "2", *SMALL)
-    assert plan(*SMALL[:3], "--config", CONFIG, *SMALL[3:])[1] != whole[1], "on one device"
+    asked = ["--config", CONFIG, "--no-levers", *SMALL]
+    whole = plan(*asked, "--recipe", "full_finetune_distributed", "--devices", "2")
+    assert plan(*SMALL[:3], *asked[:3], *SMALL[3:])[1] != whole[1], "on one device"
     for recipe in ("full_finetune_distributed", "adaptive_batching/recipes/full_finetune_distributed.py"):
-        assert plan("--nproc_per_node", "2", recipe, "--config", CONFIG, *SMALL) == whole
+        assert plan("--nproc_per_node", "2", recipe, *asked) == whole
     code, out, _ = plan("ppo_full_finetune_single_device", "--config", CONFIG)
     assert code == 4 and "of ppo_full_finetune_single_device; plans are made of" in out
 
