@@ -60,7 +60,7 @@ def finished_in(launched: tuple[Path, str], name: str) -> Run:
 
 
 def output_of(launched: tuple[Path, str], name: str) -> str:
-    """What was printed from the beginning of a run to that of the next."""
+    """Output of a run, up to the beginning of the next."""
     return launched[1].split(f"RUN {name}\n", 1)[1].split("\nRUN ", 1)[0]
 
 
