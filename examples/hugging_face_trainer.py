@@ -279,10 +279,9 @@ class AdaptiveTrainer(Trainer):
         """Return the size of each epoch, of as many as ``max_steps`` take if it is set."""
         samples, epochs, wanted = len(self.train_dataset), math.ceil(self.args.num_train_epochs), self.args.max_steps
         start = min(self.args.per_device_train_batch_size, samples)
+        maximum = min(self._max_batch_size or samples, samples)  # else drop_last could leave an epoch without a step
         while True:
-            sizes = plan_batch_sizes(
-                start, self._increase, epochs=epochs, samples=samples, maximum=self._max_batch_size
-            )
+            sizes = plan_batch_sizes(start, self._increase, epochs=epochs, samples=samples, maximum=maximum)
             steps = [steps_of(samples, size, self.args.dataloader_drop_last) for size in sizes]
             if wanted <= sum(steps):
                 return sizes

@@ -119,6 +119,14 @@ def test_a_run_is_as_long_as_stock_s(length_of_run: dict[str, Any], steps: int, 
     assert_trained_alike(Training(example, tmp_path, max_tokens=10**6, **length_of_run).run(), stock, steps)
 
 
+def test_a_batch_that_has_grown_to_all_samples_is_no_epoch_without_a_step(example: Any, tmp_path: Path) -> None:
+    run = Training(
+        example, tmp_path, increase=lambda epoch, size: 10**3 if epoch else 0, max_batch_size=10**4, max_tokens=10**6,
+        max_steps=6, dataloader_drop_last=True,
+    )  # fmt: skip
+    assert len(run.run().logged("loss")) == 6
+
+
 def test_a_growing_run_takes_all_of_max_steps(example: Any, tmp_path: Path) -> None:
     training = growing(example, tmp_path, max_steps=17).run()  # three epochs have 13
     assert len(training.logged("loss")) == 17
