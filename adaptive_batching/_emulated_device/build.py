@@ -1,0 +1,110 @@
+"""Compile the device for an installed torch: once for each version, with a C++ compiler and nothing of CUDA's."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "source"
+# Whose calls the device answers, in site-packages
+CALLERS = ("torch/lib/*.so", "bitsandbytes/libbitsandbytes_cuda*.so")
+CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|nccl|cu[A-Z])\w*")
+PRODUCTS = re.compile(r"cublas\w*[gG]em[mv]\w*")
+# What Triton's launcher links to, and torch does not call
+TRITON = (
+    *("cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuLaunchCooperativeKernel", "cuOccupancyMaxActiveClusters"),
+    *("cuStreamGetCtx", "cuMemAllocHost_v2", "cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuLinkDestroy"),
+    *("cuMemcpyDtoHAsync_v2", "cuCtxGetLimit", "cuCtxSetLimit"),
+)
+DRIVER = re.compile(rb"(?<=\0)cu[A-Z][A-Za-z0-9_]+(?=\0)")  # functions of the driver among the strings of a library
+NOT_SUPPORTED = {"cublas": 15, "nccl": 5}  # of CUDA itself 801
+
+
+class BuildError(RuntimeError):
+    """The device cannot be built here; says what is missing."""
+
+
+def build() -> Path:
+    """Return the library, `libcuda.so.1`, for the torch that is installed; compiled at the first call.
+
+    It is kept in `$XDG_CACHE_HOME/adaptive_batching` (`~/.cache`), in a folder of its own for each version of torch and of
+    this source.
+
+    Raises:
+        BuildError: torch is no CUDA build, or there is no C++ compiler.
+    """
+    site, cuda = _torch()
+    compiler = os.environ.get("CXX", "g++")
+    sources = sorted(SOURCE.glob("*.*"))
+    callers = sorted(path for pattern in CALLERS for path in site.glob(pattern))
+    stamps = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in callers]
+    text = "".join([cuda, compiler, *stamps, *(path.read_text() for path in sources)])
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "adaptive_batching" / "emulated_device"
+    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
+    library = folder / "libcuda.so.1"
+    if library.exists():
+        return library
+    if not shutil.which(compiler):
+        raise BuildError(f"the emulated device needs a C++ compiler, and {compiler!r} is not there; install g++, or set CXX")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as made:
+        _compile(compiler, Path(made), callers, cuda)
+        (Path(made) / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's launcher is linked to
+        try:
+            Path(made).rename(folder)
+        except OSError:  # another process was first
+            if not library.exists():
+                raise
+        else:
+            Path(made).mkdir()  # for the context to remove
+    return library
+
+
+def _torch() -> tuple[Path, str]:
+    """Return the folder that torch is installed in, and its version of CUDA, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("the emulated device needs a CUDA build of torch, and no torch is installed")
+    package = Path(spec.submodule_search_locations[0])
+    version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", (package / "version.py").read_text(), re.MULTILINE)
+    if version is None:
+        raise BuildError(
+            f"the emulated device needs a CUDA build of torch, and the one in {package} is none; install one in an "
+            "environment of its own"
+        )
+    return package.parent, version[1]
+
+
+def _compile(compiler: str, to: Path, callers: list[Path], cuda: str) -> None:
+    options = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", f"-DCUDA_MAJOR={cuda}", f"-I{to}"]
+    sources = {path.name: str(path) for path in sorted(SOURCE.glob("*.cpp"))}
+    management = sources.pop("nvml.cpp")
+    code = "".join(Path(path).read_text() for path in sources.values())
+    answered = {found[0] for found in CALLS.finditer(code)}
+    wanted = _undefined(callers) | set(TRITON)
+    absent = sorted(name for name in wanted if not {name, f"{name}_v2"} & answered)
+    lines = [f"PRODUCT({name})" if PRODUCTS.fullmatch(name) else f"ABSENT({name}, {_not_supported(name)})" for name in absent]
+    (to / "absent.inc").write_text("\n".join(lines) + "\n")
+    for name, of in (("libcuda.so.1", list(sources.values())), ("libnvidia-ml.so.1", [management])):
+        link = ["-shared", f"-Wl,-soname,{name}", "-ldl", "-lrt", "-lpthread", "-o", str(to / name)]
+        done = subprocess.run([compiler, *options, *of, *link], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{compiler} cannot compile the emulated device:\n{done.stderr}")
+
+
+def _undefined(libraries: list[Path]) -> set[str]:
+    """Return what the libraries call and do not have, of what the device answers: linked to, and looked up by name."""
+    done = subprocess.run(["nm", "-D", "--undefined-only", *map(str, libraries)], capture_output=True, text=True, check=True)
+    names = (line.split()[-1].partition("@")[0] for line in done.stdout.splitlines() if " U " in line)
+    looked_up = (found.decode() for path in libraries if "c10" in path.name for found in DRIVER.findall(path.read_bytes()))
+    return {name for name in (*names, *looked_up) if CALLS.fullmatch(name)}
+
+
+def _not_supported(name: str) -> int:
+    return next((code for prefix, code in NOT_SUPPORTED.items() if name.startswith(prefix)), 801)

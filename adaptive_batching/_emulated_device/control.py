@@ -1,0 +1,95 @@
+"""Ask the emulated device that this process runs on: counters, neighbours and faults."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, fields
+from functools import cache
+
+ILLEGAL_ADDRESS, LAUNCH_FAILURE = 700, 719  # cudaError_t: a kernel that went wrong; a device that is gone
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What this process has asked of the device so far, in calls."""
+
+    kernels: int
+    products: int
+    """Matrix products, of cuBLAS"""
+    synchronizations: int
+    """Times that the host waited for a stream, an event or the device"""
+    device_allocations: int
+    device_frees: int
+    copies_to_device: int
+    copies_to_host: int
+    copies_within: int
+    collectives: int
+    allocations: int
+    """Of torch's allocator, since `watch_allocations`"""
+
+    def __sub__(self, earlier: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+@cache
+def _device() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    if not hasattr(library, "emulated_counters"):
+        raise RuntimeError("this process does not run on the emulated device; start it with EmulatedDevice().environment()")
+    library.emulated_used.restype = ctypes.c_size_t
+    return library
+
+
+def counters() -> Counters:
+    """Return what this process has asked of the device so far."""
+    library = _device()
+    numbers = (ctypes.c_long * library.emulated_number_of_counters())()
+    library.emulated_counters(numbers)
+    return Counters(*numbers)
+
+
+def used_bytes(device: int = 0) -> int:
+    """Return the bytes that this process has allocated on the device, its context and managed memory aside."""
+    return int(_device().emulated_used(device))
+
+
+def set_neighbour(taken_bytes: int, device: int = 0) -> None:
+    """Have another process take so much of the device's memory from now on."""
+    _device().emulated_set_neighbour(ctypes.c_size_t(taken_bytes), device)
+
+
+def watch_allocations() -> None:
+    """Count torch's allocations from now on, and make `fail_allocations` work. CUDA must be initialized.
+
+    Raises:
+        RuntimeError: torch's allocator is not found.
+    """
+    if not _device().emulated_watch_allocations():
+        raise RuntimeError("torch's CUDA allocator is not there yet; call torch.cuda.init() first")
+
+
+def fail_allocations(after: int, times: int = 1) -> None:
+    """Have torch's allocator run out of memory after so many allocations, as on a full card, so many times in a row.
+
+    It looks in its cache, asks the device, empties its cache, asks again, and raises. The error names more bytes than were
+    asked for, by the size of the card.
+    """
+    watch_allocations()
+    _device().emulated_fail_allocations(ctypes.c_long(after), ctypes.c_long(times))
+
+
+def fail_device_allocations(after: int, times: int = 2) -> None:
+    """Have the device refuse memory after so many calls that allocate, so many times: once is a retry of torch's, twice an
+    error."""
+    _device().emulated_fail_device_allocations(ctypes.c_long(after), ctypes.c_long(times))
+
+
+def end_device(after_launches: int, error: int = LAUNCH_FAILURE) -> None:
+    """End the device after so many kernels and products: every call returns that error from then on, as after a kernel that
+    went wrong, or when a device is lost."""
+    _device().emulated_end_device(ctypes.c_long(after_launches), error)
+
+
+def hang_collective(after: int) -> None:
+    """Have one collective of this process never end, after so many that do."""
+    _device().emulated_hang_collective(ctypes.c_long(after))

@@ -1,0 +1,40 @@
+"""Prepare torch in every Python process on the emulated device, as soon as it is imported."""
+
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+
+class _AfterTorch:
+    """Finds torch as Python does, and prepares it when it has been loaded."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module):
+                load(module)
+                from adaptive_batching._emulated_device.values import prepare
+
+                prepare()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _run_the_next():
+    """Run the `sitecustomize` that this one stands in front of."""
+    here = Path(__file__).parent
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() != here]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+sys.meta_path.insert(0, _AfterTorch())
+_run_the_next()

@@ -1,0 +1,150 @@
+// Kernels and matrix products: counted, and not computed.
+#include "device.h"
+#include <cstdio>
+#include <cstring>
+#include <dlfcn.h>
+
+using namespace device;
+
+// Of what torch's kernels are compiled for, the latest that runs on the card: cub looks for the code that it would run.
+static int compiled_for() {
+  int best = 75;
+  for (int capability : {80, 86, 90, 100, 120}) if (capability <= settings().capability) best = capability;
+  return best;
+}
+
+API void** __cudaRegisterFatBinary(void*) { static void* handle[2]; return handle; }
+API void __cudaRegisterFatBinaryEnd(void**) {}
+API void __cudaUnregisterFatBinary(void**) {}
+API void __cudaRegisterFunction() {}
+API void __cudaRegisterVar() {}
+API char __cudaInitModule(void**) { return 1; }
+API int __cudaGetKernel(void** kernel, const void* function) { *kernel = const_cast<void*>(function); return abi::SUCCESS; }
+
+namespace {
+struct Configuration { abi::Dim3 grid, block; size_t shared; void* stream; };
+thread_local std::vector<Configuration> configurations;
+}  // namespace
+API unsigned __cudaPushCallConfiguration(abi::Dim3 grid, abi::Dim3 block, size_t shared, void* stream) {
+  configurations.push_back({grid, block, shared, stream});
+  return 0;
+}
+API int __cudaPopCallConfiguration(abi::Dim3* grid, abi::Dim3* block, size_t* shared, void** stream) {
+  Configuration last = configurations.back();
+  configurations.pop_back();
+  *grid = last.grid;
+  *block = last.block;
+  *shared = last.shared;
+  *stream = last.stream;
+  return abi::SUCCESS;
+}
+API int cudaFuncGetAttributes(abi::FunctionAttributes* to, const void*) {
+  memset(to, 0, sizeof *to);
+  to->max_threads_per_block = 1024;
+  to->num_regs = 32;
+  to->ptx_version = to->binary_version = compiled_for();
+  to->max_dynamic_shared_size_bytes = 163840;
+  return abi::SUCCESS;
+}
+API int cudaFuncSetAttribute() { return abi::SUCCESS; }
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* n, const void*, int, size_t) { *n = 2; return abi::SUCCESS; }
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, const void*, int, size_t, unsigned) { *n = 2; return abi::SUCCESS; }
+API int cudaGetSymbolAddress(void** p, const void*) { static char somewhere[1 << 16]; *p = somewhere; return abi::SUCCESS; }
+API int cudaMemcpyToSymbol() { return abi::SUCCESS; }
+
+API int cudaLaunchKernel(const void*, abi::Dim3, abi::Dim3, void**, size_t, void* stream) { return launched(KERNELS, stream); }
+API int __cudaLaunchKernel(void*, abi::Dim3, abi::Dim3, void**, size_t, void* stream) { return launched(KERNELS, stream); }
+API int cudaLaunchCooperativeKernel(const void*, abi::Dim3, abi::Dim3, void**, size_t, void* stream) { return launched(KERNELS, stream); }
+namespace {
+struct RuntimeLaunch { abi::Dim3 grid, block; size_t shared; void* stream; };             // cudaLaunchConfig_t, its beginning
+struct DriverLaunch { unsigned grid[3], block[3], shared; void* stream; };                // CUlaunchConfig, its beginning
+}  // namespace
+API int cudaLaunchKernelExC(const RuntimeLaunch* with, const void*, void**) { return launched(KERNELS, with->stream); }
+API int cuLaunchKernelEx(const DriverLaunch* with, void*, void**, void**) { return launched(KERNELS, with->stream); }
+API int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void* stream, void**, void**) {
+  return launched(KERNELS, stream);
+}
+
+static int make(void** handle) { *handle = reinterpret_cast<void*>(next_handle()); return abi::SUCCESS; }
+API int cudaLibraryLoadData(void** library, ...) { return make(library); }
+API int cudaLibraryGetKernel(void** kernel, void*, const char*) { return make(kernel); }
+API int cudaLibraryUnload() { return abi::SUCCESS; }
+API int cudaKernelSetAttributeForDevice() { return abi::SUCCESS; }
+API int cuModuleLoadData(void** module, const void*) { return make(module); }
+API int cuModuleLoadDataEx(void** module, ...) { return make(module); }
+API int cuModuleLoad(void** module, const char*) { return make(module); }
+API int cuModuleGetFunction(void** function, void*, const char*) { return make(function); }
+API int cuModuleUnload() { return abi::SUCCESS; }
+API int cuFuncSetAttribute() { return abi::SUCCESS; }
+API int cuFuncSetCacheConfig() { return abi::SUCCESS; }
+API int cuFuncGetAttribute(int* value, int which, void*) {
+  *value = which == abi::FUNCTION_REGISTERS ? 32 : which == abi::FUNCTION_MAX_THREADS ? 1024 : 0;
+  return abi::SUCCESS;
+}
+API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { *n = 2; return abi::SUCCESS; }
+
+// A function of the driver by its name, under the latest of its versions. What is not here is not found.
+static int entry_point(const char* name, void** function, int* found) {
+  char versioned[128];
+  *function = nullptr;
+  for (const char* suffix : {"", "_v2", "_v3"}) {
+    snprintf(versioned, sizeof versioned, "%s%s", name, suffix);
+    if (!*function) *function = dlsym(RTLD_DEFAULT, versioned);
+  }
+  if (found) *found = *function ? 0 : 1;  // cudaDriverEntryPointSymbolNotFound
+  return abi::SUCCESS;
+}
+API int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long, int* found) { return entry_point(name, function, found); }
+API int cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long, int* found) { return entry_point(name, function, found); }
+API int cuGetProcAddress_v2(const char* name, void** function, int, uint64_t, int* found) { return entry_point(name, function, found); }
+
+// cuBLAS. The stream of a handle is kept, since products are launched on it.
+namespace {
+std::map<void*, void*> streams_of_handles;
+int product(void* handle) {
+  void* stream;
+  {
+    Lock hold(lock);
+    stream = streams_of_handles[handle];
+  }
+  return launched(PRODUCTS, stream) ? 14 : abi::BLAS_SUCCESS;  // CUBLAS_STATUS_INTERNAL_ERROR where the device has ended
+}
+}  // namespace
+API int cublasCreate_v2(void** handle) { return make(handle); }
+API int cublasSetStream_v2(void* handle, void* stream) {
+  Lock hold(lock);
+  streams_of_handles[handle] = stream;
+  return abi::BLAS_SUCCESS;
+}
+API int cublasGetMathMode(void*, int* mode) { *mode = 0; return abi::BLAS_SUCCESS; }
+API int cublasGetPointerMode_v2(void*, int* mode) { *mode = 0; return abi::BLAS_SUCCESS; }
+API size_t cublasLtGetVersion() { return CUDA_MAJOR * 10000; }
+API int cublasLtMatmulDescCreate(void** to, int, int) { return make(to); }
+API int cublasLtMatmulPreferenceCreate(void** to) { return make(to); }
+API int cublasLtMatrixLayoutCreate(void** to, int, uint64_t, uint64_t, int64_t) { return make(to); }
+API int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void*, void*, int, abi::BlasHeuristic* to, int* n) {
+  memset(to, 0, sizeof *to);
+  *n = 1;
+  return abi::BLAS_SUCCESS;
+}
+API int cublasLtMatmul(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*,
+                       void*, void*, const void*, void*, size_t, void* stream) {
+  return launched(PRODUCTS, stream) ? 14 : abi::BLAS_SUCCESS;
+}
+#define NOTHING_TO_DO(name) API int name() { return 0; }
+NOTHING_TO_DO(cublasDestroy_v2) NOTHING_TO_DO(cublasSetMathMode) NOTHING_TO_DO(cublasSetPointerMode_v2)
+NOTHING_TO_DO(cublasSetWorkspace_v2) NOTHING_TO_DO(cublasSetSmCountTarget)
+NOTHING_TO_DO(cublasLtMatmulDescDestroy) NOTHING_TO_DO(cublasLtMatmulDescSetAttribute)
+NOTHING_TO_DO(cublasLtMatmulPreferenceDestroy) NOTHING_TO_DO(cublasLtMatmulPreferenceSetAttribute)
+NOTHING_TO_DO(cublasLtMatrixLayoutDestroy) NOTHING_TO_DO(cublasLtMatrixLayoutSetAttribute)
+NOTHING_TO_DO(cudaProfilerStart) NOTHING_TO_DO(cudaProfilerStop) NOTHING_TO_DO(cudaDeviceEnablePeerAccess)
+
+// The builder writes a list of what else torch calls: absent.inc
+extern "C" int emulated_absent(const char* name, int code) {
+  fprintf(stderr, "emulated device: %s is not supported\n", name);
+  return code;
+}
+#define PRODUCT(name) API int name(void* handle) { return product(handle); }
+#define ABSENT(name, code) \
+  API int name() { static bool said = false; if (said) return code; said = true; return emulated_absent(#name, code); }
+#include "absent.inc"

@@ -1,0 +1,36 @@
+// NVML, as far as torch calls it: for expandable segments, and for the processes that an out-of-memory error names. It is a
+// library of its own, as torch looks for it by name.
+#include "abi.h"
+#include <cstdio>
+#include <cstdlib>
+#include <unistd.h>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+extern "C" size_t emulated_used(int device);
+extern "C" int cudaGetDeviceCount(int* n);
+extern "C" size_t emulated_context();
+
+namespace {
+enum { NVML_SUCCESS = 0, NVML_NOT_SUPPORTED = 3 };
+struct Process { unsigned id; unsigned long long used; };  // nvmlProcessInfo_v1_t
+}  // namespace
+
+API int nvmlInit() { return NVML_SUCCESS; }
+API int nvmlInit_v2() { return NVML_SUCCESS; }
+API int nvmlShutdown() { return NVML_SUCCESS; }
+API int nvmlDeviceGetCount_v2(int* n) { return cudaGetDeviceCount(n); }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {
+  unsigned domain, number = 1;
+  sscanf(bus, "%x:%x", &domain, &number);
+  *handle = reinterpret_cast<void*>(size_t(number));
+  return NVML_SUCCESS;
+}
+API int nvmlDeviceGetNvLinkRemoteDeviceType() { return NVML_NOT_SUPPORTED; }
+API int nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NVML_NOT_SUPPORTED; }
+API int nvmlSystemGetCudaDriverVersion_v2(int* version) { *version = CUDA_MAJOR * 1000; return NVML_SUCCESS; }
+API int nvmlDeviceGetComputeRunningProcesses(void* handle, unsigned* n, Process* to) {
+  *n = 1;
+  to[0] = {unsigned(getpid()), emulated_used(int(reinterpret_cast<size_t>(handle)) - 1) + emulated_context()};
+  return NVML_SUCCESS;
+}

@@ -1,0 +1,100 @@
+"""Give counts their values: what small tensors hold that decide what a program does next.
+
+No kernel computes anything on the emulated device, so that a count of tokens would be zero and a mean have nothing to divide
+by. Its memory is the host's, though. Behind each kernel of a few elementary functions, the host computes the same function on
+the same memory, where all that is given are integers, truth values or single numbers. Losses and gradients stay zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+MOST_ELEMENTS = 2**20
+# Overloads that have a kernel of CUDA's
+FUNCTIONS = (
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor"),
+    *("remainder.Tensor", "floor_divide", "fill_.Scalar", "fill_.Tensor", "zero_", "clamp", "clamp_", "clamp_min", "neg", "abs"),
+    *("eq.Tensor", "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar", "le.Tensor", "le.Scalar"),
+    *("gt.Tensor", "gt.Scalar", "ge.Tensor", "ge.Scalar", "logical_and", "logical_or", "logical_not", "where.self"),
+    *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "minimum", "maximum", "cumsum", "isnan", "reciprocal"),
+    *("sum.dim_IntList", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax", "copy_"),
+    *("arange.start_out", "mean.dim", "sqrt", "isfinite"),
+)
+# Whose results are as large as what they find
+SELECTIONS = ("nonzero", "masked_select")
+_kept: list[Any] = []  # what is registered stays for as long as its library is referred to
+
+
+def prepare() -> None:
+    """Have torch compute counts, and take flash attention where it would take cuDNN's, whose plans need a real card."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that are replaced
+        for name in (*FUNCTIONS, *SELECTIONS):
+            kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
+            replaced = _by_host if name in SELECTIONS else _with_values
+            library.impl(name, replaced(_overload(name), kernel), "CUDA", with_keyset=True)
+    _kept.append(library)
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
+    def computed(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kernel.call_boxed(keys, *_numbers_as_tensors(function, args), **kwargs)
+        tensors = [x for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, torch.Tensor)]
+        if not _are_counts(tensors):
+            return result
+        given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
+        values = function(*given, **named)
+        if isinstance(result, torch.Tensor) and not any(result is x for x in tree_flatten((args, kwargs))[0]):
+            _on_host(result).copy_(values)
+        return result
+
+    return computed
+
+
+def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return a function that selects on the host: memory that no kernel wrote would say how much there is to find."""
+
+    def selected(keys: Any, *args: torch.Tensor) -> torch.Tensor:
+        return function(*(_on_host(x) for x in args)).to(args[0].device)
+
+    return selected
+
+
+def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments with tensors in place of numbers, of a type that promotes as the number did."""
+    tensor = next((x for x in args if isinstance(x, torch.Tensor)), None)
+    return [
+        torch.tensor(x, dtype=torch.result_type(tensor, x))
+        if tensor is not None and isinstance(x, (bool, int, float)) and isinstance(taken.type, torch.TensorType)
+        else x
+        for x, taken in zip(args, function._schema.arguments, strict=False)
+    ]
+
+
+def _are_counts(tensors: list[torch.Tensor]) -> bool:
+    if any(type(x) is not torch.Tensor or x.numel() > MOST_ELEMENTS or x.device.type == "meta" for x in tensors):
+        return False
+    whole = all(not (x.is_floating_point() or x.is_complex()) for x in tensors)
+    return whole or all(x.numel() == 1 for x in tensors)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the host with the same memory."""
+    if tensor.device.type != "cuda" or not tensor.numel():
+        return tensor.cpu() if tensor.device.type == "cuda" else tensor
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = (ctypes.c_char * (extent * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
