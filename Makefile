@@ -3,21 +3,28 @@
 SHELL := /bin/bash -o pipefail
 BASE_PYTHON ?= python3
 VENV := .venv
+EMULATED := .venv-emulated
 DEVICE ?= cpu
 MINUTES ?= 8.5
 
 ifeq ($(origin PYTHON),command line)
 RUN := PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+CUDA_PYTHON := $(PYTHON)
 else
 RUN := PYTHONPATH=. $(VENV)/bin/python
+CUDA_PYTHON := $(EMULATED)/bin/python
 installed = $(VENV)/.$(1)
+emulated = $(EMULATED)/.$(1)
 endif
+
+# NVIDIA's headers, which the device's own declarations are held against
+HEADERS := 'nvidia-cuda-crt<13.1' 'nvidia-cuda-cccl<13.1' 'nvidia-cuda-runtime-cu12==12.6.*'
 
 # Of pytest-xdist. Tests of two ranks start two processes each, so that more workers than half of the cores hardly help.
 WORKERS ?= 2
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-cuda bench clean
+.PHONY: help quickstart check fix lint ruff-check ruff-format test test-all test-emulated test-cuda bench clean
 
 help:  ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,6 +44,10 @@ test: lint  ## Lint, types, and all tests but the slow ones
 
 test-all: lint  ## Lint, types, and all tests
 	$(PYTEST) -m ''
+
+test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
+	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._emulated_device --devices 2 \
+		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated
 
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt
@@ -70,10 +81,17 @@ bench: $(call installed,bench)
 endif
 
 clean:  ## Remove the environment and what the quickstart made
-	rm -rf $(VENV) data/quickstart outputs/quickstart
+	rm -rf $(VENV) $(EMULATED) data/quickstart outputs/quickstart
 
 $(VENV)/bin/python:
 	$(BASE_PYTHON) -m venv $(VENV)
+
+# `===` takes the build for CUDA where one for the CPU would match as well.
+$(EMULATED)/.dev: pyproject.toml
+	$(BASE_PYTHON) -m venv $(EMULATED)
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check 'torch===2.13.0'
+	$(EMULATED)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' $(HEADERS)
+	touch $@
 
 # Of Ludwig the benchmark calls one module, which needs none of the ninety packages that Ludwig asks for.
 $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python

@@ -11,11 +11,17 @@ from tests.conftest import ROOT
 
 PACKAGE = ROOT / "adaptive_batching"
 OUTER = ("torchtune.py", "_torchtune", "_cli", "__main__.py")
-CORE = sorted(path for path in PACKAGE.glob("**/*.py") if not set(OUTER) & set(path.relative_to(PACKAGE).parts))
+SITE = "sitecustomize.py"  # imported by every Python process on the emulated device
+CORE = sorted(
+    path
+    for path in PACKAGE.glob("**/*.py")
+    if path.name != SITE and not set(OUTER) & set(path.relative_to(PACKAGE).parts)
+)
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "values": set(),
     "config": {"probe", "values"},  # of the probe, the names of the searches
+    "emulated_device": {"values"},
     "memory": {"host_memory"},
     "host_memory": set(),
     "random_state": set(),
@@ -29,6 +35,9 @@ MAY_IMPORT = {
 }
 PURE = [
     "config",
+    "emulated_device/build",
+    "emulated_device/control",
+    "emulated_device/launch",
     "growth/accumulation",
     "growth/by_epoch",
     "growth/controller",

@@ -33,8 +33,8 @@ class BuildError(RuntimeError):
 def build() -> Path:
     """Return the library, `libcuda.so.1`, for the torch that is installed; compiled at the first call.
 
-    It is kept in `$XDG_CACHE_HOME/adaptive_batching` (`~/.cache`), in a folder of its own for each version of torch and of
-    this source.
+    It is kept in `$XDG_CACHE_HOME/adaptive_batching` (`~/.cache`), in a folder of its own for each version of torch and
+    of this source.
 
     Raises:
         BuildError: torch is no CUDA build, or there is no C++ compiler.
@@ -51,7 +51,9 @@ def build() -> Path:
     if library.exists():
         return library
     if not shutil.which(compiler):
-        raise BuildError(f"the emulated device needs a C++ compiler, and {compiler!r} is not there; install g++, or set CXX")
+        raise BuildError(
+            f"the emulated device needs a C++ compiler, and {compiler!r} is not there; install g++, or set CXX"
+        )
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as made:
         _compile(compiler, Path(made), callers, cuda)
@@ -89,8 +91,7 @@ def _compile(compiler: str, to: Path, callers: list[Path], cuda: str) -> None:
     answered = {found[0] for found in CALLS.finditer(code)}
     wanted = _undefined(callers) | set(TRITON)
     absent = sorted(name for name in wanted if not {name, f"{name}_v2"} & answered)
-    lines = [f"PRODUCT({name})" if PRODUCTS.fullmatch(name) else f"ABSENT({name}, {_not_supported(name)})" for name in absent]
-    (to / "absent.inc").write_text("\n".join(lines) + "\n")
+    (to / "absent.inc").write_text("".join(map(_answer, absent)))
     for name, of in (("libcuda.so.1", list(sources.values())), ("libnvidia-ml.so.1", [management])):
         link = ["-shared", f"-Wl,-soname,{name}", "-ldl", "-lrt", "-lpthread", "-o", str(to / name)]
         done = subprocess.run([compiler, *options, *of, *link], capture_output=True, text=True)
@@ -100,11 +101,19 @@ def _compile(compiler: str, to: Path, callers: list[Path], cuda: str) -> None:
 
 def _undefined(libraries: list[Path]) -> set[str]:
     """Return what the libraries call and do not have, of what the device answers: linked to, and looked up by name."""
-    done = subprocess.run(["nm", "-D", "--undefined-only", *map(str, libraries)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["nm", "-D", "--undefined-only", *map(str, libraries)], capture_output=True, text=True, check=True
+    )
     names = (line.split()[-1].partition("@")[0] for line in done.stdout.splitlines() if " U " in line)
-    looked_up = (found.decode() for path in libraries if "c10" in path.name for found in DRIVER.findall(path.read_bytes()))
+    looked_up = (
+        found.decode() for path in libraries if "c10" in path.name for found in DRIVER.findall(path.read_bytes())
+    )
     return {name for name in (*names, *looked_up) if CALLS.fullmatch(name)}
 
 
-def _not_supported(name: str) -> int:
-    return next((code for prefix, code in NOT_SUPPORTED.items() if name.startswith(prefix)), 801)
+def _answer(name: str) -> str:
+    """Return the line for a function that the device lacks: a product, or what says that it is not supported."""
+    if PRODUCTS.fullmatch(name):
+        return f"PRODUCT({name})\n"
+    code = next((code for prefix, code in NOT_SUPPORTED.items() if name.startswith(prefix)), 801)
+    return f"ABSENT({name}, {code})\n"

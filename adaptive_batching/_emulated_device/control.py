@@ -25,7 +25,7 @@ class Counters:
     copies_within: int
     collectives: int
     allocations: int
-    """Of torch's allocator, since `watch_allocations`"""
+    """Of torch's allocator"""
 
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
@@ -35,7 +35,9 @@ class Counters:
 def _device() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     if not hasattr(library, "emulated_counters"):
-        raise RuntimeError("this process does not run on the emulated device; start it with EmulatedDevice().environment()")
+        raise RuntimeError(
+            "this process does not run on the emulated device; start it with EmulatedDevice().environment()"
+        )
     library.emulated_used.restype = ctypes.c_size_t
     return library
 
@@ -53,41 +55,44 @@ def used_bytes(device: int = 0) -> int:
     return int(_device().emulated_used(device))
 
 
+def set_memory(memory_bytes: int) -> None:
+    """Have each card be of another size from now on, as `mem_get_info` says; properties that torch has read stay."""
+    _device().emulated_set_memory(ctypes.c_size_t(memory_bytes))
+
+
+def set_lag(launches: int | None) -> None:
+    """Have events happen so many launches later from now on; see `EmulatedDevice.lag`."""
+    _device().emulated_set_lag(ctypes.c_long(-1 if launches is None else launches))
+
+
 def set_neighbour(taken_bytes: int, device: int = 0) -> None:
     """Have another process take so much of the device's memory from now on."""
     _device().emulated_set_neighbour(ctypes.c_size_t(taken_bytes), device)
 
 
-def watch_allocations() -> None:
-    """Count torch's allocations from now on, and make `fail_allocations` work. CUDA must be initialized.
-
-    Raises:
-        RuntimeError: torch's allocator is not found.
-    """
-    if not _device().emulated_watch_allocations():
-        raise RuntimeError("torch's CUDA allocator is not there yet; call torch.cuda.init() first")
-
-
 def fail_allocations(after: int, times: int = 1) -> None:
     """Have torch's allocator run out of memory after so many allocations, as on a full card, so many times in a row.
 
-    It looks in its cache, asks the device, empties its cache, asks again, and raises. The error names more bytes than were
-    asked for, by the size of the card.
+    It looks in its cache, asks the device, empties its cache, asks again, and raises. The error names more bytes than
+    were asked for, by the size of the card. The first allocation of a process cannot fail so.
     """
-    watch_allocations()
     _device().emulated_fail_allocations(ctypes.c_long(after), ctypes.c_long(times))
 
 
 def fail_device_allocations(after: int, times: int = 2) -> None:
-    """Have the device refuse memory after so many calls that allocate, so many times: once is a retry of torch's, twice an
-    error."""
+    """Have the device refuse memory after so many calls, so many times: once is a retry of torch's, twice an error."""
     _device().emulated_fail_device_allocations(ctypes.c_long(after), ctypes.c_long(times))
 
 
 def end_device(after_launches: int, error: int = LAUNCH_FAILURE) -> None:
-    """End the device after so many kernels and products: every call returns that error from then on, as after a kernel that
-    went wrong, or when a device is lost."""
+    """End the device after so many kernels and products: from then on every call returns the error, a `cudaError_t`."""
     _device().emulated_end_device(ctypes.c_long(after_launches), error)
+
+
+def end_faults() -> None:
+    """Forget all faults that are still to come, and have a device that has ended work again."""
+    _device().emulated_fail_allocations(ctypes.c_long(-1), ctypes.c_long(0))
+    _device().emulated_end_faults()
 
 
 def hang_collective(after: int) -> None:

@@ -21,13 +21,13 @@ class EmulatedDevice:
     count: int = 1
     """Cards. Each process has all of them to itself."""
     capability: tuple[int, int] = (8, 0)
-    """Compute capability. With 9.0 torch would take cuDNN's attention, which plans its kernels on the card; flash attention
-    is taken instead. It keeps as much for the backward pass; the workspace of cuDNN's backward is missing."""
+    """Compute capability. With 9.0 torch would take cuDNN's attention, which plans its kernels on the card; flash
+    attention is taken instead. It keeps as much for the backward pass; the workspace of cuDNN's backward is missing."""
     context_bytes: int = 500 * 2**20
     """What CUDA itself takes of the card for a process."""
     lag: int | None = 0
-    """Launches after which an event has happened: 0 at once, None only when the host waits for it. A block of memory that
-    another stream still uses is held for as long: at once gives the least memory that a card can reserve, None the most."""
+    """Launches after which an event has happened: 0 at once, None only when the host waits for it. Memory that another
+    stream still uses is held for as long: 0 gives the least that a card can reserve, None the most."""
     largest_copy_bytes: int = 2**20
     """Larger copies to the device are left out, so that a model larger than the host's memory loads; device memory that
     nothing was copied to reads as zeros."""

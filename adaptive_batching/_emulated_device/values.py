@@ -1,8 +1,9 @@
 """Give counts their values: what small tensors hold that decide what a program does next.
 
-No kernel computes anything on the emulated device, so that a count of tokens would be zero and a mean have nothing to divide
-by. Its memory is the host's, though. Behind each kernel of a few elementary functions, the host computes the same function on
-the same memory, where all that is given are integers, truth values or single numbers. Losses and gradients stay zero.
+No kernel computes anything on the emulated device, so that a count of tokens would be zero and a mean have nothing to
+divide by. Its memory is the host's, though. Behind each kernel of a few elementary functions, the host computes the
+same function on the same memory, where all that is given are integers, truth values or single numbers. Losses and
+gradients stay zero.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 MOST_ELEMENTS = 2**20
 # Overloads that have a kernel of CUDA's
 FUNCTIONS = (
-    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor"),
-    *("remainder.Tensor", "floor_divide", "fill_.Scalar", "fill_.Tensor", "zero_", "clamp", "clamp_", "clamp_min", "neg", "abs"),
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "remainder.Tensor", "floor_divide", "neg", "abs", "sqrt"),
+    *("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_"),
     *("eq.Tensor", "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar", "le.Tensor", "le.Scalar"),
     *("gt.Tensor", "gt.Scalar", "ge.Tensor", "ge.Scalar", "logical_and", "logical_or", "logical_not", "where.self"),
-    *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "minimum", "maximum", "cumsum", "isnan", "reciprocal"),
-    *("sum.dim_IntList", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax", "copy_"),
-    *("arange.start_out", "mean.dim", "sqrt", "isfinite"),
+    *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "minimum", "maximum", "clamp", "clamp_", "clamp_min"),
+    *("sum.dim_IntList", "mean.dim", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax"),
+    *("cumsum", "isnan", "isfinite", "reciprocal", "arange.start_out", "index.Tensor", "gather", "index_select"),
 )
 # Whose results are as large as what they find
 SELECTIONS = ("nonzero", "masked_select")
@@ -34,7 +35,7 @@ _kept: list[Any] = []  # what is registered stays for as long as its library is 
 def prepare() -> None:
     """Have torch compute counts, and take flash attention where it would take cuDNN's, whose plans need a real card."""
     torch.backends.cuda.enable_cudnn_sdp(False)
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
         for name in (*FUNCTIONS, *SELECTIONS):
@@ -68,7 +69,8 @@ def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a function that selects on the host: memory that no kernel wrote would say how much there is to find."""
 
     def selected(keys: Any, *args: torch.Tensor) -> torch.Tensor:
-        return function(*(_on_host(x) for x in args)).to(args[0].device)
+        found: torch.Tensor = function(*(_on_host(x) for x in args))
+        return found.to(args[0].device)
 
     return selected
 

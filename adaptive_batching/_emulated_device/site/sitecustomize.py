@@ -2,14 +2,17 @@
 
 import importlib.util
 import sys
-from importlib.machinery import PathFinder
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 
-class _AfterTorch:
+class _AfterTorch(MetaPathFinder):
     """Finds torch as Python does, and prepares it when it has been loaded."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -17,17 +20,17 @@ class _AfterTorch:
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def exec_module(module):
+            def load_and_prepare(module: ModuleType) -> None:
                 load(module)
                 from adaptive_batching._emulated_device.values import prepare
 
                 prepare()
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = load_and_prepare  # type: ignore[method-assign]
         return spec
 
 
-def _run_the_next():
+def _run_the_next() -> None:
     """Run the `sitecustomize` that this one stands in front of."""
     here = Path(__file__).parent
     others = [folder for folder in sys.path if Path(folder or ".").resolve() != here]

@@ -7,21 +7,22 @@ using namespace device;
 
 namespace {
 
-// A c10::DataPtr, returned as C++ returns what has a destructor; only its making is passed on.
-struct Pointer { void* parts[4]; ~Pointer(); };
+// A c10::DataPtr: it is returned as C++ returns what has a destructor, and begins with the address.
+struct Pointer { void* parts[4]; ~Pointer() {} };
 using Allocate = Pointer (*)(void* allocator, size_t bytes);
 Allocate original = nullptr;
 long allocations_before = -1, allocations_failing = 0;
 
-// torch's allocator is asked for more than the card has, so that it fails as it does on a full one: it looks in its cache,
-// asks the device, empties the cache, asks again, and raises.
+// An allocation that is to fail asks for more than the card has, so that torch fails as it does on a full one: it looks in
+// its cache, asks the device, empties the cache, asks again, and raises. What is small is cleared: no kernel writes its
+// result, and a loss would read what stood there before.
 Pointer allocate(void* allocator, size_t bytes) {
   ++counts[ALLOCATIONS];
-  if (allocations_failing > 0 && allocations_before-- <= 0) {
-    --allocations_failing;
-    return original(allocator, settings().memory + bytes);
-  }
-  return original(allocator, bytes);
+  bool fails = allocations_failing > 0 && allocations_before-- <= 0;
+  if (fails) --allocations_failing;
+  Pointer made = original(allocator, fails ? settings().memory + bytes : bytes);
+  if (bytes && bytes <= settings().largest_copy) memset(made.parts[0], 0, bytes);
+  return made;
 }
 
 }  // namespace
@@ -30,6 +31,8 @@ API void emulated_counters(long* to) { for (int i = 0; i < COUNTS; ++i) to[i] = 
 API int emulated_number_of_counters() { return COUNTS; }
 API size_t emulated_used(int device) { Lock hold(lock); return used[device]; }
 API size_t emulated_context() { return settings().context; }
+API void emulated_set_memory(size_t bytes) { Lock hold(lock); settings().memory = bytes; }
+API void emulated_set_lag(long launches) { Lock hold(lock); settings().lag = launches; }
 API void emulated_set_neighbour(size_t bytes, int device) { Lock hold(lock); neighbour[device] = bytes; }
 API void emulated_fail_device_allocations(long before, long failing) {
   Lock hold(lock);
@@ -41,15 +44,27 @@ API void emulated_end_device(long launches_before, int error) {
   faults.error = error;
   faults.launches_before = launches_before;
 }
+API void emulated_end_faults() {
+  Lock hold(lock);
+  faults = {};
+  restore();
+}
 API void emulated_hang_collective(long collectives_before) { Lock hold(lock); faults.collectives_before = collectives_before; }
 
-// Puts itself in front of the allocator's virtual function `allocate`, the first after the destructors (c10/core/Allocator.h).
-API int emulated_watch_allocations() {
-  if (original) return 1;
+API void emulated_fail_allocations(long before, long failing) {
+  allocations_before = before;
+  allocations_failing = failing;
+}
+
+// Stands in front of the allocator's virtual function `allocate`, the first after the destructors (c10/core/Allocator.h),
+// from the first memory on that torch takes of the device.
+void device::watch_allocations() {
+  static bool watched = false;
+  if (watched) return;
   void* c10 = dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-  if (!c10) return 0;
-  auto* held = static_cast<std::atomic<void**>*>(dlsym(c10, "_ZN3c104cuda20CUDACachingAllocator9allocatorE"));
-  if (!held || !held->load()) return 0;
+  auto* held = c10 ? static_cast<std::atomic<void**>*>(dlsym(c10, "_ZN3c104cuda20CUDACachingAllocator9allocatorE")) : nullptr;
+  if (!held || !held->load()) return;
+  watched = true;
   void** object = held->load();
   constexpr int BEFORE = 2, FUNCTIONS = 96, ALLOCATE = 2;  // offset and type information stand before the functions
   static void* table[BEFORE + FUNCTIONS];
@@ -57,9 +72,4 @@ API int emulated_watch_allocations() {
   original = reinterpret_cast<Allocate>(table[BEFORE + ALLOCATE]);
   table[BEFORE + ALLOCATE] = reinterpret_cast<void*>(allocate);
   *object = table + BEFORE;
-  return 1;
-}
-API void emulated_fail_allocations(long before, long failing) {
-  allocations_before = before;
-  allocations_failing = failing;
 }

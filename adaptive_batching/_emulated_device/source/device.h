@@ -16,13 +16,13 @@ namespace device {
 constexpr size_t MIB = size_t{1} << 20;
 constexpr int MAX_DEVICES = 16;
 
-// What the card is: read once from the environment (launch.py)
+// What the card is: read once from the environment (launch.py); its memory can be set (control.py)
 struct Settings {
   size_t memory, context, largest_copy;
   long lag;  // launches; 0: all that is asked for has happened at once; negative: only when the host waits for it
   int count, capability, processors;
 };
-const Settings& settings();
+Settings& settings();
 
 // What the host asked of the device: exact, and the same on every machine
 enum Count {
@@ -38,6 +38,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 extern thread_local int current;  // device of this thread
 int record(int error);  // as cudaGetLastError would find it; returns the error
+void restore();         // ends the error that ended the device
 int standing();         // the error that ended the device, if one did: every call returns it from then on
 uintptr_t next_handle();
 
@@ -68,6 +69,7 @@ struct Faults {
 };
 extern Faults faults;
 bool memory_fault();
+void watch_allocations();  // of torch's, once it has an allocator
 
 // Memory, with the lock held
 extern size_t used[MAX_DEVICES], neighbour[MAX_DEVICES];

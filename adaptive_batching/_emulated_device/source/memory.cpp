@@ -88,6 +88,7 @@ namespace device {
 size_t used[MAX_DEVICES], neighbour[MAX_DEVICES];
 
 bool take(size_t bytes, int device) {
+  watch_allocations();
   if (memory_fault() || bytes > room(device)) return false;
   used[device] += bytes;
   evict_to(room(device), device);

@@ -24,8 +24,8 @@ static long setting(const char* name, long otherwise) {
   return text && *text ? atol(text) : otherwise;
 }
 
-const Settings& settings() {
-  static const Settings read = {
+Settings& settings() {
+  static Settings read = {
       size_t(setting("EMULATED_DEVICE_MEMORY", 80L << 30)), size_t(setting("EMULATED_DEVICE_CONTEXT", 500L << 20)),
       size_t(setting("EMULATED_DEVICE_LARGEST_COPY", 1L << 20)), setting("EMULATED_DEVICE_LAG", 0),
       int(setting("EMULATED_DEVICE_COUNT", 1)), int(setting("EMULATED_DEVICE_CAPABILITY", 80)),
@@ -37,6 +37,7 @@ static thread_local int last_error = abi::SUCCESS;
 static std::atomic<int> ended{0};  // the error that ended the device
 int record(int error) { return last_error = error; }
 int standing() { return ended; }
+void restore() { ended = last_error = abi::SUCCESS; }
 uintptr_t next_handle() {
   static std::atomic<uintptr_t> last{0x1000};
   return last += 16;

@@ -1,0 +1,43 @@
+"""Run a command on the emulated device: `python -m adaptive_batching._emulated_device --memory 24GiB tune run ...`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from adaptive_batching._emulated_device.build import BuildError
+from adaptive_batching._emulated_device.launch import EmulatedDevice
+from adaptive_batching._values import ConfigError, MemoryAmount
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m adaptive_batching._emulated_device", description=__doc__)
+    parser.add_argument("--memory", default="80GiB", help="of each card (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=1, help="cards (default: %(default)s)")
+    parser.add_argument("--capability", default="8.0", help="compute capability (default: %(default)s)")
+    parser.add_argument("--lag", default="0", help="launches after which an event has happened, or 'host' (default: 0)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="to run, with its arguments")
+    given = parser.parse_args()
+    command = given.command
+    if not command:
+        parser.error("which command shall run on the device?")
+    major, _, minor = given.capability.partition(".")
+    try:
+        memory_bytes = MemoryAmount.parse("--memory", given.memory).of(0)
+    except ConfigError as error:
+        parser.error(str(error))
+    device = EmulatedDevice(
+        memory_bytes=memory_bytes,
+        count=given.devices,
+        capability=(int(major), int(minor)),
+        lag=None if given.lag == "host" else int(given.lag),
+    )
+    try:
+        environment = device.environment()
+    except BuildError as error:
+        parser.exit(2, f"{error}\n")
+    os.execvpe(command[0], command, environment)
+
+
+if __name__ == "__main__":
+    main()

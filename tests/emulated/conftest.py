@@ -1,0 +1,33 @@
+"""Tests that run on the emulated device: ``make test-emulated`` starts pytest on it, with a CUDA build of torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ON_THE_DEVICE = "EMULATED_DEVICE_MEMORY" in os.environ
+GIB = 2**30
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave the folder out where pytest runs elsewhere: it has a command of its own, and nothing of it is skipped."""
+    return None if ON_THE_DEVICE else True
+
+
+@pytest.fixture(autouse=True)
+def a_card_of_80_gib() -> Iterator[None]:
+    """Give each test a whole card; what one sets holds until its end."""
+    import torch
+
+    from adaptive_batching._emulated_device import control
+
+    yield
+    control.set_memory(80 * GIB)
+    control.set_neighbour(0)
+    control.set_lag(0)
+    control.end_faults()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
