@@ -31,6 +31,13 @@ class GroupError(RuntimeError):
         )
 
 
+def is_lost_rank(error: Exception) -> bool:
+    """Return True if ``error`` means that another rank has closed its connections, as it does when its process ends."""
+    message = str(error)
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and "gloo" in message and any(text in message for text in lost)
+
+
 class Ranks:
     """Ranks of the default process group, which communicate on the host.
 

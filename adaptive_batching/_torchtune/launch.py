@@ -22,9 +22,9 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 import adaptive_batching
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._memory import is_out_of_memory
-from adaptive_batching._micro_batches.run import CannotRecoverError
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._ranks.agree import GroupError, is_lost_rank
+from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._torchtune.checkpoints import CheckpointError
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
@@ -160,6 +160,12 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
             f"'adaptive-batching ls' lists with the recipe"
         ) from None
     except Exception as error:
+        if is_lost_rank(error):
+            log.debug("lost another rank, in full:", exc_info=error)
+            raise SystemExit(
+                "error: the connection to another rank is lost: it has ended, and its own last line says why. If it is "
+                "still there, look at the network between the hosts"
+            ) from None
         if not is_out_of_memory(error):
             raise
         log.debug("out of memory, in full:", exc_info=error)
