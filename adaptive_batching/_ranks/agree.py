@@ -20,6 +20,9 @@ _TIMEOUT_OF_TRIAL = timedelta(seconds=20)
 
 T = TypeVar("T")
 
+ONLY_HERE = {"only_here": True}
+"""The ``extra`` of a warning that one rank alone may know of; others are shown on the first."""
+
 
 class GroupError(RuntimeError):
     """Raised if ranks that have to agree cannot, because gloo does not start. The message names the remedy."""
