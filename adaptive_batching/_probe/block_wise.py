@@ -1,11 +1,12 @@
 """Optimizers of bitsandbytes as a trace sees them: their states, on the device or in managed memory.
 
-Their kernels update states in place and need CUDA, so that there is nothing to trace. Nor may they run in a trace: a fake
-tensor has no address, and before 0.47 they were launched on null pointers (``get_ptr`` in ``bitsandbytes/functional.py``);
-states that a trace makes would be real, in managed memory, which is never freed. What takes memory is decided in
-``bitsandbytes/optim/optimizer.py``: states of 32 bits in float32 whatever the weights are; of 8 bits with a float32
-scale for each block of 256, and 32 bits for parameters of fewer than 4,096 elements. A paged optimizer keeps states of
-at least 100,000 elements in managed memory, which PyTorch's allocator knows nothing of.
+Their kernels update states in place, so that there is nothing to trace. Nor may they run in a trace: a fake tensor has
+no address, and before 0.47 ``bitsandbytes/functional.py`` launched them on null pointers; those that fill paged states,
+and ask for them to be moved, it still does, and the states that a trace made would be real, and never freed.
+
+What takes memory is decided in ``bitsandbytes/optim/optimizer.py``: states of 32 bits in float32 whatever the weights
+are; of 8 bits with a float32 scale for each block of 256, and 32 bits for parameters of fewer than 4,096 elements. A
+paged optimizer keeps states of at least 100,000 elements in managed memory, which PyTorch's allocator knows nothing of.
 """
 
 from __future__ import annotations

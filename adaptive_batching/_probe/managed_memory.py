@@ -1,10 +1,11 @@
 """Managed memory: it moves between host and device, and paged optimizers of bitsandbytes keep their states in it.
 
-What of it lies on the device counts as used there, until something else needs the room; then the driver moves to the host
-what was used longest ago. Both follow from NVIDIA's open kernel module: ``kernel-open/nvidia-uvm/uvm_pmm_gpu.c`` takes
-managed memory from the allocator that serves all others, which has it evicted where they find no room, and
-``phys_mem_allocator.c`` counts as free what nobody holds. On cards: 91 GiB are in use with a paged optimizer where 70 to
-82 are without (bitsandbytes issue 801), and the device's total says so, a process's share does not (nvtop issue 213).
+What of it lies on the device counts as used there, until something else needs the room; then the driver moves to the
+host what was used longest ago. Both follow from NVIDIA's open kernel modules: ``nvidia-uvm/uvm_pmm_gpu.c`` takes
+managed memory from the allocator that serves everything else, and evicts it when that one finds no room;
+``pmaGetFreeMemory`` in ``phys_mem_allocator.c`` counts what nobody holds. Seen on cards: 91 GiB in use with a paged
+optimizer, where it was 70 to 82 without (bitsandbytes issue 801), in the total of the device alone, not in the share
+of a process (nvtop issue 213).
 
 bitsandbytes never frees what it has allocated there.
 """
@@ -18,7 +19,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 _HOST = -1  # CU_DEVICE_CPU
 
