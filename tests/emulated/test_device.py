@@ -66,6 +66,17 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert (control.counters() - before).products == 1 and product.sum().item() == 0.0
 
 
+@pytest.mark.parametrize("elements", [100, 10**4, 10**6])
+def test_memory_that_is_handed_out_again_is_empty(elements: int) -> None:
+    written = torch.arange(elements).cuda()
+    address = written.data_ptr()
+    assert written[-1].item() == elements - 1
+    del written
+    again = torch.empty(elements, dtype=torch.long, device="cuda")
+    assert again.data_ptr() == address
+    assert not again.cpu().any()
+
+
 def test_the_allocation_that_is_told_to_fails_as_on_a_full_card() -> None:
     torch.cuda.init()
     torch.empty(1, device="cuda")
@@ -225,6 +236,12 @@ if rank == 0:
 else:
     work.wait()
 assert late.item() == 2.0
+side = torch.cuda.Stream()
+for number in range(20):  # of one communicator, on two streams
+    gathered = [torch.zeros(1, dtype=torch.long, device="cuda") for _ in range(2)]
+    with torch.cuda.stream(side if (number + rank) % 2 else torch.cuda.current_stream()):
+        one = on_device([number]); dist.all_reduce(one); dist.all_gather(gathered, one)
+        assert [each.item() for each in gathered] == [2 * number] * 2
 large = torch.zeros(10**7, device="cuda"); dist.all_reduce(large); torch.cuda.synchronize()
 print("done")
 """
