@@ -240,14 +240,15 @@ def test_a_trace_on_the_device_is_that_of_a_real_step_as_allocated_and_as_reserv
     for size in (8, 48):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        resting = torch.cuda.memory_allocated()
         run(step.make_batch(size))
-        allocated = torch.cuda.max_memory_allocated() - resting[0]
+        allocated = torch.cuda.max_memory_allocated() - resting
         assert traced.curve.peak_bytes(size) - traced.curve.resting_bytes == pytest.approx(allocated, rel=0.03)
         segments = cuda_segments()
         if segments is not None:
             model = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}[segments]
-            reserved = ReservedPeaks(traced.at, model)(size, 1)
+            unseen = resting - traced.curve.resting_bytes  # workspaces of cuBLAS, up to 64 MiB
+            reserved = ReservedPeaks(traced.at, model)(size, 1) + unseen
             assert reserved == pytest.approx(torch.cuda.max_memory_reserved(), rel=0.05)
 
 
