@@ -28,6 +28,8 @@ class Distillation(NextToken):
         num_ranks: Ranks, each with samples of its own.
     """
 
+    saves_memory_by = frozenset({"lora"})  # stock's recipes offload no activations
+
     def __init__(
         self, *arguments: Any, teacher: nn.Module, teacher_loss: Any, teacher_share: float, num_ranks: int = 1
     ) -> None:
