@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._micro_batches.cut import Capacity
