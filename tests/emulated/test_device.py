@@ -13,6 +13,7 @@ import torch
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._emulated_device.launch import EmulatedDevice
+from adaptive_batching._probe.managed_memory import move_to_host
 from tests.conftest import ROOT
 
 GIB, MIB = 2**30, 2**20
@@ -131,7 +132,9 @@ def test_managed_memory_counts_while_it_is_on_the_device_and_leaves_when_room_is
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(GIB, dtype=torch.uint8, device="cuda")
     del held
-    bnb.prefetch_tensor(paged, to_cpu=True)
+    bnb.GlobalPageManager.get_instance().paged_tensors.append(paged)
+    move_to_host(torch.device("cuda"))
+    bnb.GlobalPageManager.get_instance().paged_tensors.pop()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] == free
 
