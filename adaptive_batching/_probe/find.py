@@ -105,6 +105,7 @@ class _Measuring:
             seconds=ranks.largest(here.seconds),
             overhead=ranks.largest(here.overhead),
             retries=int(ranks.largest(here.retries)),
+            freed_bytes=int(ranks.largest(here.freed_bytes)),
         )
 
 
@@ -199,11 +200,13 @@ def find_maximum_batch_size(
                     curve = traced.curve
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
                     if segments is not None and traced.is_uniform:
-                        count = partial(_reserved, ReservedPeaks(traced.at, _ALLOCATORS[segments]), level)
+                        peaks = ReservedPeaks(traced.at, _ALLOCATORS[segments], makes_states=trial.makes_states)
+                        count = partial(_reserved, peaks, level)
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
                     avoids_failures=avoids,
                     trusts_prediction=trusts,
+                    repeats_all=count is None and trial.makes_states,
                 )  # fmt: skip
                 predict = partial(_peak, curve, level) if curve is not None else None
                 if enough is not None and config.search == "predict":
@@ -270,8 +273,9 @@ def _peak(curve: PeakMemoryCurve, level: float, batch_size: int) -> float:
     return curve.peak_bytes(batch_size) + level
 
 
-def _reserved(peaks: ReservedPeaks, level: float, batch_size: int, steps: int) -> float:
-    return peaks(batch_size, steps) + level
+def _reserved(peaks: ReservedPeaks, level: float, batch_size: int) -> tuple[float, float, float]:
+    first, repeated, least = peaks(batch_size)
+    return first + level, repeated + level, least + level
 
 
 def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:

@@ -85,6 +85,9 @@ class Trial:
     training mode, and the state of every random number generator. Optimizer states are then created, because a step
     needs memory in addition to them. On exit everything is restored bit for bit, however a step ended.
 
+    With an allocator that keeps freed memory, these states are dropped again before the first step at each size: as in
+    training, that step makes them, in what it has freed itself, and only the next ones run with them.
+
     Args:
         step: The training step to run.
         meter: Reads and limits the memory of the device that the step runs on.
@@ -116,6 +119,7 @@ class Trial:
         self._meter = meter
         self.budget_bytes = budget_bytes
         self._scratch = scratch
+        self._made: list[tuple[Optimizer, torch.Tensor]] = []  # states that training will make in its first step
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Trial:
@@ -138,11 +142,15 @@ class Trial:
         self._stack.close()
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run one full training step at ``batch_size`` with an empty allocator cache, and return its measurement.
+        """Run one full training step at ``batch_size`` as training begins with it, and return its measurement.
+
+        The allocator's cache is empty, and where it would keep freed memory, the step makes the optimizer states.
 
         Raises:
             Exception: Any error of the step other than running out of memory.
         """
+        for optimizer, parameter in self._made:
+            optimizer.state.pop(parameter, None)
         self._clear()
         return self._measure(batch_size)
 
@@ -157,7 +165,7 @@ class Trial:
     def _measure(self, batch_size: int) -> Measurement:
         run = self._step.bind(self._step.model, self._step.optimizers)
         self._meter.reset_peak()
-        retries_before = self._meter.num_retries()
+        retries_before, freed_before = self._meter.num_retries(), self._meter.num_freed_bytes()
         start = time.perf_counter()
         batches: list[Any] = []
         ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
@@ -166,16 +174,17 @@ class Trial:
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
         seconds = time.perf_counter() - start
         retries = self._meter.num_retries() - retries_before
+        freed_bytes = self._meter.num_freed_bytes() - freed_before
         peak_bytes = None if ran_out else self._meter.peak_bytes()
         overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
         if ran_out:
             self._clear()
         self._drop_gradients()
-        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
+        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes
         took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
-        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
+        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries, freed_bytes=freed_bytes)
 
     def _run(self, run: Run, batch: Any) -> None:
         run(batch)
@@ -191,6 +200,11 @@ class Trial:
                 raise
             return True
         return False
+
+    @property
+    def makes_states(self) -> bool:
+        """True if the first step at each size makes the optimizer states."""
+        return bool(self._made)
 
     @property
     def _limit_bytes(self) -> int:
@@ -211,6 +225,8 @@ class Trial:
             if has_states(optimizer):
                 continue
             parameters = _trainable(optimizer)
+            if self._meter.keeps_freed_memory:
+                self._made += [(optimizer, parameter) for parameter in parameters if parameter not in optimizer.state]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
