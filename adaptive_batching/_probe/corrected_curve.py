@@ -33,8 +33,8 @@ NEAR_ENOUGH = 1.125
 
 PredictPeak = Callable[[int], float]
 Count = Callable[[int], tuple[float, float, float]]
-"""Batch size -> bytes that count against the limit when steps run in a row on an empty cache: those of the first step, of
-two without a limit, and the least limit in which training can repeat them. None decreases with the size."""
+"""Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
+nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size."""
 
 
 class CorrectedCurve:

@@ -121,11 +121,11 @@ def _steps(
 class Needed(NamedTuple):
     """Bytes that the steps at a batch size make the allocator reserve."""
 
-    first: int
-    """By the first step, on an empty cache."""
+    once: int
+    """By one step on an empty cache, with optimizer states that were there before."""
 
     repeated: int
-    """By the first and the second, where nothing limits it."""
+    """By the first steps of training, where nothing limits them."""
 
     least: int
     """Least limit in which training can repeat the steps: :func:`~adaptive_batching._probe.sizes.can_repeat`."""
@@ -134,8 +134,8 @@ class Needed(NamedTuple):
 class ReservedPeaks:
     """Bytes that the probe's steps make the allocator reserve, as a function of the batch size.
 
-    The probe runs a size on an empty cache, and the answer again on what the first step has left. They are replayed at
-    the sizes that are asked for, of which a search needs few.
+    The probe runs one size once, to correct the curve, and others as training does. They are replayed at the sizes that
+    are asked for, of which a search needs few.
 
     What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
     search needs a curve that never falls. So each new value is moved to lie between those known of smaller and of
@@ -144,7 +144,7 @@ class ReservedPeaks:
     Args:
         at: Returns the step at a batch size.
         allocator: Makes an allocator that has reserved nothing, with a limit.
-        makes_states: The first step makes the optimizer states.
+        makes_states: The first step of training makes the optimizer states.
     """
 
     def __init__(
@@ -167,6 +167,9 @@ class ReservedPeaks:
 
     def _replay(self, batch_size: int) -> Needed:
         record = self._at(batch_size)
+        alone = self._allocator(float("inf"))
+        for _ in _steps(alone, record, 1):
+            pass
         late, late_at = record.made_late() if self._makes_states else (frozenset[int](), 0)
 
         def run(limit: float) -> tuple[Any, list[int]]:
@@ -175,14 +178,15 @@ class ReservedPeaks:
             for _ in _steps(allocator, record, MAX_STEPS, late, late_at):
                 peaks.append(allocator.peak_reserved)
                 retries.append(allocator.retries - sum(retries))
-                if can_repeat(retries) is False:
+                goes_on = can_repeat(retries, makes_states=self._makes_states)
+                if goes_on is False:
                     raise AllocatorFullError(f"within {limit} bytes, the cache is emptied again and again")
-                if can_repeat(retries):
+                if goes_on:
                     break
             return allocator, peaks
 
-        free, (first, repeated) = run(float("inf"))
-        return Needed(first, repeated, _least(run, free.peak_allocated, repeated))
+        free, peaks = run(float("inf"))
+        return Needed(alone.peak_reserved, peaks[-1], _least(run, free.peak_allocated, peaks[-1]))
 
 
 def _least(run: Callable[[int], Any], allocated: int, reserved: int) -> int:

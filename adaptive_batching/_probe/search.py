@@ -55,6 +55,7 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Cou
         if sizes.avoids_failures and curve.exceeds(first):
             return
         sizes.run(first)
+    sizes.repeats = predict_peak is not None  # each may be the answer
     while sizes.open:
         misses = sizes.misses  # each widens the next correction
         guess = curve.goal()

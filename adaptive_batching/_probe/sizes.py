@@ -12,21 +12,22 @@ REPEAT_ERROR = 0.001
 MAX_STEPS = 4
 
 
-def can_repeat(retries: Sequence[int]) -> bool | None:
+def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
     """Tell whether training can repeat the steps of a size, by what the first of them have asked of the allocator.
 
-    An allocator that had to empty its cache in every step would have every step wait for the device. The first step at a
-    size meets another layout than those after it, and so does the first one that finds optimizer states: what these two
-    ask costs nothing over many steps.
+    If it had to empty its cache in every step, each would have to wait for the device. That a first step had to says
+    little: it has met another layout than those after it.
 
     Args:
         retries: Times that the allocator emptied its cache to find room, in each step at the size so far.
+        makes_states: The first step has made the optimizer states, so that it had more room than those after it.
 
     Returns:
-        True if the last two steps had none, False if that can no longer be so within :data:`MAX_STEPS`, None if another
-        step has to tell.
+        True if the last two steps that found states had none; False if that can no longer be so within
+        :data:`MAX_STEPS`; None if another step has to tell.
     """
-    calm = next((index for index, had in enumerate(reversed(retries)) if had), len(retries))
+    that_count = retries[1:] if makes_states else retries
+    calm = next((index for index, had in enumerate(reversed(that_count)) if had), len(that_count))
     if calm >= 2:
         return True
     return None if len(retries) + 2 - calm <= MAX_STEPS else False
@@ -56,6 +57,8 @@ class Measurement:
     """Peak of each of the last steps that ran in a row, the first of them on an empty cache."""
     step_retries: list[int] = field(default_factory=list)
     """Times that the allocator emptied its cache in each of these."""
+    makes_states: bool = False
+    """True if the first of these made the optimizer states, as training does, and took less by them."""
 
     def __post_init__(self) -> None:
         if not self.step_peaks:  # a single step
@@ -65,7 +68,7 @@ class Measurement:
     @property
     def is_settled(self) -> bool:
         """True if no further step in a row could change whether the size fits."""
-        return not self.fits or can_repeat(self.step_retries) is not None
+        return not self.fits or can_repeat(self.step_retries, makes_states=self.makes_states) is not None
 
     def followed_by(self, second: Measurement) -> Measurement:
         """Return one measurement that covers another step as well, which ran on what these have left."""
@@ -73,7 +76,7 @@ class Measurement:
         step_retries = [*self.step_retries, *second.step_retries]
         return replace(
             self,
-            fits=self.fits and second.fits and can_repeat(step_retries) is not False,
+            fits=self.fits and second.fits and can_repeat(step_retries, makes_states=self.makes_states) is not False,
             peak_bytes=max(self.peak_bytes or 0, second.peak_bytes or 0) if ran else None,
             overhead=max(self.overhead, second.overhead),
             retries=self.retries + second.retries,
@@ -100,8 +103,8 @@ class SizesRun:
             it. For a device where a failed allocation can end the process.
         trusts_prediction: False if a step takes memory that no trace sees, because kernels convert their inputs or
             freed memory is kept. Half of the size that the first measurement allows then runs before that size.
-        repeats_all: True to run each size as often as the answer, because a first step alone does not say what those
-            after it take.
+        begin: Runs the first step of training at a size, which meets and leaves memory as no other step does; None
+            where freed memory goes back, so that each step meets the same.
     """
 
     def __init__(
@@ -113,14 +116,16 @@ class SizesRun:
         *,
         avoids_failures: bool = False,
         trusts_prediction: bool = True,
-        repeats_all: bool = False,
+        begin: Measure | None = None,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure = measure
         self._measure_again = measure_again
         self.avoids_failures = avoids_failures
         self.trusts_prediction = trusts_prediction
-        self._repeats_all = repeats_all
+        self._begin = begin
+        self.repeats = False
+        """True to run sizes as training does, and as often as the answer, rather than once."""
         self.candidates = candidates
         self._budget = budget
         self.measurements: list[Measurement] = []
@@ -146,9 +151,12 @@ class SizesRun:
         if self.avoids_failures and self._least_peak(size) > self.budget_bytes:
             self.high = index
             return False
-        measurement = self._measure(size)
-        if self._repeats_all or measurement.retries:
-            measurement = self._repeated(measurement)
+        if self.repeats and self._begin is not None:
+            measurement = self._as_training(size)
+        else:
+            measurement = self._measure(size)
+            if measurement.fits and measurement.retries:
+                measurement = self._as_training(size, measurement.steps)
         self.measurements.append(measurement)
         if measurement.fits:
             self.low = index
@@ -179,36 +187,36 @@ class SizesRun:
         if self._measure_again is None:
             return True
         at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
-        if self.measurements[at].is_settled or self._leaves_room(self.measurements[at]):
+        size, before = self.candidates[self.low], self.measurements[at]
+        has_run_again = before.is_settled if self._begin is not None else before.steps > 1
+        if has_run_again or self._leaves_room(before):
             return True
-        if at + 1 < len(self.measurements):  # another size has run since
-            first = self._measure(self.candidates[self.low])
-            self.measurements[at] = replace(first, steps=self.measurements[at].steps + 1)
-        self.measurements[at] = self._repeated(self.measurements[at])
+        if self._begin is not None:
+            self.measurements[at] = self._as_training(size, before.steps)
+        else:
+            if at + 1 < len(self.measurements):  # another size has run since
+                before = before.followed_by(self._measure(size))
+            self.measurements[at] = before.followed_by(self._measure_again(size)) if before.fits else before
         if self.measurements[at].fits:
             return True
         self.misses += 1
-        if not self._keeps_nothing(self.measurements[at]):
-            self._repeats_all = True  # what a first step says is not enough here
+        self.repeats = True  # what a single step says is not enough here
         fitted = {m.batch_size for m in self.measurements if m.fits}
         self.high = self.low
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
 
-    def _repeated(self, measured: Measurement) -> Measurement:
-        """Run the size that has just run again, until it is known whether training can repeat it."""
-        if self._measure_again is None:
-            return replace(measured, fits=measured.fits and not measured.retries)
+    def _as_training(self, size: int, steps_before: int = 0) -> Measurement:
+        """Run a size as training begins with it, until it is known whether training can repeat it."""
+        assert self._begin is not None and self._measure_again is not None
+        measured = self._begin(size)
         while not measured.is_settled:
-            measured = measured.followed_by(self._measure_again(measured.batch_size))
-        return measured
+            measured = measured.followed_by(self._measure_again(size))
+        return replace(measured, steps=steps_before + measured.steps)
 
     def _leaves_room(self, measured: Measurement) -> bool:
-        room = self.budget_bytes - (measured.peak_bytes or 0)
-        return self._keeps_nothing(measured) and room > REPEAT_ERROR * self.budget_bytes
-
-    def _keeps_nothing(self, measured: Measurement) -> bool:
-        return self.trusts_prediction and measured.overhead == 1.0
+        keeps_nothing = self.trusts_prediction and measured.overhead == 1.0
+        return keeps_nothing and self.budget_bytes - (measured.peak_bytes or 0) > REPEAT_ERROR * self.budget_bytes
 
     def cap(self, largest: int) -> None:
         """Drop the candidates above ``largest``, other than those that have run."""

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,8 +85,8 @@ class Trial:
     training mode, and the state of every random number generator. Optimizer states are then created, because a step
     needs memory in addition to them. On exit everything is restored bit for bit, however a step ended.
 
-    With an allocator that keeps freed memory, these states are dropped again before the first step at each size: as in
-    training, that step makes them, in what it has freed itself, and only the next ones run with them.
+    Training makes these states in its first step, in memory that this step has freed. With an allocator that keeps
+    freed memory, that is another layout, which :meth:`begin` brings about.
 
     Args:
         step: The training step to run.
@@ -119,7 +119,8 @@ class Trial:
         self._meter = meter
         self.budget_bytes = budget_bytes
         self._scratch = scratch
-        self._made: list[tuple[Optimizer, torch.Tensor]] = []  # states that training will make in its first step
+        self._made: list[tuple[Optimizer, torch.Tensor]] = []  # of whom training will make states
+        self._has_begun = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Trial:
@@ -142,17 +143,27 @@ class Trial:
         self._stack.close()
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run one full training step at ``batch_size`` as training begins with it, and return its measurement.
-
-        The allocator's cache is empty, and where it would keep freed memory, the step makes the optimizer states.
+        """Run one full training step at ``batch_size`` with an empty allocator cache, and return its measurement.
 
         Raises:
             Exception: Any error of the step other than running out of memory.
         """
-        for optimizer, parameter in self._made:
-            optimizer.state.pop(parameter, None)
+        if self._has_begun:
+            self._drop_states()
+            self._has_begun = False
         self._clear()
         return self._measure(batch_size)
+
+    def begin(self, batch_size: int) -> Measurement:
+        """Run a step as the first one of training does, which makes the optimizer states.
+
+        Raises:
+            Exception: Any error of the step other than running out of memory.
+        """
+        self._drop_states()
+        self._has_begun = True
+        self._clear()
+        return replace(self._measure(batch_size), makes_states=bool(self._made))
 
     def measure_again(self, batch_size: int) -> Measurement:
         """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do.
@@ -168,7 +179,13 @@ class Trial:
         retries_before, freed_before = self._meter.num_retries(), self._meter.num_freed_bytes()
         start = time.perf_counter()
         batches: list[Any] = []
-        ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
+
+        def prepare() -> None:
+            if not self._has_begun:
+                self._make_optimizer_states()
+            batches.append(self._step.make_batch(batch_size))
+
+        ran_out = self._runs_out(prepare)
         # A rank without a batch would leave the others waiting in the step's collectives.
         ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
@@ -203,7 +220,7 @@ class Trial:
 
     @property
     def makes_states(self) -> bool:
-        """True if the first step at each size makes the optimizer states."""
+        """True if the first step of training makes optimizer states."""
         return bool(self._made)
 
     @property
@@ -219,14 +236,17 @@ class Trial:
         for parameter in parameters_of(self._step.model, self._step.optimizers):
             parameter.grad = None
 
+    def _drop_states(self) -> None:
+        for optimizer, parameter in self._made:
+            optimizer.state.pop(parameter, None)
+
     def _make_optimizer_states(self) -> None:
         """Step each optimizer once on zero gradients, to allocate the states without a forward pass."""
         for optimizer in self._step.optimizers:
             if has_states(optimizer):
                 continue
             parameters = _trainable(optimizer)
-            if self._meter.keeps_freed_memory:
-                self._made += [(optimizer, parameter) for parameter in parameters if parameter not in optimizer.state]
+            self._made += [(optimizer, parameter) for parameter in parameters if parameter not in optimizer.state]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
