@@ -122,23 +122,31 @@ class CorrectedCurve:
         candidate above the budget by more than its error there can be, and than the memory that the device's allocator
         holds in reserve.
         """
-        measured = self._measured
-        if self._predict is None or not measured:
+        size = self._sizes.candidates[index]
+        answer = max((m for m in self._sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
+        if self._predict is None or answer is None:
             return False
-        (b0, peak0), (b1, peak1) = measured[0], measured[-1]
-        strained = max((m.batch_size for m in self._sizes.measurements if m.fits and m.retries), default=0)
-        if strained > b1:  # it took what the limit left it; the curve may have said that it needs more
-            b0, b1, peak1 = b1, strained, self._budget
-            error = max(self.peak_bytes(strained) - self._budget, 0)
-        elif len(measured) < 2:
+        if answer.retries:
+            needed = self.peak_bytes(size)
+            if not self._foresees(answer.batch_size):  # then nothing is sure but what is in use
+                of_answer = (answer.peak_bytes or 0) / answer.overhead
+                needed = of_answer + self._predict(size) - self._predict(answer.batch_size)
+            return needed > (1 + CERTAIN_EXCESS) * self._budget
+        if len(self._measured) < 2:
             return False
-        else:
-            error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
+        (b0, peak0), (b1, peak1) = self._measured
+        error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
         if error > BELIEVED_ERROR * self._budget:
             return False
-        reach = (self._sizes.candidates[index] - b1) / (b1 - b0)
+        reach = (size - b1) / (b1 - b0)
         uncertain = CERTAIN_EXCESS * self._budget + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
-        return self.peak_bytes(self._sizes.candidates[index]) > self._budget + uncertain
+        return self.peak_bytes(size) > self._budget + uncertain
+
+    def _foresees(self, size: int) -> bool:
+        """Return True if, by the curve, training at ``size`` goes on once the allocator has emptied its cache."""
+        if self._count is None or not self._measured:
+            return False
+        return self.peak_bytes(size) <= self._budget < self._correction(self._measured)(self._as_run(size))
 
     def first(self) -> int:
         """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
