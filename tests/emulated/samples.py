@@ -18,12 +18,12 @@ class Tokenizer:
 
 
 class Samples(Dataset[dict[str, Any]]):
-    """Samples of ``max_seq_len`` tokens; if they vary, every fourth of them, and the others shorter."""
+    """Samples of ``max_seq_len`` tokens; if they vary, so many are one in twenty, and the others have far fewer."""
 
     def __init__(self, tokenizer: Tokenizer, samples: int = 2000, varies: bool = False, **ignored: Any) -> None:
         chance, longest = random.Random(0), tokenizer.max_seq_len
         self._lengths = [
-            chance.randint(longest // 8, longest) if varies and index % 4 else longest for index in range(samples)
+            chance.randint(longest // 8, longest // 2) if varies and index % 20 else longest for index in range(samples)
         ]
 
     def __len__(self) -> int:
