@@ -174,6 +174,9 @@ class MemoryMeter(Protocol):
     is_predictable: bool
     """False if freed memory may be kept, so that a step takes more than it has in use."""
 
+    keeps_freed_memory: bool
+    """True for an allocator of the device that keeps it in blocks, so that it matters what has been where."""
+
     @property
     def device_name(self) -> str: ...
 
@@ -203,6 +206,9 @@ class MemoryMeter(Protocol):
 
     def num_retries(self) -> int:
         """Return how often the allocator has emptied its cache to find room since the process started."""
+
+    def num_freed_bytes(self) -> int:
+        """Return the bytes that the allocator has given back to the device since the process started."""
 
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""
@@ -249,6 +255,7 @@ class AcceleratorMeter:
 
     fails_safely = True
     is_predictable = False
+    keeps_freed_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.get_device_module(device)
@@ -293,6 +300,10 @@ class AcceleratorMeter:
 
     def num_retries(self) -> int:
         return num_allocation_retries(self.device)
+
+    def num_freed_bytes(self) -> int:
+        statistics = self._api.memory_stats(self.device) if hasattr(self._api, "memory_stats") else {}
+        return int(statistics.get("reserved_bytes.all.freed", 0))
 
     def allocator_settings(self) -> dict[str, str]:
         return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
