@@ -104,7 +104,7 @@ def _replay(allocator: Any, record: Callable[[Shape], StepRecord], steps: Sequen
     is_late = [kind == STATES for kind in first.kinds[: first.num_resting]]
     for number in range(first.num_resting):
         if first.sizes[number] and not is_late[number]:
-            allocator.take(first.sizes[number])
+            allocator.take(first.sizes[number], first.streams.get(number, 0))
     for index, step in enumerate(steps):
         held: dict[int, Any] = {}
         _run(allocator, first, range(begin), held)  # the gradients that forwards add to
@@ -117,7 +117,7 @@ def _replay(allocator: Any, record: Callable[[Shape], StepRecord], steps: Sequen
         if index == 0:
             for number in range(first.num_resting):
                 if first.sizes[number] and is_late[number]:
-                    allocator.take(first.sizes[number])
+                    allocator.take(first.sizes[number], first.streams.get(number, 0))
         last = record(step[-1])
         _run(allocator, last, range(end, len(last.events)), held)
         for block in held.values():
@@ -127,7 +127,7 @@ def _replay(allocator: Any, record: Callable[[Shape], StepRecord], steps: Sequen
 def _run(allocator: Any, record: StepRecord, events: range, held: dict[int, Any]) -> None:
     for event in (record.events[index] for index in events):
         if event >= 0:
-            held[event] = allocator.take(record.sizes[event])
+            held[event] = allocator.take(record.sizes[event], record.streams.get(event, 0))
         elif ~event in held:
             allocator.give_back(held.pop(~event))
 

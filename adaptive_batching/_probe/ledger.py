@@ -8,7 +8,7 @@ sizes, rounding could double the slope of a small tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,9 @@ class StepRecord:
     num_resting: int
     """Storages alive before the step."""
 
+    streams: Mapping[int, int]
+    """Number of the stream, by storage, of what is not allocated on the main one."""
+
     kept_bytes: int
     """Bytes alive before the step that the one before has made, and that it replaces."""
 
@@ -84,6 +87,7 @@ class Ledger:
         self._sum: tuple[weakref.ref[Any], int] | None = None
         self._sizes: list[int] = []
         self._kinds: list[str] = []
+        self._streams: dict[int, int] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -91,6 +95,7 @@ class Ledger:
         alive = [number for _, number in self._seen.values()]
         self._sizes = [self._sizes[number] for number in alive]
         self._kinds = [self._kinds[number] for number in alive]
+        self._streams = {new: self._streams[old] for new, old in enumerate(alive) if old in self._streams}
         self._seen = {
             key: (self._watched(reference(), key, new), new)
             for new, (key, (reference, _)) in enumerate(self._seen.items())
@@ -109,7 +114,7 @@ class Ledger:
         """Return what has happened since :meth:`begin`, with what else is known of the step."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, kept_bytes, flops, recomputed_flops, attention_flops,
+            tuple(self._kinds), self._num_resting, self._streams, kept_bytes, flops, recomputed_flops, attention_flops,
         )  # fmt: skip
 
     def knows(self, storage: Any) -> bool:
@@ -120,9 +125,11 @@ class Ledger:
         """Give a storage that is known another kind."""
         self._kinds[self._seen[storage._cdata][1]] = kind
 
-    def allocate(self, storage: Any, kind: str, size: int) -> None:
+    def allocate(self, storage: Any, kind: str, size: int, stream: int = 0) -> None:
         """Note a storage of ``size`` bytes; of 0 for one that takes no memory."""
         number = len(self._sizes)
+        if stream:
+            self._streams[number] = stream
         self._sizes.append(size)
         self._kinds.append(kind)
         self._seen[storage._cdata] = (self._watched(storage, storage._cdata, number), number)
@@ -191,6 +198,7 @@ class Ledger:
         self._seen[result._cdata] = (self._watched(result, result._cdata, number), number)
         size = self._sizes.pop()
         self._kinds.pop()
+        self._streams.pop(len(self._sizes), None)
         if size:
             self._events.remove(len(self._sizes))
             self._current -= size

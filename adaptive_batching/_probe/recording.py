@@ -51,6 +51,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     in_place_of: torch.Tensor | None = None
     """The tensor over which the running operation writes its result, if there is one."""
 
+    stream = 0
+    """Number of the stream on which is allocated now; 0 for the main one."""
+
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""
 
@@ -205,7 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if not self._ledger.knows(storage):
                         kind = self._kind_of(value, moment, recomputes=recomputes)
                         counts = not Recorder.fused and _device_type(value) == self._device_type
-                        self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0)
+                        self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0, Recorder.stream)
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
             self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
         flops = flops_of(func, args, kwargs, out)
@@ -251,6 +254,16 @@ def labelled(kind: str) -> Iterator[None]:
         yield
     finally:
         Recorder.label = before
+
+
+@contextlib.contextmanager
+def on_stream(number: int) -> Iterator[None]:
+    """Record what is allocated inside as of a stream of its own, whose memory no other takes."""
+    before, Recorder.stream = Recorder.stream, number
+    try:
+        yield
+    finally:
+        Recorder.stream = before
 
 
 def _device_type(tensor: torch.Tensor) -> str:

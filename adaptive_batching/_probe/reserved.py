@@ -7,7 +7,7 @@ is reserved by a replay without a limit says which batch sizes fit.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,6 +30,9 @@ class Recorded(Protocol):
 
     @property
     def num_resting(self) -> int: ...
+
+    @property
+    def streams(self) -> Mapping[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,10 @@ def _steps(
 
     What a step leaves behind takes the place of what it frees of those before, where there are as many of both.
     """
-    resting = {n: allocator.take(step.sizes[n]) for n in range(step.num_resting) if step.sizes[n] and n not in late}
+    def take(number: int) -> Any:
+        return allocator.take(step.sizes[number], step.streams.get(number, 0))
+
+    resting = {n: take(n) for n in range(step.num_resting) if step.sizes[n] and n not in late}
     freed = {~event for event in step.events if event < 0}
     replaced = sorted(number for number in freed if number < step.num_resting)
     left = [event for event in step.events if event >= 0 and event not in freed]
@@ -99,9 +105,9 @@ def _steps(
         held: dict[int, Any] = {}
         for index, event in enumerate(step.events):
             if number == 0 and index == late_at:
-                resting |= {n: allocator.take(step.sizes[n]) for n in late if step.sizes[n]}
+                resting |= {n: take(n) for n in late if step.sizes[n]}
             if event >= 0:
-                held[event] = allocator.take(step.sizes[event])
+                held[event] = take(event)
             elif ~event in held:
                 allocator.give_back(held.pop(~event))
             elif ~event in resting and (replaces or number == count - 1):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ class Step:
     events: tuple[int, ...]
     sizes: tuple[int, ...]
     num_resting: int
+    streams: Mapping[int, int] = field(default_factory=dict)
 
 
 # 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB

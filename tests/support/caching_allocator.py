@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Tape:
         self.events: list[int] = []
         self.sizes: list[int] = []
 
-    def take(self, num_bytes: int) -> int:
+    def take(self, num_bytes: int, stream: int = 0) -> int:
         self.sizes.append(num_bytes)
         self.events.append(len(self.sizes) - 1)
         return self.events[-1]
@@ -51,6 +51,7 @@ class Recorded:
     events: Sequence[int]
     sizes: Sequence[int]
     num_resting: int
+    streams: Mapping[int, int] = field(default_factory=dict)
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The moment and the kinds of memory: neither has a name here."""
@@ -225,7 +226,7 @@ class Inflated(CachingAllocator):
         super().__init__(device.total_bytes)
         self._overhead = device.overhead
 
-    def take(self, num_bytes: int) -> Any:
+    def take(self, num_bytes: int, stream: int = 0) -> Any:
         if int((self.allocated + num_bytes) * self._overhead) > self.limit:
             self.retries += 1
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
