@@ -41,15 +41,16 @@ ROOT = Path(__file__).parent.parent
 GIB, MIB = 2**30, 2**20
 CARDS = (24, 48, 80)
 STEPS = 3
+CAPABILITY = 80
 _AC, _NO_AC = "enable_activation_checkpointing=True", "enable_activation_checkpointing=False"
 _OFFLOAD = "enable_activation_offloading=True"
 _COMPILE, _PACKED = "compile=True", "dataset.packed=True"
-_ADAMW = ("optimizer._component_=torch.optim.AdamW", "optimizer.fused=False")
+_ADAMW = ("optimizer._component_=torch.optim.AdamW", "optimizer.fused=null")
 _PAGED = "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"
 _NOT_IN_BACKWARD = "optimizer_in_bwd=False"
 
 
-def on_emulated_device(memory_mib: int, capability: int = 80) -> dict[str, str]:
+def on_emulated_device(memory_mib: int, capability: int = CAPABILITY) -> dict[str, str]:
     """Return the environment of a process that has the emulated device."""
     at = os.environ.get("EMULATED_DEVICE", "/tmp/proto")
     return {
@@ -81,6 +82,8 @@ class Row:
         if self.devices > 1:
             words.append(f"{self.devices} devices")
         words += [_spoken(each) for each in self.overrides]
+        if self.expandable:
+            words.append("expandable segments")
         return ", ".join(word for word in words if word)
 
 
@@ -91,22 +94,63 @@ def _spoken(override: str) -> str:
 SPOKEN = {
     _AC: "checkpointing", _NO_AC: "no checkpointing", _OFFLOAD: "offloading", _COMPILE: "compiled", _PACKED: "packed",
     _PAGED: "paged 8-bit AdamW", _ADAMW[0]: "AdamW", _ADAMW[1]: "", _NOT_IN_BACKWARD: "",
-    "optimizer_in_bwd=True": "optimizer in the backward pass", "optimizer.fused=True": "fused",
+    "optimizer_in_bwd=True": "optimizer in the backward pass", "gradient_accumulation_steps=2": "2 forwards", "gradient_accumulation_steps=4": "4 forwards",
+    "fsdp_cpu_offload=True": "states on the host",
 }  # fmt: skip
 
 _LORA, _FULL = "lora_finetune_single_device", "full_finetune_single_device"
 _LORA_MANY, _FULL_MANY = "lora_finetune_distributed", "full_finetune_distributed"
+_DPO, _DPO_MANY, _DPO_FULL = "lora_dpo_single_device", "lora_dpo_distributed", "full_dpo_distributed"
+_KD, _KD_MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
+_QAT, _QAT_LORA = "qat_distributed", "qat_lora_finetune_distributed"
+_IN_BACKWARD = "optimizer_in_bwd=True"
+_1B_FULL, _1B_LORA = "llama3_2/1B_full_single_device", "llama3_2/1B_lora_single_device"
+_EAGER = (_NOT_IN_BACKWARD, *_ADAMW)
 ROWS = [
-    Row(_LORA, "llama3_2/1B_lora_single_device", 2048, 2),
-    Row(_LORA, "llama3_2/1B_lora_single_device", 2048, 4, (_AC,)),
-    Row(_LORA, "llama3_2/1B_lora_single_device", 2048, 2, (_COMPILE,)),
-    Row(_FULL, "llama3_2/1B_full_single_device", 2048, 2, (_NOT_IN_BACKWARD, *_ADAMW, _NO_AC)),
-    Row(_FULL, "llama3_2/1B_full_single_device", 2048, 1, ("optimizer_in_bwd=True", *_ADAMW, _NO_AC)),
+    Row(_LORA, _1B_LORA, 2048, 2),
+    Row(_LORA, _1B_LORA, 2048, 2, expandable=True),
+    Row(_LORA, _1B_LORA, 2048, 4, (_AC,)),
+    Row(_LORA, _1B_LORA, 2048, 4, (_AC, _OFFLOAD)),
+    Row(_LORA, _1B_LORA, 2048, 2, (_COMPILE,)),
+    Row(_LORA, _1B_LORA, 4096, 2, (_PACKED,)),
+    Row(_LORA, _1B_LORA, 512, 8),
+    Row(_LORA, _1B_LORA, 2048, 1, ("gradient_accumulation_steps=4",)),
+    Row(_FULL, _1B_FULL, 2048, 2, (*_EAGER, _NO_AC)),
+    Row(_FULL, _1B_FULL, 2048, 2, (*_EAGER, _NO_AC), expandable=True),
+    Row(_FULL, _1B_FULL, 2048, 2, (*_EAGER, _NO_AC, "gradient_accumulation_steps=2")),
+    Row(_FULL, _1B_FULL, 1024, 8, (*_EAGER, _AC, _OFFLOAD)),
+    Row(_FULL, _1B_FULL, 2048, 1, (_IN_BACKWARD, *_ADAMW, _NO_AC)),
+    Row(_FULL, _1B_FULL, 2048, 2, (_NOT_IN_BACKWARD, _PAGED, _NO_AC)),
+    Row(_FULL, _1B_FULL, 2048, 4, (_IN_BACKWARD, _PAGED, _AC)),
+    Row(_FULL, "llama3_2/3B_full_single_device", 2048, 2, (*_EAGER, _AC)),
+    Row(_LORA, "llama3_2/3B_qlora_single_device", 2048, 4),
     Row(_LORA, "llama3_1/8B_lora_single_device", 2048, 2),
     Row(_LORA, "llama3_1/8B_qlora_single_device", 2048, 2),
+    Row(_FULL, "llama3_1/8B_full_single_device", 2048, 1, (*_EAGER, _AC)),
+    Row(_LORA, "llama3/8B_dora_single_device", 1024, 2),
+    Row(_LORA, "llama3/8B_qdora_single_device", 1024, 2),
+    Row(_FULL, "qwen2_5/0.5B_full_single_device", 1024, 4, (*_EAGER, _COMPILE)),
+    Row(_FULL, "qwen2_5/1.5B_full_single_device", 1024, 2, (*_EAGER, _NO_AC)),
+    Row(_LORA, "qwen2_5/3B_lora_single_device", 2048, 2),
     Row(_LORA, "gemma2/2B_lora_single_device", 1024, 2),
+    Row(_LORA, "mistral/7B_lora_single_device", 2048, 2),
+    Row(_LORA, "phi3/mini_lora_single_device", 2048, 2),
+    Row(_DPO, "llama3_1/8B_lora_dpo_single_device", 1024, 2),
+    Row(_KD, "llama3_2/8B_to_1B_KD_lora_single_device", 1024, 2),
     Row(_FULL_MANY, "llama3_2/1B_full", 2048, 2, devices=2),
+    Row(_FULL_MANY, "llama3_2/1B_full", 2048, 2, (_AC,), devices=2),
+    Row(_FULL_MANY, "llama3_2/1B_full", 2048, 2, devices=2, expandable=True),
+    Row(_FULL_MANY, "llama3_2/1B_full", 2048, 1, (_IN_BACKWARD,), devices=2),
+    Row(_FULL_MANY, "llama3_1/8B_full", 2048, 1, (_AC,), devices=4),
+    Row(_FULL_MANY, "llama3_2/3B_full", 2048, 2, ("fsdp_cpu_offload=True", _AC), devices=2),
+    Row(_LORA_MANY, "llama3_2/3B_lora", 2048, 2, devices=2),
     Row(_LORA_MANY, "llama3_1/8B_lora", 2048, 2, (_AC,), devices=2),
+    Row(_LORA_MANY, "qwen2_5/7B_lora", 1024, 4, devices=4),
+    Row(_DPO_MANY, "llama3_1/8B_lora_dpo", 1024, 1, devices=2),
+    Row(_DPO_FULL, "llama3_1/8B_full_dpo", 512, 1, devices=4),
+    Row(_KD_MANY, "llama3_2/8B_to_1B_KD_lora_distributed", 1024, 2, devices=2),
+    Row(_QAT, "llama3/8B_qat_full", 1024, 1, devices=4),
+    Row(_QAT_LORA, "llama3_2/1B_qat_lora", 1024, 2, devices=2),
 ]
 
 
@@ -285,12 +329,17 @@ def largest(row: Row, planned: int, budget: int, peaks: dict[int, int], folder: 
 def import_all() -> None:
     """Import what runs need, and leave the device alone: once asked for, CUDA does not go along into a fork."""
     import torch
+    from torch.utils._triton import has_triton
 
-    with mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 0):
+    with (
+        mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 1),  # torchtune looks whether it is there
+        mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(CAPABILITY, 10)),
+    ):
         import torchtune  # noqa: F401
 
         import adaptive_batching._torchtune.planning
         import adaptive_batching.torchtune  # noqa: F401
+    has_triton.cache_clear()
 
 
 def main() -> None:

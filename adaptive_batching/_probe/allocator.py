@@ -2,9 +2,11 @@
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are rounded up to 512 bytes. Up to 1 MiB is small,
 and comes from segments of 2 MiB; below 10 MiB comes from segments of 20 MiB, and more from a segment of its own in
-steps of 2 MiB. The smallest free block that is large enough is taken, and split where enough would be left over; free
-neighbours merge. Each stream has segments of its own: what one frees, another does not get. Where the limit is reached, segments that are wholly free are given back, and the allocation is tried
-once more, which is a retry. What counts against a limit is what is reserved.
+steps of 2 MiB. The smallest free block that is large enough is taken, of several the one at the lowest
+address, and split where enough would be left over; free neighbours merge. New segments are taken to lie below older
+ones, as ``mmap`` places them on Linux. Each stream has segments of its own: what one frees, another does not get. Where
+the limit is reached, segments that are wholly free are given back, and the allocation is tried once more, which is a
+retry. What counts against a limit is what is reserved.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ class Block:
 
     size: int
     pool: Pool
+    address: int
     before: Block | None = None
     after: Block | None = None
-    key: tuple[int, int] = (0, 0)
-    """Its place among the free blocks."""
     free: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place among the free blocks: of two that are as large, the one at the lower address is taken."""
+        return self.size, self.address
 
 
 class CachingAllocator:
@@ -52,7 +58,7 @@ class CachingAllocator:
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
         self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._count = 0
+        self._lowest = 0
 
     def take(self, num_bytes: int, stream: int = 0) -> Block:
         """Allocate, for use on a stream.
@@ -63,11 +69,11 @@ class CachingAllocator:
         size = max(-(-num_bytes // 512), 1) * 512
         small = size <= MIB
         keys = self._free[small, stream]
-        at = bisect_left(keys, (size, 0))
+        at = bisect_left(keys, (size,))
         block = self._blocks.pop(keys.pop(at)) if at < len(keys) else self._new_segment(size, (small, stream))
         left = block.size - size
         if left >= 512 if small else left > MIB:
-            rest = Block(left, block.pool, before=block, after=block.after)
+            rest = Block(left, block.pool, block.address + size, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.size, block.after = size, rest
@@ -115,11 +121,11 @@ class CachingAllocator:
                 raise self.full(f"CUDA out of memory. Tried to allocate {size} bytes.")
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return Block(segment, pool)
+        self._lowest -= segment
+        return Block(segment, pool, self._lowest)
 
     def _offer(self, block: Block) -> None:
-        self._count += 1
-        block.free, block.key = True, (block.size, self._count)
+        block.free = True
         self._blocks[block.key] = block
         insort(self._free[block.pool], block.key)
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adaptive_batching._probe.scratch import Scratch
+
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
 KINDS = (WEIGHTS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, OTHER)
@@ -50,6 +52,14 @@ class StepRecord:
 
     streams: Mapping[int, int]
     """Number of the stream, by storage, of what is not allocated on the main one."""
+
+    made: Mapping[int, int]
+    """By storage alive before the step that the first step makes, such as optimizer states: the number of events before
+    it does."""
+
+    scratch: Mapping[int, tuple[int, Scratch]]
+    """By storage that an operation takes while it runs: its entry of ``log``, and what its size follows from. ``log``
+    has as much of it as is on a line over the batch size."""
 
     kept_bytes: int
     """Bytes alive before the step that the one before has made, and that it replaces."""
@@ -103,6 +113,8 @@ class Ledger:
         self._num_resting = len(alive)
         self._holders: dict[int, int] = {}  # of numbers that more than one storage shares
         self._events: list[int] = []
+        self._made: dict[int, int] = {}
+        self._scratch: dict[int, tuple[int, Scratch]] = {}
         self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
 
     @property
@@ -114,7 +126,7 @@ class Ledger:
         """Return what has happened since :meth:`begin`, with what else is known of the step."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, self._streams, kept_bytes, flops, recomputed_flops, attention_flops,
+            tuple(self._kinds), self._num_resting, self._streams, self._made, self._scratch, kept_bytes, flops, recomputed_flops, attention_flops,
         )  # fmt: skip
 
     def knows(self, storage: Any) -> bool:
@@ -137,17 +149,24 @@ class Ledger:
             self._current += size
             self._events.append(number)
 
-    def end_operation(self, moment: str, workspace: int) -> None:
-        """Note what is alive after an operation, and the ``workspace`` bytes that it took while it ran."""
-        if workspace:
-            number = len(self._sizes)
-            self._sizes.append(workspace)
+    def note_need(self, storage: Any) -> None:
+        """Note that a step needs a storage from here on which is alive before it: the first step makes it here."""
+        number = self._seen[storage._cdata][1]
+        if number < self._num_resting:
+            self._made.setdefault(number, len(self._events))
+
+    def end_operation(self, moment: str, scratch: Scratch | None = None) -> None:
+        """Note what is alive after an operation, and what it took while it ran."""
+        number = len(self._sizes)
+        if scratch is not None:
+            self._scratch[number] = len(self._log), scratch
+            self._sizes.append(scratch.num_bytes)
             self._kinds.append(OTHER)
             self._events.append(number)
-        self._log.append(self._current + workspace)
+        self._log.append(self._current + (0 if scratch is None else scratch.in_line))
         self._moments.append(moment)
         self._marks.append(len(self._events))
-        if workspace:
+        if scratch is not None:
             self._events.append(~number)
 
     def write_over(self, term: Any, result: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ class Step:
     sizes: tuple[int, ...]
     num_resting: int
     streams: Mapping[int, int] = field(default_factory=dict)
+    made: Mapping[int, int] = field(default_factory=dict)
 
 
 # 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB
@@ -96,7 +97,7 @@ def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_n
 
 
 def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
-    assert replay(CachingAllocator(), STEP, frozenset({0}), 3).peak_allocated == 2 * GIB + 1200 * MIB
+    assert replay(CachingAllocator(), replace(STEP, made={0: 3})).peak_allocated == 2 * GIB + 1200 * MIB
 
 
 def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:

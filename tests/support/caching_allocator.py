@@ -52,6 +52,7 @@ class Recorded:
     sizes: Sequence[int]
     num_resting: int
     streams: Mapping[int, int] = field(default_factory=dict)
+    made: Mapping[int, int] = field(default_factory=dict)
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The moment and the kinds of memory: neither has a name here."""
