@@ -329,9 +329,11 @@ def largest(row: Row, planned: int, budget: int, peaks: dict[int, int], folder: 
 def import_all() -> None:
     """Import what runs need, and leave the device alone: once asked for, CUDA does not go along into a fork."""
     import torch
+    from torch._inductor import config
     from torch.utils._triton import has_triton
 
     with (
+        config.patch(triton_disable_device_detection=True),
         mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 1),  # torchtune looks whether it is there
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(CAPABILITY, 10)),
     ):
