@@ -40,8 +40,8 @@ from unittest import mock
 ROOT = Path(__file__).parent.parent
 GIB, MIB = 2**30, 2**20
 CARDS = (24, 48, 80)
-STEPS = 3
 CAPABILITY = 80
+STEPS = 3
 _AC, _NO_AC = "enable_activation_checkpointing=True", "enable_activation_checkpointing=False"
 _OFFLOAD = "enable_activation_offloading=True"
 _COMPILE, _PACKED = "compile=True", "dataset.packed=True"
@@ -50,18 +50,12 @@ _PAGED = "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"
 _NOT_IN_BACKWARD = "optimizer_in_bwd=False"
 
 
-def on_emulated_device(memory_mib: int, capability: int = CAPABILITY) -> dict[str, str]:
-    """Return the environment of a process that has the emulated device."""
-    at = os.environ.get("EMULATED_DEVICE", "/tmp/proto")
-    return {
-        **os.environ,
-        "LD_PRELOAD": f"{at}/libcuda.so.1",
-        "TRITON_LIBCUDA_PATH": at,
-        "VGPU_MEMORY_MIB": str(memory_mib),
-        "VGPU_CAPABILITY": str(capability),
-        "VGPU_COPY_KIB": "0",
-        "VGPU_DEVICES": "4",
-    }
+def on_emulated_device() -> dict[str, str]:
+    """Return the environment of a process that has emulated devices, with more memory than any run takes."""
+    from adaptive_batching._emulated_device.launch import EmulatedDevice
+
+    card = EmulatedDevice(2**40, count=4, capability=divmod(CAPABILITY, 10), processors=132, largest_copy_bytes=0)
+    return card.environment()
 
 
 @dataclass(frozen=True)
@@ -352,9 +346,9 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="what the recipes print")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/plan_vs_allocator_emulated.md")
     args = parser.parse_args()
-    if "VGPU_MEMORY_MIB" not in os.environ:
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=on_emulated_device(2**20), check=False).returncode)
     sys.path[:0] = [str(ROOT)]
+    if "EMULATED_DEVICE_MEMORY" not in os.environ:
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=on_emulated_device(), check=False).returncode)
     import_all()
     with tempfile.TemporaryDirectory() as directory:
         for row in ROWS:
