@@ -28,7 +28,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -118,6 +117,7 @@ ROWS = [
     Row(_FULL, _1B_FULL, 2048, 4, (_IN_BACKWARD, _PAGED, _AC)),
     Row(_FULL, "llama3_2/3B_full_single_device", 2048, 2, (*_EAGER, _AC)),
     Row(_LORA, "llama3_2/3B_qlora_single_device", 2048, 4),
+    Row(_LORA, "llama3_2/3B_qlora_single_device", 4096, 2, (_PACKED, _COMPILE, _AC, _OFFLOAD)),  # as published
     Row(_LORA, "llama3_1/8B_lora_single_device", 2048, 2),
     Row(_LORA, "llama3_1/8B_qlora_single_device", 2048, 2),
     Row(_FULL, "llama3_1/8B_full_single_device", 2048, 1, (*_EAGER, _AC)),
@@ -164,7 +164,6 @@ def plan(row: Row, folder: Path) -> dict[str, Any]:
     """Return what is planned of a run, and the largest batch for each card."""
     from adaptive_batching._torchtune.planning import Question, sketch
 
-    start = time.perf_counter()
     made = sketch(Question(row.recipe, config_of(row, row.batch_size, folder), row.devices), row.length)
     need = made.forecast.need(row.batch_size)
     reserved = need.reserved.expandable if row.expandable else need.reserved.by_default
@@ -172,7 +171,6 @@ def plan(row: Row, folder: Path) -> dict[str, Any]:
     return {
         "allocated": need.peak_bytes, "reserved": reserved, "beside": beside,
         "largest": {card: made.forecast.largest(card * GIB) for card in CARDS},
-        "seconds": time.perf_counter() - start,
     }  # fmt: skip
 
 
@@ -216,8 +214,6 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
         except SystemExit as end:
             if end.code:
                 raise
-    if os.environ.get("SNAPSHOT") and rank == 0:
-        torch.cuda.memory._dump_snapshot(os.environ["SNAPSHOT"])
     return peaks.found
 
 
@@ -338,41 +334,99 @@ def import_all() -> None:
     has_triton.cache_clear()
 
 
+def hold(row: Row, folder: Path, *, seeks: bool, quiet: bool) -> dict[str, Any]:
+    """Return what is planned of a run and what it takes, and the largest batches that both give for each card."""
+    planned = in_fork(plan, [(row, folder)], quiet)
+    real = measure(row, row.batch_size, folder, quiet)
+    for found in (planned, real):
+        if "failed" in found:
+            return {"failed": found["failed"], "where": found["where"]}
+    sizes: dict[int, tuple[int, int]] = {}
+    if seeks and not row.expandable:  # the plan answers for default settings
+        peaks = {row.batch_size: real["reserved"]}
+        for card in CARDS:
+            said = planned["largest"][card]
+            sizes[card] = said, largest(row, said, card * GIB - planned["beside"], peaks, folder)
+    return {"planned": planned, "real": real, "sizes": sizes}
+
+
+def error_of(found: dict[str, Any], what: str) -> float:
+    """Return the share of the real figure by which the planned one is larger."""
+    return float(found["planned"][what] / found["real"][what] - 1)
+
+
+def line_of(row: Row, found: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    cells = [row.recipe, row.name]
+    if "failed" in found:
+        return "| " + " | ".join([*cells, "failed", found["failed"][:200].replace("|", "/")]) + " |"
+    for what in ("allocated", "reserved"):
+        cells += [f"{found['real'][what] / GIB:.2f} GiB", f"{100 * error_of(found, what):+.2f} %"]
+    for card in CARDS:
+        said, real = found["sizes"].get(card, (None, None))
+        cells.append("-" if said is None else str(said) if said == real else f"{said} (real {real})")
+    return "| " + " | ".join(cells) + " |"
+
+
+def figures_of(measured: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the result in numbers."""
+    sizes = [pair for found in measured for pair in found["sizes"].values()]
+    return {
+        "rows": len(measured),
+        "max_allocated_error": round(max((abs(error_of(found, "allocated")) for found in measured), default=0), 4),
+        "max_reserved_error": round(max((abs(error_of(found, "reserved")) for found in measured), default=0), 4),
+        "largest_batch_equal": round(sum(a == b for a, b in sizes) / len(sizes), 3) if sizes else None,
+    }
+
+
 def main() -> None:
     """Run every row and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="a pattern; only the rows whose name it matches")
+    parser.add_argument("--rows", help="a pattern; only the rows whose recipe and name it matches; nothing is written")
     parser.add_argument("--peaks-only", action="store_true", help="do not seek the largest batches")
-    parser.add_argument("--show", action="store_true", help="what the recipes print")
+    parser.add_argument("--show", action="store_true", help="what the recipes print, and where they fail")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/plan_vs_allocator_emulated.md")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT)]
     if "EMULATED_DEVICE_MEMORY" not in os.environ:
         sys.exit(subprocess.run([sys.executable, *sys.argv], env=on_emulated_device(), check=False).returncode)
     import_all()
-    with tempfile.TemporaryDirectory() as directory:
+    head = ["recipe", "run", "allocated", "planned", "reserved", "planned", *(f"{card} GB" for card in CARDS)]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
         for row in ROWS:
             if args.rows and not re.search(args.rows, f"{row.recipe} {row.name}"):
                 continue
-            start = time.perf_counter()
-            planned = in_fork(plan, [(row, Path(directory))], not args.show)
-            found = measure(row, row.batch_size, Path(directory), not args.show)
-            took = time.perf_counter() - start
-            if "failed" in planned or "failed" in found:
-                print(row.name, [x["failed"] + x["where"] if args.show else x["failed"] for x in (planned, found) if "failed" in x], flush=True)
-                continue
-            sizes = ""
-            if not args.peaks_only and not row.expandable:
-                peaks = {row.batch_size: found["reserved"]}
-                for card in CARDS:
-                    said = planned["largest"][card]
-                    real = largest(row, said, card * GIB - planned["beside"], peaks, Path(directory))
-                    sizes += f" {said}{'=' if said == real else f' (real {real})'}"
-            print(
-                f"| {row.recipe} | {row.name} | {found['allocated'] / GIB:.2f} | {100 * (planned['allocated'] / found['allocated'] - 1):+.2f} % "
-                f"| {found['reserved'] / GIB:.2f} | {100 * (planned['reserved'] / found['reserved'] - 1):+.2f} % |{sizes} | {took:.0f} s",
-                flush=True,
-            )
+            found = hold(row, Path(folder), seeks=not args.peaks_only, quiet=not args.show)
+            lines.append(line_of(row, found))
+            print(lines[-1], flush=True)
+            if "failed" not in found:
+                measured.append(found)
+            elif args.show:
+                print(found["where"], flush=True)
+    if args.rows:
+        print(json.dumps(figures_of(measured)))
+        return
+    in_fork(write_result, [(lines, figures_of(measured), args.output)], quiet=False)
+
+
+def write_result(lines: list[str], figures: dict[str, Any], output: Path | None) -> dict[str, Any]:
+    """Write the result file; in a process of its own, as it asks for the device."""
+    from common import write_report
+
+    facts = [
+        "emulated device: real allocator, no arithmetic; 132 multiprocessors of compute capability 8.0",
+        "planned: error of the plan, above the real figure or below it; each run is three steps",
+        "the last columns: largest batch for a card of so many GiB, planned, and the real one where it is another",
+        "PPO is no row: `plan` cannot tell, as no two of its steps are alike",
+    ]
+    packages = ("torch", "torchtune", "torchao", "bitsandbytes", "triton")
+    write_report(
+        "Planned memory against PyTorch's allocator", device="emulated", facts=facts, rows=lines, figures=figures,
+        output=output, packages=packages,
+    )  # fmt: skip
+    return {}
 
 
 if __name__ == "__main__":

@@ -65,6 +65,27 @@ def test_at_the_limit_free_segments_are_given_back_and_then_it_is_over() -> None
 
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@pytest.mark.parametrize("size", [KIB, 60 * MIB])
+def test_what_one_stream_frees_no_other_gets(kind: Any, size: int) -> None:
+    allocator = kind()
+    allocator.give_back(allocator.take(size, 1))
+    reserved = allocator.reserved
+    allocator.take(size, 1)
+    assert allocator.reserved == reserved
+    allocator.take(size, 2)
+    assert allocator.reserved == 2 * reserved
+
+
+def test_of_blocks_that_are_as_large_the_one_at_the_lowest_address_is_taken() -> None:
+    allocator = CachingAllocator()
+    high, low = allocator.take(60 * MIB), allocator.take(60 * MIB)
+    assert low.address < high.address
+    allocator.give_back(low)
+    allocator.give_back(high)
+    assert allocator.take(60 * MIB) is low
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_comes_what_is_reserved_holds_what_is_allocated(kind: Any, seed: int) -> None:
     held: list[Any] = []
