@@ -256,7 +256,9 @@ def _save_nothing(module: Any) -> None:
     recipe.save_checkpoint = lambda self, *args, **kwargs: None
 
 
-def in_fork(function: Callable[..., dict[str, Any]], calls: list[tuple[Any, ...]], quiet: bool = True) -> dict[str, Any]:
+def in_fork(
+    function: Callable[..., dict[str, Any]], calls: list[tuple[Any, ...]], quiet: bool = True
+) -> dict[str, Any]:
     """Call ``function`` in processes of their own at once, and return what the first of them does."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in calls]

@@ -126,7 +126,8 @@ class Ledger:
         """Return what has happened since :meth:`begin`, with what else is known of the step."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, self._streams, self._made, self._scratch, kept_bytes, flops, recomputed_flops, attention_flops,
+            tuple(self._kinds), self._num_resting, self._streams, self._made, self._scratch, kept_bytes, flops,
+            recomputed_flops, attention_flops,
         )  # fmt: skip
 
     def knows(self, storage: Any) -> bool:

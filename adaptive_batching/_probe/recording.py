@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from adaptive_batching._probe.flops import flops_of, is_attention
+from adaptive_batching._probe.kernels import MATRIX_PRODUCTS, handle_bytes, scratch_of
 from adaptive_batching._probe.ledger import (
     ACTIVATIONS,
     BACKWARD,
@@ -33,14 +34,8 @@ from adaptive_batching._probe.ledger import (
     Ledger,
     StepRecord,
 )
-from adaptive_batching._probe.scratch import handle_bytes, scratch_of
-
-_aten = torch.ops.aten
 
 _WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
-
-
-_MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
 
 
 class _Handle:
@@ -233,7 +228,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         kind = self._kind_of(value, moment, recomputes=recomputes)
                         counts = not Recorder.fused and _device_type(value) == self._device_type
                         self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0, Recorder.stream)
-        if self._handles and func in _MATRIX_PRODUCTS and not Recorder.fused:
+        if self._handles and func in MATRIX_PRODUCTS and not Recorder.fused:
             self._ledger.note_need(self._handles[in_backward])
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
             self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])

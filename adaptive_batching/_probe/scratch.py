@@ -5,20 +5,9 @@ It goes at once, but blocks are found and cut for it: what is reserved can be la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
-import torch
-
-_aten = torch.ops.aten
-_FLASH = (
-    _aten._scaled_dot_product_flash_attention_backward.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,  # its stand-in where there is no CUDA
-)
 _FEW_INDICES = 3072
-_THREADS = 132 * 2048  # of an H100 at once, where the device is not known; others have fewer
 
 
 @dataclass(frozen=True)
@@ -43,22 +32,6 @@ class Scratch:
         """Return what the call takes where its numbers are ``share / of`` of the way to those of ``other``."""
         numbers = [a + (b - a) * share // of for a, b in zip(self.numbers, other.numbers, strict=True)]
         return Scratch(self.kernel, tuple(max(number, 0) for number in numbers))
-
-
-def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
-    """Return what the kernel of an operation takes on CUDA; None for nothing."""
-    if func is _aten.embedding_dense_backward.default:
-        gradient, indices = args[0], args[1]
-        return Scratch("embedding", (indices.numel(), int(args[2]), gradient.shape[-1]))
-    if func in _FLASH:
-        *batch, length, width = args[1].shape
-        return Scratch("attention", (prod(batch), length, width))
-    if func is _aten.sum.dim_IntList and args[0].is_contiguous():
-        shape, dims = args[0].shape, sorted(dim % max(args[0].dim(), 1) for dim in args[1] or ())
-        if dims and dims == list(range(len(dims))) and len(dims) < len(shape):
-            inputs, outputs = prod(shape[: len(dims)]), prod(shape[len(dims) :])
-            return Scratch("sum of rows", (inputs, outputs, _threads_at_once()))
-    return None
 
 
 def of_embedding(indices: int, vocabulary: int, width: int) -> int:
@@ -113,22 +86,6 @@ def of_sum_of_rows(inputs: int, outputs: int, threads: int) -> int:
 
 KERNELS = {"embedding": of_embedding, "attention": of_attention, "sum of rows": of_sum_of_rows}
 LINES = {"embedding": _sum_by_parts, "attention": of_attention, "sum of rows": lambda *_: 0}
-
-
-def handle_bytes() -> int:
-    """Return what a handle of cuBLAS keeps for its products (``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``).
-
-    Where the device is not known, that of Ampere and Ada.
-    """
-    on_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability()[0] == 9  # type: ignore[no-untyped-call]
-    return (32 * 2**20) if on_hopper else (8 * 2**20 + 128 * 2**10)
-
-
-def _threads_at_once() -> int:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return _THREADS
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return int(found.multi_processor_count * found.max_threads_per_multi_processor)
 
 
 def _up(number: int, to: int) -> int:
