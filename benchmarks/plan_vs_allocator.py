@@ -30,7 +30,7 @@ import sys
 import tempfile
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,8 @@ def _spoken(override: str) -> str:
 SPOKEN = {
     _AC: "checkpointing", _NO_AC: "no checkpointing", _OFFLOAD: "offloading", _COMPILE: "compiled", _PACKED: "packed",
     _PAGED: "paged 8-bit AdamW", _ADAMW[0]: "AdamW", _ADAMW[1]: "", _NOT_IN_BACKWARD: "",
-    "optimizer_in_bwd=True": "optimizer in the backward pass", "gradient_accumulation_steps=2": "2 forwards", "gradient_accumulation_steps=4": "4 forwards",
-    "fsdp_cpu_offload=True": "states on the host",
+    "optimizer_in_bwd=True": "optimizer in the backward pass", "gradient_accumulation_steps=2": "2 forwards",
+    "gradient_accumulation_steps=4": "4 forwards",    "fsdp_cpu_offload=True": "states on the host",
 }  # fmt: skip
 
 _LORA, _FULL = "lora_finetune_single_device", "full_finetune_single_device"

@@ -136,7 +136,8 @@ class CachingAllocator:
 
 
 class ExpandableAllocator:
-    """The same with ``expandable_segments:True``: a segment for each pool of a stream, of which pieces are backed by memory.
+    """The same with ``expandable_segments:True``: a segment for each pool of a stream, partly
+    backed by memory.
 
     A segment grows by pieces of 2 MiB (small) or 20 MiB; under pressure, pieces that are wholly free are unmapped.
 
