@@ -88,7 +88,7 @@ def write_report(
 
     Args:
         title: Heading of the file.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda`` or ``emulated``, which is CUDA to torch.
         facts: What else a reader has to know, a line for each.
         rows: The table, in Markdown.
         figures: The result in numbers.
@@ -98,7 +98,7 @@ def write_report(
     """
     from adaptive_batching._memory import memory_meter
 
-    name = memory_meter(device).device_name
+    name = memory_meter("cuda" if device == "emulated" else device).device_name
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
     report = [
         f"# {title}",

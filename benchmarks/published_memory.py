@@ -51,7 +51,10 @@ _LLAMA2 = "torchtune's README of 0.2.0 (pull request 955)"
 _ROOT = "the root stays gathered after its forward"
 _8_BITS = "which optimizer is not said; bitsandbytes' is planned"
 _TABLE = "not explained; 24.1 GB in the same table for the run above was 20.2 GB when run again"
-_RANK = "not explained; adapters of rank 16 instead of 64 would give 4.6 GiB, and 8.5 GiB in the row above"
+_VERSIONS = (
+    "versions: torchtune of November 2024, between 0.4 and 0.5; its config had today's rank (64). Today's versions take "
+    "what is planned, of PyTorch's own allocator (plan_vs_allocator.py)"
+)
 _COPIED = "logits are copied, and held during the backward pass"
 _NORM = "norms scale in bfloat16"
 
@@ -108,7 +111,7 @@ ROWS = [
     Row("LoRA", "lora_finetune_single_device", "llama3_2/3B_lora_single_device", 4096, _3B,
         _WITH_ADAPTERS, inferred="the command of the next row", as_of=_NORM),
     Row("QLoRA", "lora_finetune_single_device", "llama3_2/3B_qlora_single_device", 4096, _3B,
-        _WITH_ADAPTERS, as_of=_NORM, why=_RANK),
+        _WITH_ADAPTERS, as_of=_NORM, why=_VERSIONS),
     Row("8B full, low memory, RTX 4090", "full_finetune_single_device", "llama3_1/8B_full_single_device", 2048, _8B,
         ("batch_size=2", "gradient_accumulation_steps=1", "dataset.packed=True", "compile=True", _CHUNKED, _AC,
          _OFFLOAD, "optimizer_in_bwd=True", "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"),

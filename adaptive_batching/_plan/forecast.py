@@ -60,7 +60,7 @@ class Forecast:
         """Return what the run takes with a step at ``batch_size``."""
         record = self.step.at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
-        reserved = reserved_for(record, *record.made_late())
+        reserved = reserved_for(record)
         if self.set_up_bytes > peak:
             resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
             weights = sum(size for kind, size in resting if kind == WEIGHTS)
@@ -103,5 +103,4 @@ class Forecast:
         return low
 
     def _reserved(self, batch_size: int) -> int:
-        record = self.step.at(batch_size)
-        return reserved_by_default(record, *record.made_late())
+        return reserved_by_default(self.step.at(batch_size))

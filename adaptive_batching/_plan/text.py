@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from adaptive_batching._plan.against_allocator import Agreement
 from adaptive_batching._plan.devices import Outside
 from adaptive_batching._plan.forecast import Need
 from adaptive_batching._plan.published import Band
@@ -101,6 +102,6 @@ def what_sets_the_peak(need: Need) -> list[str]:
     return [f"What sets the peak: the {need.moment}", *table(rows)]
 
 
-def how_sure(band: Band) -> str:
-    """Return how far plans were from what others measured."""
-    return f"How sure: {band}"
+def how_sure(agreement: Agreement, band: Band) -> str:
+    """Return how far plans were from what PyTorch's allocator takes, and from what others measured."""
+    return f"How sure: {agreement}; {band}"

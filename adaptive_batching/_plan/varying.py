@@ -10,7 +10,7 @@ from typing import Any
 
 from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching._probe.curve import TracedStep, TraceError
-from adaptive_batching._probe.ledger import BETWEEN, OPTIMIZER, STATES, StepRecord
+from adaptive_batching._probe.ledger import BETWEEN, OPTIMIZER, StepRecord
 
 Shape = tuple[int, int]
 """Samples of a forward, and the tokens that each is padded to."""
@@ -43,6 +43,8 @@ class TracedLengths:
             raise TraceError("the order in which memory is allocated and freed depends on the length of samples")
         start, end = self._lengths
         sizes = [a + (b - a) * (length - start) // (end - start) for a, b in zip(one.sizes, other.sizes, strict=True)]
+        for number, (_, scratch) in one.scratch.items():
+            sizes[number] = scratch.between(other.scratch[number][1], length - start, end - start).num_bytes
         return replace(one, sizes=[max(size, 0) for size in sizes])
 
 
@@ -101,10 +103,10 @@ def replay_shapes(traced: TracedLengths, steps: Sequence[Sequence[Shape]], limit
 def _replay(allocator: Any, record: Callable[[Shape], StepRecord], steps: Sequence[Sequence[Shape]]) -> None:
     first = record(steps[0][0])
     begin, end = _parts(first)
-    is_late = [kind == STATES for kind in first.kinds[: first.num_resting]]
+    is_late = [first.made.get(number, -1) >= end for number in range(first.num_resting)]
     for number in range(first.num_resting):
         if first.sizes[number] and not is_late[number]:
-            allocator.take(first.sizes[number])
+            allocator.take(first.sizes[number], first.streams.get(number, 0))
     for index, step in enumerate(steps):
         held: dict[int, Any] = {}
         _run(allocator, first, range(begin), held)  # the gradients that forwards add to
@@ -117,7 +119,7 @@ def _replay(allocator: Any, record: Callable[[Shape], StepRecord], steps: Sequen
         if index == 0:
             for number in range(first.num_resting):
                 if first.sizes[number] and is_late[number]:
-                    allocator.take(first.sizes[number])
+                    allocator.take(first.sizes[number], first.streams.get(number, 0))
         last = record(step[-1])
         _run(allocator, last, range(end, len(last.events)), held)
         for block in held.values():
@@ -127,7 +129,7 @@ def _replay(allocator: Any, record: Callable[[Shape], StepRecord], steps: Sequen
 def _run(allocator: Any, record: StepRecord, events: range, held: dict[int, Any]) -> None:
     for event in (record.events[index] for index in events):
         if event >= 0:
-            held[event] = allocator.take(record.sizes[event])
+            held[event] = allocator.take(record.sizes[event], record.streams.get(event, 0))
         elif ~event in held:
             allocator.give_back(held.pop(~event))
 

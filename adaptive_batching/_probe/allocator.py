@@ -1,19 +1,26 @@
-"""A model of PyTorch's caching allocator on CUDA, one stream: how much it reserves for what is allocated.
+"""A model of PyTorch's caching allocator on CUDA: how much it reserves for what is allocated.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are rounded up to 512 bytes. Up to 1 MiB is small,
 and comes from segments of 2 MiB; below 10 MiB comes from segments of 20 MiB, and more from a segment of its own in
-steps of 2 MiB. The smallest free block that is large enough is taken, and split where enough would be left over; free
-neighbours merge. Where the limit is reached, segments that are wholly free are given back, and the allocation is tried
-once more, which is a retry. What counts against a limit is what is reserved.
+steps of 2 MiB. The smallest free block that is large enough is taken, of several the one at the lowest
+address, and split where enough would be left over; free neighbours merge. New segments are taken to lie below older
+ones, as ``mmap`` places them on Linux. Each stream has segments of its own: what one frees, another does not get. Where
+the limit is reached, segments that are wholly free are given back, and the allocation is tried once more, which is a
+retry. What counts against a limit is what is reserved.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+Pool = tuple[bool, int]
+"""Blocks that can take each other's place: True for small ones, and the stream."""
 
 
 class AllocatorFullError(RuntimeError):
@@ -25,12 +32,16 @@ class Block:
     """A piece of a segment."""
 
     size: int
-    small: bool
+    pool: Pool
+    address: int
     before: Block | None = None
     after: Block | None = None
-    key: tuple[int, int] = (0, 0)
-    """Its place among the free blocks."""
     free: bool = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its place among the free blocks: of two that are as large, the one at the lower address is taken."""
+        return self.size, self.address
 
 
 class CachingAllocator:
@@ -45,24 +56,24 @@ class CachingAllocator:
     def __init__(self, limit: float = float("inf")) -> None:
         self.limit = limit
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._count = 0
+        self._lowest = 0
 
-    def take(self, num_bytes: int) -> Block:
-        """Allocate.
+    def take(self, num_bytes: int, stream: int = 0) -> Block:
+        """Allocate, for use on a stream.
 
         Raises:
             AllocatorFullError: If there is no room, even with the cache emptied; or what ``full`` names.
         """
         size = max(-(-num_bytes // 512), 1) * 512
         small = size <= MIB
-        keys = self._free[small]
-        at = bisect_left(keys, (size, 0))
-        block = self._blocks.pop(keys.pop(at)) if at < len(keys) else self._new_segment(size, small)
+        keys = self._free[small, stream]
+        at = bisect_left(keys, (size,))
+        block = self._blocks.pop(keys.pop(at)) if at < len(keys) else self._new_segment(size, (small, stream))
         left = block.size - size
         if left >= 512 if small else left > MIB:
-            rest = Block(left, small, before=block, after=block.after)
+            rest = Block(left, block.pool, block.address + size, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.size, block.after = size, rest
@@ -101,8 +112,8 @@ class CachingAllocator:
         """Count peaks from here."""
         self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
 
-    def _new_segment(self, size: int, small: bool) -> Block:
-        segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+    def _new_segment(self, size: int, pool: Pool) -> Block:
+        segment = 2 * MIB if pool[0] else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         if self.reserved + segment > self.limit:
             self.retries += 1
             self.empty_cache()
@@ -110,22 +121,23 @@ class CachingAllocator:
                 raise self.full(f"CUDA out of memory. Tried to allocate {size} bytes.")
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return Block(segment, small)
+        self._lowest -= segment
+        return Block(segment, pool, self._lowest)
 
     def _offer(self, block: Block) -> None:
-        self._count += 1
-        block.free, block.key = True, (block.size, self._count)
+        block.free = True
         self._blocks[block.key] = block
-        insort(self._free[block.small], block.key)
+        insort(self._free[block.pool], block.key)
 
     def _withdraw(self, block: Block) -> None:
-        keys = self._free[block.small]
+        keys = self._free[block.pool]
         keys.pop(bisect_left(keys, block.key))
         del self._blocks[block.key]
 
 
 class ExpandableAllocator:
-    """The same with ``expandable_segments:True``: one segment for each pool, of which pieces are backed by memory.
+    """The same with ``expandable_segments:True``: a segment for each pool of a stream, partly
+    backed by memory.
 
     A segment grows by pieces of 2 MiB (small) or 20 MiB; under pressure, pieces that are wholly free are unmapped.
 
@@ -137,40 +149,40 @@ class ExpandableAllocator:
         self.limit = limit
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
         self._piece = {True: 2 * MIB, False: 20 * MIB}
-        self._gaps: dict[bool, list[list[float]]] = {True: [[0, float("inf")]], False: [[0, float("inf")]]}
-        self._mapped: dict[bool, set[int]] = {True: set(), False: set()}
+        self._gaps: defaultdict[Pool, list[list[float]]] = defaultdict(lambda: [[0, float("inf")]])
+        self._mapped: defaultdict[Pool, set[int]] = defaultdict(set)
 
-    def take(self, num_bytes: int) -> Any:
-        """Allocate, and return a handle.
+    def take(self, num_bytes: int, stream: int = 0) -> Any:
+        """Allocate for use on a stream, and return a handle.
 
         Raises:
             AllocatorFullError: If there is no room, even with free pieces unmapped.
         """
         size = max(-(-num_bytes // 512), 1) * 512
-        small = size <= MIB
-        at = self._place(size, small)
-        start = int(self._gaps[small][at][0])
-        if self.reserved + self._missing(start, size, small) * self._piece[small] > self.limit:
+        pool = size <= MIB, stream
+        at = self._place(size, pool)
+        start = int(self._gaps[pool][at][0])
+        if self.reserved + self._missing_bytes(start, size, pool) > self.limit:
             self.retries += 1
             self._unmap_free_pieces()
-            if self.reserved + self._missing(start, size, small) * self._piece[small] > self.limit:
+            if self.reserved + self._missing_bytes(start, size, pool) > self.limit:
                 raise AllocatorFullError(f"CUDA out of memory. Tried to allocate {size} bytes.")
-        self.reserved += self._missing(start, size, small) * self._piece[small]
-        self._mapped[small].update(self._pieces(start, size, small))
+        self.reserved += self._missing_bytes(start, size, pool)
+        self._mapped[pool].update(self._pieces(start, size, pool))
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        gap = self._gaps[small][at]
+        gap = self._gaps[pool][at]
         gap[0] += size
         if gap[0] == gap[1]:
-            self._gaps[small].pop(at)
+            self._gaps[pool].pop(at)
         self.allocated += size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return small, start, size
+        return pool, start, size
 
     def give_back(self, handle: Any) -> None:
         """Free what :meth:`take` gave."""
-        small, start, size = handle
+        pool, start, size = handle
         self.allocated -= size
-        gaps = self._gaps[small]
+        gaps = self._gaps[pool]
         at = bisect_left(gaps, [start, start + size])
         gaps.insert(at, [start, start + size])
         if at + 1 < len(gaps) and gaps[at][1] == gaps[at + 1][0]:
@@ -178,28 +190,29 @@ class ExpandableAllocator:
         if at and gaps[at - 1][1] == gaps[at][0]:
             gaps[at - 1][1] = gaps.pop(at)[1]
 
-    def _place(self, size: int, small: bool) -> int:
+    def _place(self, size: int, pool: Pool) -> int:
         """Return the smallest gap that is backed by memory and has room, else the first that has room."""
         ready, first = [], None
-        for index, (start, end) in enumerate(self._gaps[small]):
+        for index, (start, end) in enumerate(self._gaps[pool]):
             if end - start < size:
                 continue
             first = index if first is None else first
-            if end != float("inf") and not self._missing(int(start), size, small):
+            if end != float("inf") and not self._missing_bytes(int(start), size, pool):
                 ready.append((end - start, index))
         assert first is not None
         return min(ready)[1] if ready else first
 
-    def _pieces(self, start: int, size: int, small: bool) -> range:
-        piece = self._piece[small]
+    def _pieces(self, start: int, size: int, pool: Pool) -> range:
+        piece = self._piece[pool[0]]
         return range(start // piece, -(-(start + size) // piece))
 
-    def _missing(self, start: int, size: int, small: bool) -> int:
-        return sum(number not in self._mapped[small] for number in self._pieces(start, size, small))
+    def _missing_bytes(self, start: int, size: int, pool: Pool) -> int:
+        mapped = self._mapped[pool]
+        return self._piece[pool[0]] * sum(number not in mapped for number in self._pieces(start, size, pool))
 
     def _unmap_free_pieces(self) -> None:
-        for small, gaps in self._gaps.items():
-            piece = self._piece[small]
-            free = {n for n in self._mapped[small] if any(a <= n * piece and (n + 1) * piece <= b for a, b in gaps)}
-            self._mapped[small] -= free
+        for pool, gaps in self._gaps.items():
+            piece = self._piece[pool[0]]
+            free = {n for n in self._mapped[pool] if any(a <= n * piece and (n + 1) * piece <= b for a, b in gaps)}
+            self._mapped[pool] -= free
             self.reserved -= len(free) * piece

@@ -93,12 +93,19 @@ class TracedStep:
 
         lower, upper = self._lower, self._upper
         flops, recomputed, attention = scaled(_work(lower), _work(upper))
-        log = scaled(lower.log, upper.log)
+        log, sizes = scaled(lower.log, upper.log), scaled(lower.sizes, upper.sizes)
+        scratch = {}
+        for number, (at, low) in lower.scratch.items():
+            high = upper.scratch[number][1]
+            scratch[number] = at, low.between(high, batch_size - TRACED_SIZES[0], 1)
+            sizes[number] = scratch[number][1].num_bytes
+            log[at] += sizes[number] - _at(batch_size, low.in_line, high.in_line)
         return replace(
             lower,
             log=log,
             kept_bytes=log[0] - self.curve.resting_bytes,
-            sizes=scaled(lower.sizes, upper.sizes),
+            sizes=sizes,
+            scratch=scratch,
             flops=flops,
             recomputed_flops=recomputed,
             attention_flops=attention,

@@ -1,7 +1,8 @@
 """Simulation of what FSDP2 allocates and frees around the units of a model, and when.
 
-While a unit (a module that ``fully_shard`` was applied to) runs forward or backward, its parameters are gathered. When
-its gradients are complete, they are copied to the input of the reduce-scatter and become shards. In a forward, the
+While a unit (a module that ``fully_shard`` was applied to) runs forward or backward, its parameters are gathered: all
+in one tensor, on a stream of its own, out of which each is copied. When its gradients are complete, they are copied to
+the input of the reduce-scatter and become shards, which are parts of one tensor on another stream. In a forward, the
 output of an all-gather lives on until the next one or the model has ended; in the backward pass, the unit before is
 gathered ahead of time, the input of a reduce-scatter stays until the next one begins, and units whose inputs have no
 gradient, such as the root, are gathered to the end.
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from adaptive_batching._probe.ledger import GRADIENTS, WEIGHTS
-from adaptive_batching._probe.recording import labelled
+from adaptive_batching._probe.recording import labelled, on_stream
+
+_GATHERS, _REDUCES = 1, 2  # streams on which all-gathers and reduce-scatters take their outputs
 
 
 class Streams:
@@ -97,7 +100,7 @@ class Unit:
         self._trained = [(whole, shard) for whole, shard in parameters if whole.requires_grad]
         self._streams = streams
         self._reshards, self._offloads = reshards, offloads
-        self._gathered: torch.Tensor | None = None
+        self._gathered: list[torch.Tensor] = []  # in the order in which they are freed
         self._ahead: torch.Tensor | None = None  # output of an all-gather that has not been copied out
         self._forwards: list[int] = []  # their places in the order
         self._is_ready = False  # gathered for its backward pass
@@ -107,27 +110,27 @@ class Unit:
 
     def _all_gather(self) -> torch.Tensor:
         """Return the output of an all-gather, of all parameters in one."""
-        size = sum(map(_bytes, (whole for whole, _ in self._parameters)))
-        with labelled(WEIGHTS):
-            from_host = None
-            if self._offloads:  # the shard comes from the host first, and goes when it is copied into the output
-                from_host = torch.empty(sum(map(_bytes, (shard for _, shard in self._parameters))), dtype=torch.uint8)
-            output = torch.empty(size, dtype=torch.uint8)
+        size = sum(bytes_ for whole, _ in self._parameters for bytes_ in _parts(whole))
+        with labelled(WEIGHTS), on_stream(_GATHERS):
+            from_host = []
+            if self._offloads:  # shards come from the host first, and go when they are copied into the output
+                from_host = [_room(bytes_) for _, shard in self._parameters for bytes_ in _parts(shard)]
+            output = _room(size)
             del from_host
             return output
 
     def _gather_ahead(self) -> None:
-        if self._gathered is None and self._ahead is None:
+        if not self._gathered and self._ahead is None:
             self._ahead = self._all_gather()
 
     def _unshard(self, *, in_forward: bool) -> None:
-        if self._gathered is not None:
+        if self._gathered:
             return
         self._gather_ahead()
         output, self._ahead = self._ahead, None
         assert output is not None
         with labelled(WEIGHTS):
-            self._gathered = torch.empty_like(output)  # each parameter is copied out of it
+            self._gathered = [_room(bytes_) for whole, _ in self._parameters for bytes_ in _parts(whole)]
         if in_forward:
             self._streams.gathered_before = output  # a local variable of FSDP holds the one before up to here
 
@@ -145,7 +148,7 @@ class Unit:
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
             if self._reshards:
-                self._gathered = None
+                self._free_gathered()
             self._forwards.append(len(self._streams.order))
             self._streams.order.append(self)
         for value in tree_iter(output):
@@ -166,27 +169,34 @@ class Unit:
         """Free the whole parameters, and reduce the gradients."""
         self._is_ready, self._is_done = False, True
         gradients = [(whole, shard) for whole, shard in self._trained if whole.grad is not None]
-        self._gathered = None
+        self._free_gathered()
         self._streams.reducing = None
         if not gradients:
             return
-        size = sum(local_part(whole).numel() for whole, _ in gradients)
-        self._streams.reducing = torch.empty(size, dtype=gradients[0][0].dtype)
-        for whole, _ in gradients:
+        dtype = gradients[0][0].dtype
+        self._streams.reducing = torch.empty(sum(local_part(whole).numel() for whole, _ in gradients), dtype=dtype)
+        for whole, _ in reversed(gradients):  # as a list is emptied
             whole.grad = None
-        with labelled(GRADIENTS):
-            reduced = [torch.empty_like(shard) for _, shard in gradients]
-        if self._offloads:
-            return  # copied to the host, where the optimizer steps
-        for _, shard in gradients:
-            part = reduced.pop(0)
-            if shard.grad is None:
-                shard.grad = part
-            else:
-                shard.grad.add_(part)
-            del part
-            for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
-                hook(shard)  # as of an optimizer that steps in the backward pass
+        with on_stream(_REDUCES):
+            with labelled(GRADIENTS):
+                reduced = torch.empty(sum(shard.numel() for _, shard in gradients), dtype=dtype)
+            if self._offloads:
+                return  # copied to the host, where the optimizer steps
+            parts = list(reduced.split([shard.numel() for _, shard in gradients]))
+            del reduced
+            for _, shard in gradients:
+                part = parts.pop(0).view(shard.shape)
+                if shard.grad is None:
+                    shard.grad = part
+                else:
+                    shard.grad.add_(part)
+                del part
+                for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(shard)  # as of an optimizer that steps in the backward pass
+
+    def _free_gathered(self) -> None:
+        while self._gathered:
+            del self._gathered[0]
 
     def end_backward(self) -> None:
         """Do what is left to do when the backward pass of all units has ended."""
@@ -197,13 +207,17 @@ class Unit:
         self._is_ready = self._is_done = False
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor, or of what is gathered of the tensors inside it."""
+def _room(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _parts(tensor: torch.Tensor) -> list[int]:
+    """Return the bytes of a tensor, or of what is gathered of each of the tensors inside it."""
     tensor = local_part(tensor)
     if not is_traceable_wrapper_subclass(tensor):
-        return tensor.numel() * tensor.element_size()
+        return [tensor.numel() * tensor.element_size()]
     names, _ = tensor.__tensor_flatten__()
-    return sum(_bytes(getattr(tensor, name)) for name in names)
+    return [size for name in names for size in _parts(getattr(tensor, name))]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

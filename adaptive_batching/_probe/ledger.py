@@ -8,9 +8,11 @@ sizes, rounding could double the slope of a small tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from adaptive_batching._probe.scratch import Scratch
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
@@ -48,6 +50,17 @@ class StepRecord:
     num_resting: int
     """Storages alive before the step."""
 
+    streams: Mapping[int, int]
+    """Number of the stream, by storage, of what is not allocated on the main one."""
+
+    made: Mapping[int, int]
+    """By storage alive before the step that the first step makes, such as optimizer states: the number of events before
+    it does."""
+
+    scratch: Mapping[int, tuple[int, Scratch]]
+    """By storage that an operation takes while it runs: its entry of ``log``, and what its size follows from. ``log``
+    has as much of it as is on a line over the batch size."""
+
     kept_bytes: int
     """Bytes alive before the step that the one before has made, and that it replaces."""
 
@@ -71,12 +84,6 @@ class StepRecord:
             alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
         return self.moments[at], alive
 
-    def made_late(self) -> tuple[frozenset[int], int]:
-        """Return the optimizer states, and the event before which the first step of a run makes them."""
-        states = frozenset(number for number in range(self.num_resting) if self.kinds[number] == STATES)
-        at = next((mark for moment, mark in zip(self.moments, self.marks, strict=True) if moment == OPTIMIZER), 0)
-        return states, at
-
 
 class Ledger:
     """Bytes alive, and the allocations and ends of storages in the order in which they happen.
@@ -90,6 +97,7 @@ class Ledger:
         self._sum: tuple[weakref.ref[Any], int] | None = None
         self._sizes: list[int] = []
         self._kinds: list[str] = []
+        self._streams: dict[int, int] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -97,6 +105,7 @@ class Ledger:
         alive = [number for _, number in self._seen.values()]
         self._sizes = [self._sizes[number] for number in alive]
         self._kinds = [self._kinds[number] for number in alive]
+        self._streams = {new: self._streams[old] for new, old in enumerate(alive) if old in self._streams}
         self._seen = {
             key: (self._watched(reference(), key, new), new)
             for new, (key, (reference, _)) in enumerate(self._seen.items())
@@ -104,6 +113,8 @@ class Ledger:
         self._num_resting = len(alive)
         self._holders: dict[int, int] = {}  # of numbers that more than one storage shares
         self._events: list[int] = []
+        self._made: dict[int, int] = {}
+        self._scratch: dict[int, tuple[int, Scratch]] = {}
         self._log, self._moments, self._marks = [self._current], [BETWEEN], [0]
 
     @property
@@ -115,7 +126,8 @@ class Ledger:
         """Return what has happened since :meth:`begin`, with what else is known of the step."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
-            tuple(self._kinds), self._num_resting, kept_bytes, flops, recomputed_flops, attention_flops,
+            tuple(self._kinds), self._num_resting, self._streams, self._made, self._scratch, kept_bytes, flops,
+            recomputed_flops, attention_flops,
         )  # fmt: skip
 
     def knows(self, storage: Any) -> bool:
@@ -126,9 +138,11 @@ class Ledger:
         """Give a storage that is known another kind."""
         self._kinds[self._seen[storage._cdata][1]] = kind
 
-    def allocate(self, storage: Any, kind: str, size: int) -> None:
+    def allocate(self, storage: Any, kind: str, size: int, stream: int = 0) -> None:
         """Note a storage of ``size`` bytes; of 0 for one that takes no memory."""
         number = len(self._sizes)
+        if stream:
+            self._streams[number] = stream
         self._sizes.append(size)
         self._kinds.append(kind)
         self._seen[storage._cdata] = (self._watched(storage, storage._cdata, number), number)
@@ -136,17 +150,24 @@ class Ledger:
             self._current += size
             self._events.append(number)
 
-    def end_operation(self, moment: str, workspace: int) -> None:
-        """Note what is alive after an operation, and the ``workspace`` bytes that it took while it ran."""
-        if workspace:
-            number = len(self._sizes)
-            self._sizes.append(workspace)
+    def note_need(self, storage: Any) -> None:
+        """Note that a step needs a storage from here on which is alive before it: the first step makes it here."""
+        number = self._seen[storage._cdata][1]
+        if number < self._num_resting:
+            self._made.setdefault(number, len(self._events))
+
+    def end_operation(self, moment: str, scratch: Scratch | None = None) -> None:
+        """Note what is alive after an operation, and what it took while it ran."""
+        number = len(self._sizes)
+        if scratch is not None:
+            self._scratch[number] = len(self._log), scratch
+            self._sizes.append(scratch.num_bytes)
             self._kinds.append(OTHER)
             self._events.append(number)
-        self._log.append(self._current + workspace)
+        self._log.append(self._current + (0 if scratch is None else scratch.in_line))
         self._moments.append(moment)
         self._marks.append(len(self._events))
-        if workspace:
+        if scratch is not None:
             self._events.append(~number)
 
     def write_over(self, term: Any, result: Any) -> None:
@@ -197,6 +218,7 @@ class Ledger:
         self._seen[result._cdata] = (self._watched(result, result._cdata, number), number)
         size = self._sizes.pop()
         self._kinds.pop()
+        self._streams.pop(len(self._sizes), None)
         if size:
             self._events.remove(len(self._sizes))
             self._current -= size

@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from adaptive_batching._probe.flops import flops_of, is_attention
+from adaptive_batching._probe.kernels import MATRIX_PRODUCTS, handle_bytes, scratch_of
 from adaptive_batching._probe.ledger import (
     ACTIVATIONS,
     BACKWARD,
@@ -36,6 +38,14 @@ from adaptive_batching._probe.ledger import (
 _WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
 
 
+class _Handle:
+    """The workspace of a library's handle, as a storage."""
+
+    @property
+    def _cdata(self) -> int:
+        return -id(self)  # storages have positive ones
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that operations make under it, until it dies.
 
@@ -51,6 +61,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     in_place_of: torch.Tensor | None = None
     """The tensor over which the running operation writes its result, if there is one."""
 
+    stream = 0
+    """Number of the stream on which is allocated now; 0 for the main one."""
+
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""
 
@@ -60,6 +73,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._on_cuda = on_cuda
         self._ledger = Ledger()
+        self._handles = [_Handle(), _Handle()] if on_cuda else []
+        """Of cuBLAS: one of the thread that runs forwards, and one of autograd's."""
+
+        for handle in self._handles:
+            self._ledger.allocate(handle, OTHER, handle_bytes())
         self._equality: weakref.ref[Any] | None = None
         """Last result of a comparison of two numbers for equality."""
 
@@ -120,8 +138,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def set_moment(moment: str) -> None:
             self._moment = moment
 
-        def before_optimizer(*_: Any) -> None:
+        def before_optimizer(optimizer: Optimizer, *_: Any) -> None:
             self._in_optimizer = True
+            for tensor in state_tensors([optimizer]):
+                for storage in _storages(tensor):
+                    if self._ledger.knows(storage):
+                        self._ledger.note_need(storage)
             Recorder.fused = steps_elsewhere
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -205,15 +227,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if not self._ledger.knows(storage):
                         kind = self._kind_of(value, moment, recomputes=recomputes)
                         counts = not Recorder.fused and _device_type(value) == self._device_type
-                        self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0)
+                        self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0, Recorder.stream)
+        if self._handles and func in MATRIX_PRODUCTS and not Recorder.fused:
+            self._ledger.note_need(self._handles[in_backward])
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
             self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
         flops = flops_of(func, args, kwargs, out)
         self._flops += flops
         self._recomputed_flops += flops if recomputes else 0
         self._attention_flops += flops if is_attention(func) and not recomputes else 0
-        workspace = _workspace_bytes(func, args) if self._on_cuda and not Recorder.fused else 0
-        self._ledger.end_operation(moment, workspace)
+        scratch = scratch_of(func, args) if self._on_cuda and not Recorder.fused else None
+        self._ledger.end_operation(moment, scratch)
         if in_backward and func is torch.ops.aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
             self._note_sum(args, out)
         return out
@@ -229,18 +253,10 @@ def _called_by_autograd(frame: Any) -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
-def _workspace_bytes(func: Any, args: Any) -> int:
-    """Return what the kernel of an operation allocates and frees on CUDA.
-
-    The gradient of an embedding is summed in float32, by parts of at most ten tokens that are alike
-    (``max_partial_segment`` in ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``). Up to 3,072 tokens another
-    kernel does without; that is not told apart, as memory between the two traced sizes has to be a line.
-    """
-    if func is torch.ops.aten.embedding_dense_backward.default:
-        gradient, indices = args[0], args[1]
-        tenths_of_parts = indices.numel() + 10 * min(indices.numel(), int(args[2]))
-        return int(tenths_of_parts * gradient.shape[-1] * 4 // 10)
-    return 0
+def state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """Return the tensors that optimizers keep from step to step."""
+    values = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -251,6 +267,16 @@ def labelled(kind: str) -> Iterator[None]:
         yield
     finally:
         Recorder.label = before
+
+
+@contextlib.contextmanager
+def on_stream(number: int) -> Iterator[None]:
+    """Record what is allocated inside as of a stream of its own, whose memory no other takes."""
+    before, Recorder.stream = Recorder.stream, number
+    try:
+        yield
+    finally:
+        Recorder.stream = before
 
 
 def _device_type(tensor: torch.Tensor) -> str:

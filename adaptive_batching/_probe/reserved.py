@@ -8,7 +8,7 @@ training can repeat its steps.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +33,11 @@ class Recorded(Protocol):
     @property
     def num_resting(self) -> int: ...
 
-    def made_late(self) -> tuple[frozenset[int], int]: ...
+    @property
+    def streams(self) -> Mapping[int, int]: ...
+
+    @property
+    def made(self) -> Mapping[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -50,51 +54,55 @@ class Reserved:
     least_expandable: int
 
 
-def reserved_for(step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> Reserved:
-    """Replay a step and return what is reserved for it.
-
-    Args:
-        step: The step.
-        late: Numbers of resting storages that the first step makes, such as optimizer states.
-        late_at: Number of the event before which it makes them.
-    """
-
-    def run(allocator: Any) -> Any:
-        return replay(allocator, step, late, late_at)
-
-    free, expandable = run(CachingAllocator()), run(ExpandableAllocator())
+def reserved_for(step: Recorded) -> Reserved:
+    """Replay a step and return what is reserved for it."""
+    free, expandable = replay(CachingAllocator(), step), replay(ExpandableAllocator(), step)
     return Reserved(
         free.peak_reserved,
         expandable.peak_reserved,
-        _least(lambda limit: run(CachingAllocator(limit)), free.peak_allocated, free.peak_reserved),
-        _least(lambda limit: run(ExpandableAllocator(limit)), expandable.peak_allocated, expandable.peak_reserved),
+        _least(lambda limit: replay(CachingAllocator(limit), step), free.peak_allocated, free.peak_reserved),
+        _least(
+            lambda limit: replay(ExpandableAllocator(limit), step), expandable.peak_allocated, expandable.peak_reserved
+        ),
     )
 
 
-def reserved_by_default(step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> int:
+def reserved_by_default(step: Recorded) -> int:
     """Return what is reserved with default settings where nothing limits it."""
-    return int(replay(CachingAllocator(), step, late, late_at).peak_reserved)
+    return int(replay(CachingAllocator(), step).peak_reserved)
 
 
-def replay(allocator: Any, step: Recorded, late: frozenset[int] = frozenset(), late_at: int = 0) -> Any:
-    """Run :data:`STEPS` equal steps on ``allocator``, and return it.
+def replay(allocator: Any, step: Recorded) -> Any:
+    """Run :data:`STEPS` equal steps on ``allocator``, the first as that of a run, and return it.
 
     Raises:
         AllocatorFullError: If a step does not fit in the allocator's limit.
     """
-    for _ in _steps(allocator, step, STEPS, late, late_at):
+    for _ in _steps(allocator, step, STEPS, step.made):
         pass
     return allocator
 
 
-def _steps(
-    allocator: Any, step: Recorded, count: int, late: frozenset[int] = frozenset(), late_at: int = 0
-) -> Iterator[None]:
+def _steps(allocator: Any, step: Recorded, count: int, made: Mapping[int, int]) -> Iterator[None]:
     """Run ``count`` equal steps on ``allocator``, and stop after each.
 
     What a step leaves behind takes the place of what it frees of those before, where there are as many of both.
+
+    Args:
+        allocator: The allocator.
+        step: The step.
+        count: Number of steps.
+        made: By storage that is not there before the first step: the number of events before the step makes it.
     """
-    resting = {n: allocator.take(step.sizes[n]) for n in range(step.num_resting) if step.sizes[n] and n not in late}
+
+    def take(number: int) -> Any:
+        return allocator.take(step.sizes[number], step.streams.get(number, 0))
+
+    late: dict[int, list[int]] = {}
+    for storage, event in made.items():
+        if step.sizes[storage]:
+            late.setdefault(event, []).append(storage)
+    resting = {n: take(n) for n in range(step.num_resting) if step.sizes[n] and n not in made}
     freed = {~event for event in step.events if event < 0}
     replaced = sorted(number for number in freed if number < step.num_resting)
     left = [event for event in step.events if event >= 0 and event not in freed]
@@ -102,14 +110,14 @@ def _steps(
     for number in range(count):
         held: dict[int, Any] = {}
         for index, event in enumerate(step.events):
-            if number == 0 and index == late_at:
-                resting |= {n: allocator.take(step.sizes[n]) for n in late if step.sizes[n]}
+            resting |= {n: take(n) for n in late.pop(index, ())}
             if event >= 0:
-                held[event] = allocator.take(step.sizes[event])
+                held[event] = take(event)
             elif ~event in held:
                 allocator.give_back(held.pop(~event))
             elif ~event in resting and (replaces or number == count - 1):
                 allocator.give_back(resting.pop(~event))
+        resting |= {n: take(n) for n in late.pop(len(step.events), ())}
         if replaces:
             resting |= zip(replaced, held.values(), strict=True)
         else:
@@ -168,14 +176,14 @@ class ReservedPeaks:
     def _replay(self, batch_size: int) -> Needed:
         record = self._at(batch_size)
         alone = self._allocator(float("inf"))
-        for _ in _steps(alone, record, 1):
+        for _ in _steps(alone, record, 1, {}):
             pass
-        late, late_at = record.made_late() if self._makes_states else (frozenset[int](), 0)
+        made = record.made if self._makes_states else {}
 
         def run(limit: float) -> tuple[Any, list[int]]:
             """Replay steps until it is known whether training can repeat them."""
             allocator, peaks, retries = self._allocator(limit), list[int](), list[int]()
-            for _ in _steps(allocator, record, MAX_STEPS, late, late_at):
+            for _ in _steps(allocator, record, MAX_STEPS, made):
                 peaks.append(allocator.peak_reserved)
                 retries.append(allocator.retries - sum(retries))
                 goes_on = can_repeat(retries, makes_states=self._makes_states)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from adaptive_batching._probe.block_wise import traced_as
 from adaptive_batching._probe.curve import TRACED_SIZES, PeakMemoryCurve, TracedStep, TraceError
 from adaptive_batching._probe.ledger import STATES, WEIGHTS, StepRecord
-from adaptive_batching._probe.recording import Recorder
+from adaptive_batching._probe.recording import Recorder, state_tensors
 from adaptive_batching._probe.sharded_trace import ShardedCopy
 from adaptive_batching._probe.trial import TrainingStep, has_states, kept_tensors, models_of
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -128,7 +128,7 @@ def _record(
         recorder.hold(parameter, WEIGHTS, counts=not on_host)
     for tensor in model.buffers():
         recorder.hold(tensor, WEIGHTS)
-    for tensor in _state_tensors(optimizers):
+    for tensor in state_tensors(optimizers):
         recorder.hold(tensor, STATES, counts=not on_host)
     for parameter in model.parameters():  # whole parameters of a sharded model, and their views, take no memory
         recorder.hold(parameter, WEIGHTS, counts=False)
@@ -137,7 +137,7 @@ def _record(
             run(batch)  # creates optimizers of its own, and their states
         for optimizer in optimizers:
             _make_states(optimizer)
-        for tensor in _state_tensors(optimizers):
+        for tensor in state_tensors(optimizers):
             recorder.hold(tensor, STATES)
         kept_bytes = -recorder.current_bytes
         if step.keeps:
@@ -161,11 +161,6 @@ def _make_states(optimizer: Optimizer) -> None:
         parameter.grad = None
 
 
-def _state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    values = [value for o in optimizers for state in o.state.values() for value in state.values()]
-    return [value for value in values if isinstance(value, torch.Tensor)]
-
-
 def _fake_copy(
     model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode, device: torch.device
 ) -> tuple[nn.Module, list[Optimizer]]:
@@ -175,7 +170,7 @@ def _fake_copy(
     optimizer's count of steps.
     """
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers(), *kept_tensors(model), *_state_tensors(optimizers)]:
+    for tensor in [*model.parameters(), *model.buffers(), *kept_tensors(model), *state_tensors(optimizers)]:
         copied = _fake_on(device if device.type == "cpu" else tensor.device, tensor, fake)
         if isinstance(tensor, nn.Parameter):
             with fake:

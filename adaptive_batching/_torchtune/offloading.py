@@ -8,6 +8,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from adaptive_batching._probe.recording import on_stream
+
 
 class TracedOffloading(saved_tensors_hooks):
     """Does to fake tensors what ``OffloadActivations`` does on CUDA, with its defaults and streams.
@@ -15,7 +17,8 @@ class TracedOffloading(saved_tensors_hooks):
     An activation stays on the device until five more have been saved, because the copy to the host may not have ended;
     the last ones go when the first node of the backward pass that takes an activation has run. There an activation
     comes back, and goes when the next such node has run: the copies of one are waited for while the next computes. A
-    copy on the host takes no memory of the device.
+    copy on the host takes no memory of the device. What comes back is allocated on the stream of the copies. Where that
+    has to be kept until another stream has caught up, it is taken to have.
     """
 
     def __init__(self) -> None:
@@ -63,7 +66,8 @@ class TracedOffloading(saved_tensors_hooks):
         comes_back = tensor is None
         if tensor is None:
             shape, strides, dtype, device = saved
-            tensor = self._brought[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            with on_stream(_COPIES):
+                tensor = self._brought[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         uses = _uses(tensor)
 
         def after_node(outputs: Any, inputs: Any) -> None:
@@ -85,4 +89,5 @@ SMALLEST = 64
 """Bytes from which on an activation moves. torchtune's 1024 are reached at any batch size worth the name, but may lie
 between the two that are traced, whose operations must be the same."""
 
+_COPIES = 3  # number of their stream
 _MOST_STAYING = 5

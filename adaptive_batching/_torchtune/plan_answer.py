@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._plan import text
+from adaptive_batching._plan.against_allocator import AGREEMENT
 from adaptive_batching._plan.devices import Gpu
 from adaptive_batching._plan.forecast import Need
 from adaptive_batching._plan.published import error_band
@@ -142,7 +143,14 @@ def _show(asked: Asked, plan: _Found) -> None:
         lines.append(f"assumed: {made.assumes}")
     lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes)]
     lines += [*_varying(plan), "", *text.what_sets_the_peak(need)]
-    lines += ["", *_epochs(asked, plan.outlook), "", *_work(asked, made, need), "", text.how_sure(error_band())]
+    lines += [
+        "",
+        *_epochs(asked, plan.outlook),
+        "",
+        *_work(asked, made, need),
+        "",
+        text.how_sure(AGREEMENT, error_band()),
+    ]
     print("\n".join(lines), flush=True)
 
 
@@ -229,6 +237,7 @@ def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
         "batch_size": need.batch_size,
         "peak_bytes": need.peak_bytes,
         "error": asdict(error_band()),
+        "allocator": asdict(AGREEMENT),
         "set_up_bytes": made.forecast.set_up_bytes,
         "resting_bytes": need.resting_bytes,
         "reserved_bytes": need.reserved.by_default,

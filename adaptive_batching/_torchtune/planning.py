@@ -97,8 +97,13 @@ class Sketch:
     """True if samples have images, so that their tokens say little of their memory."""
 
 
-def sketch(question: Question, length: int) -> Sketch:
+def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
     """Set a run up on paper and trace its step on samples of ``length`` tokens.
+
+    Args:
+        question: The run.
+        length: Tokens of a sample.
+        whole: Where gradients add up, trace two forwards and not the last one alone.
 
     Raises:
         TooLongError: If the model takes no samples of that length.
@@ -111,7 +116,9 @@ def sketch(question: Question, length: int) -> Sketch:
         if length > most:
             raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
         in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
-        step = replace(training_step(host, host.loader.dataset[0], accumulates=in_parts), on_cuda=True)
+        step = replace(
+            training_step(host, host.loader.dataset[0], accumulates=in_parts, traces_both=whole), on_cuda=True
+        )
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         data: Data = host.loader.dataset
@@ -210,7 +217,8 @@ def as_they_come(
     if not steps:
         return None
     shorter = made.length // 2 // _SHORTEST * _SHORTEST
-    traced = TracedLengths((made.length, made.forecast.step), (shorter, sketch(question, shorter).forecast.step))
+    steps_at = [(length, sketch(question, length, whole=False).forecast.step) for length in (made.length, shorter)]
+    traced = TracedLengths(steps_at[0], steps_at[1])
     return replay_shapes(traced, steps, memory_bytes - sum(each.most for each in made.forecast.outside))
 
 

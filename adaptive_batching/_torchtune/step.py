@@ -41,7 +41,12 @@ MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer
 
 
 def training_step(
-    host: Host, sample: Sample, *, accumulates: bool, note: Callable[[int, float], None] | None = None
+    host: Host,
+    sample: Sample,
+    *,
+    accumulates: bool,
+    note: Callable[[int, float], None] | None = None,
+    traces_both: bool = False,
 ) -> TrainingStep:
     """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
 
@@ -50,6 +55,8 @@ def training_step(
         sample: A worst-case sample.
         accumulates: A forward and backward runs while the gradients of another are held, which is the costliest moment.
         note: Told the samples and the seconds of each forward and backward of a real step.
+        traces_both: A trace runs the forward and backward that makes those gradients as well, instead of making them at
+            once: the peak is the same, but not what an allocator reserves for it.
     """
     num_samples = 0
 
@@ -76,8 +83,8 @@ def training_step(
                     note(num_samples, time.perf_counter() - start)
                 return sums
 
-            earlier = accumulates and not is_trace
-            if accumulates and is_trace:
+            earlier = accumulates and (traces_both or not is_trace)
+            if accumulates and not earlier:
                 _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
             forwards = [partial(run_one, is_last=last) for last in ([False, True] if earlier else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ class Step:
     events: tuple[int, ...]
     sizes: tuple[int, ...]
     num_resting: int
+    streams: Mapping[int, int] = field(default_factory=dict)
+    made: Mapping[int, int] = field(default_factory=dict)
 
 
 # 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB
@@ -62,6 +65,27 @@ def test_at_the_limit_free_segments_are_given_back_and_then_it_is_over() -> None
 
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@pytest.mark.parametrize("size", [KIB, 60 * MIB])
+def test_what_one_stream_frees_no_other_gets(kind: Any, size: int) -> None:
+    allocator = kind()
+    allocator.give_back(allocator.take(size, 1))
+    reserved = allocator.reserved
+    allocator.take(size, 1)
+    assert allocator.reserved == reserved
+    allocator.take(size, 2)
+    assert allocator.reserved == 2 * reserved
+
+
+def test_of_blocks_that_are_as_large_the_one_at_the_lowest_address_is_taken() -> None:
+    allocator = CachingAllocator()
+    high, low = allocator.take(60 * MIB), allocator.take(60 * MIB)
+    assert low.address < high.address
+    allocator.give_back(low)
+    allocator.give_back(high)
+    assert allocator.take(60 * MIB) is low
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_comes_what_is_reserved_holds_what_is_allocated(kind: Any, seed: int) -> None:
     held: list[Any] = []
@@ -94,7 +118,7 @@ def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_n
 
 
 def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
-    assert replay(CachingAllocator(), STEP, frozenset({0}), 3).peak_allocated == 2 * GIB + 1200 * MIB
+    assert replay(CachingAllocator(), replace(STEP, made={0: 3})).peak_allocated == 2 * GIB + 1200 * MIB
 
 
 def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Tape:
         self.events: list[int] = []
         self.sizes: list[int] = []
 
-    def take(self, num_bytes: int) -> int:
+    def take(self, num_bytes: int, stream: int = 0) -> int:
         self.sizes.append(num_bytes)
         self.events.append(len(self.sizes) - 1)
         return self.events[-1]
@@ -57,14 +57,8 @@ class Recorded:
     events: Sequence[int]
     sizes: Sequence[int]
     num_resting: int
-    states: frozenset[int] = frozenset()
-    """Resting storages that the first step makes."""
-    states_at: int = 0
-    """Number of the event before which it makes them."""
-
-    def made_late(self) -> tuple[frozenset[int], int]:
-        """The optimizer states."""
-        return self.states, self.states_at
+    streams: Mapping[int, int] = field(default_factory=dict)
+    made: Mapping[int, int] = field(default_factory=dict)
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The moment and the kinds of memory: neither has a name here."""
@@ -181,14 +175,14 @@ class Device:
         traced.optimizer = Moments(traced)
         traced.optimizer.make_states()
         num_resting = len(tape.sizes)
-        states = frozenset(range(len(self.layers), num_resting))
+        states = range(len(self.layers), num_resting)
         tape.events.clear()
         traced.forward_backward(tokens)
-        states_at = len(tape.events)
+        made = dict.fromkeys(states, len(tape.events))
         tape.events.clear()
         del tape.sizes[num_resting:]
         traced.step(tokens)
-        return Recorded(tuple(tape.events), tuple(tape.sizes), num_resting, states, states_at)
+        return Recorded(tuple(tape.events), tuple(tape.sizes), num_resting, made=made)
 
     def training_step(self) -> TrainingStep:
         """Steps on batches of worst-case samples."""
@@ -269,7 +263,7 @@ class Inflated(CachingAllocator):
         super().__init__(device.total_bytes)
         self._overhead = device.overhead
 
-    def take(self, num_bytes: int) -> Any:
+    def take(self, num_bytes: int, stream: int = 0) -> Any:
         if int((self.allocated + num_bytes) * self._overhead) > self.limit:
             self.retries += 1
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
