@@ -92,6 +92,9 @@ class CpuMeter:
     def allocator_settings(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"}
 
+    def outside_bytes(self) -> int:
+        return 0
+
     def segments(self) -> None:
         return None
 

@@ -215,6 +215,9 @@ class Device:
     def peak_allocated_bytes(self) -> int:
         return self.allocator.peak_allocated
 
+    def outside_bytes(self) -> int:
+        return 0
+
     def num_retries(self) -> int:
         return self.allocator.retries
 
