@@ -8,13 +8,9 @@ from typing import Generic, TypeVar
 
 from adaptive_batching._memory import forget_frames, is_out_of_memory
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._ranks.fsdp import MicroBatchCollectives
+from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
 
 T = TypeVar("T")
-
-
-class CannotRecoverError(RuntimeError):
-    """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,8 @@ def run_micro_batches(
         count_retries: Returns how often this rank's allocator has had to empty its cache.
 
     Raises:
-        CannotRecoverError: If memory runs out in a micro-batch whose collectives differ from the recorded ones, or
-            again while only collectives are issued.
+        CannotRecoverError: If memory runs out in a micro-batch whose collectives differ from the recorded ones, in a
+            collective that may have been issued or not, or again while only collectives are issued.
         Exception: Any other error of a micro-batch. Out-of-memory errors are returned instead.
     """
     results: list[T] = []

@@ -25,7 +25,7 @@ from adaptive_batching._probe.search import SEARCHES, settle_for_enough
 from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
-from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
@@ -294,7 +294,8 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
     except TraceError as error:
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # a real step takes more memory
-        log.warning("the training step cannot be traced (%s); searching by measured steps alone", error)
+        text = "the training step cannot be traced (%s); searching by measured steps alone"
+        log.warning(text, error, extra=ONLY_HERE)
         return None
 
 

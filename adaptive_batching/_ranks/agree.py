@@ -20,6 +20,9 @@ _TIMEOUT_OF_TRIAL = timedelta(seconds=20)
 
 T = TypeVar("T")
 
+ONLY_HERE = {"only_here": True}
+"""The ``extra`` of a warning that one rank alone may know of; others are shown on the first."""
+
 
 class GroupError(RuntimeError):
     """Raised if ranks that have to agree cannot, because gloo does not start. The message names the remedy."""
@@ -29,6 +32,13 @@ class GroupError(RuntimeError):
             f"the ranks cannot communicate on the host, because gloo does not start ({reason}); set the environment "
             f"variable GLOO_SOCKET_IFNAME to the name of a network interface that all hosts share, such as eth0"
         )
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Return True if ``error`` means that another rank has closed its connections, as it does when its process ends."""
+    message = str(error)
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and "gloo" in message and any(text in message for text in lost)
 
 
 class Ranks:

@@ -19,14 +19,16 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from adaptive_batching._memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ with contextlib.suppress(ImportError):  # a torch without custom collectives; se
 
     _AllGatherBase = getattr(_fsdp_collectives, "DefaultAllGather", object)
     _ReduceScatterBase = getattr(_fsdp_collectives, "DefaultReduceScatter", object)
+
+
+class CannotRecoverError(RuntimeError):
+    """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -93,9 +99,9 @@ class _Collective:
         output = output_room[:output_bytes].view(self.dtype).view(self.output_shape)
         given = input_room[:input_bytes].view(self.dtype).view(self.input_shape)
         if self.operation is None:
-            dist.all_gather_into_tensor(output, given, group=self.group)
+            _AllGatherBase()(output, given, self.group)
         else:
-            dist.reduce_scatter_tensor(output, given, op=self.operation, group=self.group)
+            _ReduceScatterBase()(output, given, self.group, self.operation)
 
 
 class _Room:
@@ -238,15 +244,55 @@ def _check_room(output: torch.Tensor, given: torch.Tensor) -> None:
         torch.empty(_of_gloo(output.nbytes + given.nbytes), dtype=torch.uint8)
 
 
+def _issue(issued: list[_Collective], collective: _Collective, call: Callable[[bool], Any], async_op: bool) -> Any:
+    """Issue a collective, and note it as ``issued`` before anything else can fail.
+
+    On the host a call that is not asynchronous waits for the exchange, too: so it is made asynchronous, to be waited
+    for here. An accelerator's returns when it has been issued.
+
+    Args:
+        issued: Collectives of this micro-batch so far.
+        collective: The one to add to them.
+        call: Issues it, asynchronously or not, and returns its handle.
+        async_op: The caller will wait for the handle.
+
+    Raises:
+        CannotRecoverError: If memory runs out when the group has counted the collective. Whether the other ranks get
+            what they wait for is not known then: issued again, it might be one too many, and left out, one too few.
+    """
+    waits = not async_op and collective.device.type == "cpu"
+    before = _num_issued(collective)
+    try:
+        work = call(async_op or waits)
+        issued.append(collective)
+        if not waits:
+            return work
+        work.wait()
+    except Exception as error:
+        if not is_out_of_memory(error) or _num_issued(collective) == before:
+            raise
+        raise CannotRecoverError(
+            "memory ran out within a collective, so that it is not known whether the other ranks have got what they "
+            "wait for, and no step can run again. Set a smaller batch_size or micro_batch_size"
+        ) from error
+
+
+def _num_issued(collective: _Collective) -> int:
+    """Return how many collectives the group has issued on this rank; 0 if it does not count them."""
+    try:
+        return int(collective.group._get_backend(collective.device)._get_sequence_number_for_group())
+    except RuntimeError:  # of a backend other than gloo and NCCL
+        return 0
+
+
 class _AllGather(_AllGatherBase):
     def __init__(self, issued: list[_Collective]) -> None:
         self._issued = issued
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         _check_room(output_tensor, input_tensor)
-        work = super().__call__(output_tensor, input_tensor, group, async_op)
-        self._issued.append(_Collective.of(output_tensor, input_tensor, group))  # only if the call succeeded
-        return work
+        call = partial(super().__call__, output_tensor, input_tensor, group)
+        return _issue(self._issued, _Collective.of(output_tensor, input_tensor, group), call, async_op)
 
 
 class _Norms:
@@ -264,6 +310,5 @@ class _ReduceScatter(_ReduceScatterBase):
         if self._norms.squares is not None:
             self._norms.squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
         _check_room(output_tensor, input_tensor)
-        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
-        self._issued.append(_Collective.of(output_tensor, input_tensor, group, op))
-        return work
+        call = partial(super().__call__, output_tensor, input_tensor, group, op)
+        return _issue(self._issued, _Collective.of(output_tensor, input_tensor, group, op), call, async_op)

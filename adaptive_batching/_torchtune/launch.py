@@ -22,9 +22,9 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 import adaptive_batching
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._memory import is_out_of_memory
-from adaptive_batching._micro_batches.run import CannotRecoverError
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._ranks.agree import GroupError
+from adaptive_batching._ranks.agree import GroupError, is_lost_rank
+from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._torchtune.checkpoints import CheckpointError
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 # Errors whose message says what is wrong and what to do.
 _CLEAR = (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError, CheckpointError)
+_RANK = int(os.environ.get("RANK", 0))
 _NOT_OF_THE_USER = [
     str(Path(adaptive_batching.__file__).parent),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -160,6 +161,12 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
             f"'adaptive-batching ls' lists with the recipe"
         ) from None
     except Exception as error:
+        if is_lost_rank(error):
+            log.debug("lost another rank, in full:", exc_info=error)
+            raise SystemExit(
+                "error: the connection to another rank is lost: it has ended, and its own last line says why. If it is "
+                "still there, look at the network between the hosts"
+            ) from None
         if not is_out_of_memory(error):
             raise
         log.debug("out of memory, in full:", exc_info=error)
@@ -170,23 +177,26 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
 
 
 class _ForPeople(logging.Formatter):
-    """Messages as they are; the level only where it matters."""
+    """Messages as they are; the level only where it matters, and the rank where it is not the first."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
+        text = text if _RANK == 0 else f"rank {_RANK}: {text}"
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 def _log_for_people() -> None:
-    """Show our log on the first rank, and warnings on all, unless the program has set logging up itself."""
+    """Show our log on the first rank, and on others what only they know, unless the program has set logging up."""
     if logging.getLogger().handlers:
         return
     logger = logging.getLogger("adaptive_batching")
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(_ForPeople("%(message)s"))
+        if _RANK > 0:
+            handler.addFilter(lambda record: hasattr(record, "only_here") or record.levelno > logging.WARNING)
         logger.addHandler(handler)
-    logger.setLevel(logging.INFO if int(os.environ.get("RANK", 0)) == 0 else logging.WARNING)
+    logger.setLevel(logging.INFO if _RANK == 0 else logging.WARNING)
 
 
 def _frames_of_the_user(error: BaseException) -> str:

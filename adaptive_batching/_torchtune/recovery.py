@@ -100,8 +100,10 @@ class Recovery:
             raise DoesNotFitError("out of memory on another rank, which says what would help")
         self._check_that_running_again_is_exact()
         self._host.objective.equalize_collectives()
-        # The same limit everywhere: from the largest that has failed.
-        tokens = int(ranks.largest(0 if failed is None else failed.tokens))
+        # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
+        found = ranks.gather(None if failed is None else (failed.tokens, f"with {self._describe(failed)}"))
+        failures = {rank: each for rank, each in enumerate(found) if each is not None}
+        tokens = max(tokens for tokens, _ in failures.values())
         self._unit = self._unit_of(micro_batches[0])
         can_be_cut = failed is not None and len(failed.samples) > 1
         if self._attempts.fail(tokens, fitted_before=ran_before, can_be_cut=can_be_cut):
@@ -110,10 +112,11 @@ class Recovery:
             how = f"with at most {self._limit.max_tokens} {self._unit} in a forward"
             if self._host.steps_in_backward:
                 how += f", which holds {size_of_gradients(self._host)} of gradients until the last of them"
-        where = "on another rank" if failed is None else f"with {self._describe(failed)}"
+        is_alone = ranks.size == 1
+        what = ", ".join(what if is_alone else f"on rank {rank} {what}" for rank, (_, what) in failures.items())
         log.warning(
             "out of memory %s; running %s again %s (recovery number %d)",
-            where, self._samples, how, self._limit.num_recoveries,
+            what, self._samples, how, self._limit.num_recoveries,
         )  # fmt: skip
         set_random_state(self._random_state, self._host.device)
 
@@ -234,6 +237,11 @@ def size_of_gradients(host: Host) -> str:
 
 
 def remedy(host: Host) -> str:
+    """Return the next setting that saves memory, and what says before the next run whether it saves enough."""
+    return f"{_next_setting(host)}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"
+
+
+def _next_setting(host: Host) -> str:
     """Return the next setting that saves memory, of those that ``host`` does not use yet."""
     if not host.checkpoints_activations:
         return "enable_activation_checkpointing=True"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -78,7 +79,8 @@ class CollectivesThatFail:
 
     Args:
         kind: ``"gather"`` or ``"scatter"``.
-        moment: ``"before"`` it is issued, ``"inside"`` the call, which then does not issue it, or ``"after"`` that.
+        moment: ``"before"`` it is issued; ``"inside"`` the call, which then does not issue it, or ``"issued"``, where
+            it had; while ``"waiting"`` for it, after the exchange, or before it: ``"lost"``; ``"after"`` all that.
         number: Which one of them, from 1, after :meth:`begin`.
     """
 
@@ -90,41 +92,44 @@ class CollectivesThatFail:
         self._moment = moment
         self._number = number
         self._left: int | None = None
+        self._num_lost = 0
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
         self._left = self._number
 
     def __enter__(self) -> CollectivesThatFail:
-        issue, call, room = self._base.__call__, self._ours.__call__, fsdp._check_room
+        issue, call = self._base.__call__, self._ours.__call__
+        room, num_issued = fsdp._check_room, fsdp._num_issued
 
-        def is_now(moment: str) -> bool:
-            return self._left == 0 and self._moment == moment
-
-        def fail() -> None:
-            self._left = None
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        def fail_at(*moments: str) -> None:
+            if self._left == 0 and self._moment in moments:
+                self._left = None
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self._left is not None:
                 self._left -= 1
             work = call(*args, **kwargs)
-            if is_now("after"):
-                fail()
+            fail_at("after")
             return work
 
         def issued(*args: Any, **kwargs: Any) -> Any:
-            if is_now("inside"):
-                fail()
-            return issue(*args, **kwargs)
+            fail_at("inside")
+            if self._left == 0 and self._moment == "lost":
+                self._num_lost += 1
+                return Wait(lambda: fail_at("lost"))
+            work = issue(*args, **kwargs)
+            fail_at("issued")
+            return Wait(work.wait, lambda: fail_at("waiting")) if self._left == 0 else work
 
         def checked(*args: Any) -> None:
-            if is_now("before"):
-                fail()
+            fail_at("before")
             room(*args)
 
         for owner, name, function in (
             (self._ours, "__call__", counted), (self._base, "__call__", issued), (fsdp, "_check_room", checked),
+            (fsdp, "_num_issued", lambda *args: num_issued(*args) + self._num_lost),
             (fsdp.MicroBatchCollectives, "drain", without_allocating(fsdp.MicroBatchCollectives.drain)),
         ):  # fmt: skip
             self._stack.enter_context(mock.patch.object(owner, name, function))
@@ -132,6 +137,17 @@ class CollectivesThatFail:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+
+class Wait:
+    """The handle of a collective; to wait for it takes what it is given."""
+
+    def __init__(self, *steps: Callable[[], object]) -> None:
+        self._steps = steps
+
+    def wait(self) -> None:
+        for step in self._steps:
+            step()
 
 
 def without_allocating(function: Any) -> Any:

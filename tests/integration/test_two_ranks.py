@@ -84,7 +84,10 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
     recovered = finished(f"{kind}_{failure}")
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == (2 if failure == "twice" else 1)
     assert_close(recovered, finished(f"{kind}_whole"), epoch=0)
-    assert "running the step's samples again" in output_of(launched, f"{kind}_{failure}")
+    said = re.findall(r"out of memory (.*); running the step's samples again", output_of(launched, f"{kind}_{failure}"))
+    assert len(said) == (2 if failure == "twice" else 1), "one rank says so, for all"
+    on = {"first": "1", "twice": "0"}.get(failure, failure.rpartition("_")[2])
+    assert re.findall(r"on rank (\d) with \d samples? of up to \d+ tokens", said[0]) == list(on)
 
 
 @of_launch("recovery")

@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from tests.conftest import Run, assert_close, assert_same_weights
-from tests.integration.two_ranks import FAILING_COLLECTIVES, REAL_LIMITS
+from tests.integration.two_ranks import (
+    ALL_FAILING_COLLECTIVES,
+    FAILING_COLLECTIVES,
+    KNOWN,
+    REAL_LIMITS,
+    UNKNOWN,
+    name_of,
+)
 from tests.support.launches import (
     Finished,
     of_launch,
     output_of,
     run_launch,
+    with_the_launch,
 )
 from tests.support.records import events
 
@@ -95,14 +103,37 @@ def test_what_needs_ranks_to_agree_ends_with_a_remedy_where_they_cannot(
         assert re.match(r"error: the ranks cannot communicate .*no host of that name.* GLOO_SOCKET_IFNAME", error)
 
 
-@of_launch("failing_collectives")
-@pytest.mark.parametrize(("kind", "moment", "number"), FAILING_COLLECTIVES)
-def test_memory_may_run_out_at_any_moment_of_a_collective(
-    kind: str, moment: str, number: int, finished: Finished
-) -> None:
-    recovered = finished(f"{kind}_{moment}_{number}")
+def failing_collectives(*moments: str) -> pytest.MarkDecorator:
+    """Launches and cases of memory that runs out at ``moments`` of a collective; all of them are slow."""
+    cases = []
+    for launch, those, marks in (
+        ("failing_collectives", FAILING_COLLECTIVES, [with_the_launch("failing_collectives")]),
+        ("all_failing_collectives", ALL_FAILING_COLLECTIVES, [pytest.mark.slow]),
+    ):
+        cases += [
+            pytest.param(launch, name_of(*case), case[3], id=f"{launch}-{name_of(*case)}", marks=marks)
+            for case in those
+            if case[1] in moments
+        ]
+    return pytest.mark.parametrize(("launched", "name", "on"), cases, indirect=["launched"])
+
+
+@failing_collectives(*KNOWN)
+def test_memory_may_run_out_at_any_moment_of_a_collective(name: str, on: list[int], finished: Finished) -> None:
+    recovered = finished(name)
     assert recovered.metrics[-1]["out_of_memory_recoveries"] == 1
     assert_close(recovered, finished("whole"), epoch=0)
+
+
+@failing_collectives(*UNKNOWN)
+def test_a_collective_that_may_have_reached_the_other_ranks_or_not_ends_the_run_on_all(
+    name: str, on: list[int], launched: tuple[Path, str]
+) -> None:
+    for rank in range(2):
+        error = (launched[0] / name / f"error_{rank}.txt").read_text()
+        what = "memory ran out within a collective" if rank in on else "the connection to another rank is lost"
+        assert error.startswith(f"error: {what}")
+        assert "Timed out" not in error
 
 
 ONE_LIMIT = 60  # MiB: a sample fits, or nearly

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
@@ -45,6 +46,7 @@ from tests.support.overrides import SGD, TEACHER, VALIDATE
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
 RANK = int(os.environ.get("RANK", 0))
 MIB = 2**20
+TIMEOUT = timedelta(seconds=60)  # what hangs is to fail fast
 
 
 class LossThatFailsOnOneRank(nn.CrossEntropyLoss):
@@ -414,21 +416,56 @@ def runs_of_short_samples(run: Runner) -> None:
         run("full", "no_group", *in_chunks, "clip_grad_norm=1.0", "adaptive_batching.recover_from_oom=False")
 
 
-def runs_of_failing_collectives(run: Runner) -> None:
-    """Memory runs out before, inside and after collectives of each kind, and under real limits."""
-    common = [*SGD, "gradient_accumulation_steps=2"]
-    run("full", "whole", *common)
-    for kind, moment, number in FAILING_COLLECTIVES:
-        failing = CollectivesThatFail(kind, moment, number)
-        run("full", f"{kind}_{moment}_{number}", *common, collectives=failing, on=[number % 2])
+def runs_of_failing_collectives(run: Runner, cases: Sequence[FailingCollective]) -> None:
+    """Memory runs out at moments of collectives of each kind that a rank recovers from."""
+    run("full", "whole", *SGD, ACCUMULATE)
+    for case in cases:
+        if case[1] in KNOWN:
+            run_with_failing_collective(run, *case)
 
 
-FAILING_COLLECTIVES = [
-    (kind, moment, number)
+def run_with_failing_collective(run: Runner, kind: str, moment: str, number: int, on: list[int]) -> None:
+    failing = CollectivesThatFail(kind, moment, number)
+    run("full", name_of(kind, moment, number, on), *SGD, ACCUMULATE, collectives=failing, on=on)
+
+
+def run_in_a_process_of_its_own(number: int, run: Callable[[], None]) -> None:
+    """Run what ends on one rank by what it does on another; before this process has a group or threads."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    addresses = PrefixStore(f"process_{number}", store)  # not those of the process before
+    dist.init_process_group("gloo", store=addresses, rank=RANK, world_size=2, timeout=TIMEOUT)
+    run()
+    sys.exit()
+
+
+def name_of(kind: str, moment: str, number: int, on: Sequence[int]) -> str:
+    return f"{kind}_{moment}_{number}_{''.join(map(str, on))}"
+
+
+FailingCollective = tuple[str, str, int, list[int]]
+KNOWN, UNKNOWN = ("before", "inside", "after"), ("issued", "waiting", "lost")
+"""Moments at which a rank knows whether the others get what they wait for, and those at which it does not."""
+ALL_FAILING_COLLECTIVES = [
+    (kind, moment, number, on)
     for kind in ("gather", "scatter")
-    for moment in ("before", "inside", "after")
-    for number in (1, 6, 11)
+    for moment in (*KNOWN, *UNKNOWN)
+    for number in range(1, 8)
+    for on in ([0], [1], [0, 1])
 ]
+ON = {1: [1], 4: [0, 1], 6: [0]}
+FAILING_COLLECTIVES = [
+    (kind, moment, number, ON[number])
+    for kind in ("gather", "scatter")
+    for moment, numbers in {**dict.fromkeys(KNOWN, tuple(ON)), "issued": (1,), "waiting": (6,), "lost": (1,)}.items()
+    for number in numbers
+]
+COLLECTIVES_THAT_FAIL = {
+    "failing_collectives": FAILING_COLLECTIVES, "all_failing_collectives": ALL_FAILING_COLLECTIVES
+}  # fmt: skip
 FEW = ["dataset.split=train[:400]", "tokenizer.max_seq_len=256", "epochs=1"]
 
 
@@ -462,7 +499,7 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "others_resume": runs_of_other_recipes_that_resume,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
-    "failing_collectives": runs_of_failing_collectives,
+    **{which: partial(runs_of_failing_collectives, cases=cases) for which, cases in COLLECTIVES_THAT_FAIL.items()},
     **{f"limit_{extra}": partial(runs_under_a_real_limit, extra_mib=extra) for extra in REAL_LIMITS},
 }
 
@@ -472,10 +509,14 @@ if __name__ == "__main__":
     sys.modules["tests.integration.two_ranks"] = sys.modules["__main__"]
     LoRALinear.initialize_parameters = same_everywhere
     accept_configs_of_torchao()  # stock's recipe asks for a class by the name that it had
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # what hangs is to fail fast
     inputs, directory, which = sys.argv[1:4]
+    run = Runner(Path(inputs), Path(directory))
     gc.freeze()  # else each recovery goes through all that torch has made
     with all_that_fits():
-        LAUNCHES[which](Runner(Path(inputs), Path(directory)))
+        for number, case in enumerate(COLLECTIVES_THAT_FAIL.get(which, []), 1):
+            if case[1] in UNKNOWN:
+                run_in_a_process_of_its_own(number, partial(run_with_failing_collective, run, *case))
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        LAUNCHES[which](run)
     dist.barrier()
     dist.destroy_process_group()

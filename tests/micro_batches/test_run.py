@@ -12,11 +12,28 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching._memory import is_out_of_memory
-from adaptive_batching._micro_batches.run import CannotRecoverError, run_micro_batches
+from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._ranks.agree import GroupError, Ranks
-from adaptive_batching._ranks.fsdp import MicroBatchCollectives
+from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
+from tests.integration.faults import Wait
 
 ALONE = Ranks(alone=True)
+
+
+class Group:
+    """A process group of gloo, which counts what it has issued."""
+
+    def __init__(self) -> None:
+        self.num_issued = 0
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.num_issued
+
+
+GROUP = Group()
 
 
 class Sharded(FSDPModule, nn.Module):
@@ -46,13 +63,18 @@ class Sharded(FSDPModule, nn.Module):
 
 @pytest.fixture
 def issued(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the all-gathers that were issued, in order; one of size 13 fails."""
+    """Sizes of the all-gathers that were issued, in order; one of size 13 fails before that, one of 17 after it."""
     sizes: list[int] = []
 
-    def all_gather(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def all_gather(output: torch.Tensor, given: torch.Tensor, group: Group, async_op: bool = False) -> Wait:
         if given.numel() == 13:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        group.num_issued += 1
         sizes.append(given.numel())
+        return Wait(lambda: exhaust() if given.numel() == 17 else None)
+
+    def exhaust() -> None:
+        raise RuntimeError("std::bad_alloc")
 
     for name in ("all_gather_into_tensor", "all_gather_single"):
         monkeypatch.setattr(torch.distributed, name, all_gather, raising=False)
@@ -61,7 +83,7 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def forward(model: Sharded, sizes: list[int], *, fails: bool = False) -> None:
     for size in sizes:
-        model.gather(torch.zeros(2 * size), torch.zeros(size), None)
+        model.gather(torch.zeros(2 * size), torch.zeros(size), GROUP)
     if fails:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -94,10 +116,21 @@ def test_a_collective_that_fails_itself_is_still_to_be_issued(issued: list[int])
 
     def fails_within_a_call() -> None:
         forward(model, [1])
-        model.gather(torch.zeros(26), torch.zeros(13), None)  # instead of 2
+        model.gather(torch.zeros(26), torch.zeros(13), GROUP)  # instead of 2
 
     run_micro_batches([fails_within_a_call], ALONE, collectives, lambda: None)
     assert issued == [1, 2, 3]
+
+
+def test_a_collective_that_fails_once_it_is_issued_ends_the_run_rather_than_being_issued_again(
+    issued: list[int],
+) -> None:
+    model, collectives = recorded([1])
+    issued.clear()
+    with pytest.raises(CannotRecoverError, match="not known whether the other ranks have got") as error:
+        run_micro_batches([lambda: forward(model, [17])], ALONE, collectives, lambda: None)
+    assert issued == [17]
+    assert not is_out_of_memory(error.value), "or it would be recovered from"
 
 
 @pytest.mark.parametrize("varied_before", [False, True])
