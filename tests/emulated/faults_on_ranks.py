@@ -46,11 +46,15 @@ class OnRanks(EachAllocationFails):
     """
 
     def __init__(self, on: Sequence[int], every: int = 1) -> None:
-        super().__init__(lambda allocations: range(0, agreed(allocations), every))
+        def which(allocations: int) -> Sequence[int]:
+            self.before_update = agreed(self.before_update)
+            return range(0, agreed(allocations), every)
+
+        super().__init__(which)
         self._on = on
 
     def fails_here(self, number: int) -> bool:
-        return RANK in self._on or number >= agreed(self.before_update)
+        return RANK in self._on or number >= self.before_update
 
 
 def agreed(value: int) -> int:
@@ -68,7 +72,11 @@ def train(inputs: Path, directory: Path, name: str, recipe: str, config: str, *o
     keys = {override.split("=")[0]: override for override in given}  # the last one counts
     sys.argv = [recipe, "--config", str(path), *keys.values()]
     with in_the_group_of_this_launch(module, module.stock):
-        module.recipe_main()
+        try:
+            module.recipe_main()
+        except SystemExit as end:
+            if end.code:
+                raise
 
 
 def write(each: EachAllocationFails, to: Path) -> None:
