@@ -9,6 +9,7 @@ import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._probe.managed_memory import move_to_host
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._values import ConfigError, memory_size
 
@@ -24,8 +25,14 @@ def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
 
 def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Return memory in use plus free memory in bytes, within ``memory_limit``."""
-    available = meter.used_bytes() + meter.free_bytes()
+    available = meter.used_bytes() + _free_bytes(meter)
     return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
+
+
+def _free_bytes(meter: MemoryMeter) -> int:
+    """Return what this process could take now in bytes; its own managed memory makes room, and does not count."""
+    move_to_host(meter.device)
+    return meter.free_bytes()
 
 
 @contextlib.contextmanager
@@ -63,7 +70,7 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
 
 
 def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:
-    used, free = meter.used_bytes(), meter.free_bytes()
+    used, free = meter.used_bytes(), _free_bytes(meter)
     if config.memory_limit is not None:
         limit = config.memory_limit.of(meter.total_bytes)
         if limit > used + added:

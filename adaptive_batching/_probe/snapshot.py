@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from adaptive_batching._host_memory import free_host_bytes
+from adaptive_batching._probe.managed_memory import make_paged_states, set_to_zero
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,16 +28,22 @@ _BYTES_AT_ONCE = 2**24
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
-    """Restore trainable parameters, buffers, gradients, training mode and the whole optimizers on exit, bit for bit."""
-    parameters = [p for p in parameters_of(model, optimizers) if p.requires_grad]
-    gradients = [p.grad for p in parameters]
+    """Restore what optimizers step, buffers, gradients, training mode and the whole optimizers on exit, bit for bit.
+
+    States of paged optimizers that are not there yet are made, and set to their first values on exit: see
+    :func:`~adaptive_batching._probe.managed_memory.make_paged_states`. They are not saved.
+    """
+    parameters = [p for p in _in_groups(optimizers) if p.requires_grad]  # nothing else changes, in a frozen model
+    gradients = [(p, p.grad) for p in parameters_of(model, optimizers)]
+    paged = make_paged_states(optimizers)
     modes = [(module, module.training) for module in model.modules()]
     states = [{p: dict(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
     groups = [
         [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
-    in_states = [v for state in states for entry in state.values() for v in entry.values()]
+    zero = {id(tensor) for tensor in paged}
+    in_states = [v for state in states for entry in state.values() for v in entry.values() if id(v) not in zero]
     tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
     with _Aside(tensors, scratch) as aside:
         aside.put(tensors)
@@ -44,7 +51,8 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
             yield
         finally:
             aside.restore(tensors)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            set_to_zero(paged)
+            for parameter, gradient in gradients:
                 parameter.grad = gradient
             for module, training in modes:
                 module.training = training
@@ -59,8 +67,12 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
 
 def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """Return the parameters of ``model``, and those that ``optimizers`` have from elsewhere, such as a loss's own."""
-    in_groups = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return list({id(parameter): parameter for parameter in (*model.parameters(), *in_groups)}.values())
+    return list({id(p): p for p in (*model.parameters(), *_in_groups(optimizers))}.values())
+
+
+def _in_groups(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    found = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return list({id(p): p for p in found}.values())
 
 
 class _Aside:

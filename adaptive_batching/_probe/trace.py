@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from adaptive_batching._probe.block_wise import traced_as
 from adaptive_batching._probe.curve import TRACED_SIZES, PeakMemoryCurve, TracedStep, TraceError
 from adaptive_batching._probe.ledger import STATES, WEIGHTS, StepRecord
 from adaptive_batching._probe.recording import Recorder
@@ -99,15 +100,16 @@ def _record(
 ) -> StepRecord:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     kept: Sequence[nn.Parameter]
+    stepped = [traced_as(optimizer) for optimizer in step.optimizers]
     on_host = False
     if any(map(is_sharded, models_of(step.model))):
-        sharded = ShardedCopy(step.model, step.optimizers, fake)
+        sharded = ShardedCopy(step.model, stepped, fake)
         model, optimizers, kept = sharded.model, sharded.optimizers, sharded.shards
         on_host = sharded.offloads
-        for optimizer, original in zip(optimizers, step.optimizers, strict=True):
+        for optimizer, original in zip(optimizers, stepped, strict=True):
             _complete(optimizer, original)
     else:
-        model, optimizers = _fake_copy(step.model, step.optimizers, fake, device)
+        model, optimizers = _fake_copy(step.model, stepped, fake, device)
         kept = list(model.parameters())
     if change is not None:
         change(model)

@@ -124,7 +124,6 @@ class Trial:
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))
-            _make_states_that_stay(self._step.optimizers)
             stack.enter_context(unchanged(self._step.model, self._step.optimizers, self._scratch))
             self._meter.release()
             with self._meter.limit(self._limit_bytes):
@@ -229,21 +228,6 @@ def _little_to_collect() -> Iterator[None]:
     finally:
         if ours:
             gc.unfreeze()
-
-
-def _make_states_that_stay(optimizers: Sequence[Optimizer]) -> None:
-    """Create the states of paged optimizers, at their initial values.
-
-    They live in managed memory, which bitsandbytes never frees. If they were dropped after the probe, that memory would
-    be lost, and training would allocate it a second time.
-    """
-    for optimizer in optimizers:
-        if not getattr(optimizer, "is_paged", False) or not hasattr(optimizer, "init_state"):
-            continue
-        for group_index, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and not optimizer.state[parameter]:
-                    optimizer.init_state(group, parameter, group_index, index)
 
 
 def has_states(optimizer: Optimizer) -> bool:

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching._memory import is_out_of_memory
+from adaptive_batching._ranks.agree import ONLY_HERE
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +176,8 @@ class MicroBatchCollectives:
             self._varies = True
             log.warning(
                 "the collectives of a forward and backward are not always the same; from now on, a rank that runs out "
-                "of memory ends the run"
+                "of memory ends the run",
+                extra=ONLY_HERE,
             )
 
     def of_forwards(self) -> MicroBatchCollectives:

@@ -28,7 +28,7 @@ from torchtune.training import _activation_offloading
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune import host as hosts
-from adaptive_batching._torchtune.bits_and_bytes import BlockWise, stand_in_for
+from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.images import Image, image_of, without_torchvision
 from adaptive_batching._torchtune.in_backward import Gate
@@ -242,9 +242,7 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
         "pairs": data.pairs,
     }  # fmt: skip
     cfg.resume_from_checkpoint = False
-    stand_in = stand_in_for(cfg.optimizer["_component_"])
-    if stand_in is not None:
-        cfg.optimizer = {"_component_": f"{BlockWise.__module__}.BlockWise", **stand_in, "lr": cfg.optimizer.get("lr")}
+    cfg.optimizer = without_kernels(cfg.optimizer)
     cfg.pop("profiler", None)
     return cfg
 

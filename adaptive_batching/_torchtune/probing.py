@@ -22,6 +22,7 @@ from adaptive_batching._probe.result import ProbeResult
 from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import Sample, is_packed, worst_case_sample
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe, only_cuts, runs_in_parts
@@ -69,7 +70,8 @@ def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
     """Read from a config what the memory of a step depends on."""
 
     def make_optimizers(groups: Any) -> Any:
-        return [config.instantiate(cfg.optimizer, list(group)) for group in groups]
+        traced = without_kernels(cfg.optimizer)
+        return [config.instantiate(traced, list(group)) for group in groups]
 
     return Circumstances(partial(config_of_memory, cfg), make_optimizers, measures_noise)
 

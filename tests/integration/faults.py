@@ -81,6 +81,7 @@ class CollectivesThatFail:
         kind: ``"gather"`` or ``"scatter"``.
         moment: ``"before"`` it is issued; ``"inside"`` the call, which then does not issue it, or ``"issued"``, where
             it had; while ``"waiting"`` for it, after the exchange, or before it: ``"lost"``; ``"after"`` all that.
+            Or before it and again, while ``"draining"`` or ``"recovering"``.
         number: Which one of them, from 1, after :meth:`begin`.
     """
 
@@ -93,6 +94,7 @@ class CollectivesThatFail:
         self._number = number
         self._left: int | None = None
         self._num_lost = 0
+        self._again = ""
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -100,11 +102,16 @@ class CollectivesThatFail:
 
     def __enter__(self) -> CollectivesThatFail:
         issue, call = self._base.__call__, self._ours.__call__
-        room, num_issued = fsdp._check_room, fsdp._num_issued
+        room, num_issued, issue_rest = fsdp._check_room, fsdp._num_issued, fsdp._Collective.issue
 
         def fail_at(*moments: str) -> None:
             if self._left == 0 and self._moment in moments:
                 self._left = None
+                self._again = self._moment
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        def fail_again_while(moment: str) -> None:
+            if self._again == moment:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -124,11 +131,17 @@ class CollectivesThatFail:
             return Wait(work.wait, lambda: fail_at("waiting")) if self._left == 0 else work
 
         def checked(*args: Any) -> None:
-            fail_at("before")
+            fail_again_while("recovering")  # in the forwards that find out what computes over the batch
+            fail_at("before", "draining", "recovering")
             room(*args)
+
+        def drained(*args: Any) -> None:
+            fail_again_while("draining")
+            issue_rest(*args)
 
         for owner, name, function in (
             (self._ours, "__call__", counted), (self._base, "__call__", issued), (fsdp, "_check_room", checked),
+            (fsdp._Collective, "issue", drained),
             (fsdp, "_num_issued", lambda *args: num_issued(*args) + self._num_lost),
             (fsdp.MicroBatchCollectives, "drain", without_allocating(fsdp.MicroBatchCollectives.drain)),
         ):  # fmt: skip

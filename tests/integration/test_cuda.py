@@ -168,7 +168,8 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
 
 @on_cuda
 def test_states_of_a_paged_optimizer_are_made_once() -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    import bitsandbytes
+
     pages = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
 
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:

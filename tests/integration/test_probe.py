@@ -31,6 +31,13 @@ CASES = {
     "full-checkpointing": ("full", "enable_activation_checkpointing=True"),
     "full-compile": ("full", "compile=True"),
     "full-sgd-momentum": ("full", "optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9"),
+    "full-bitsandbytes": ("full", "optimizer._component_=bitsandbytes.optim.AdamW8bit"),
+    "full-paged-in-backward": (
+        "full",
+        "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit",
+        "optimizer_in_bwd=True",
+        "clip_grad_norm=null",
+    ),
     # Without merging: on the cpu stock merges into the model that it goes on training.
     "lora-dropout": ("lora", "model.lora_dropout=0.1", "save_adapter_weights_only=True"),
     "dora": ("lora", "model.use_dora=True", "save_adapter_weights_only=True"),

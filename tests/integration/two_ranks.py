@@ -449,20 +449,22 @@ def name_of(kind: str, moment: str, number: int, on: Sequence[int]) -> str:
 FailingCollective = tuple[str, str, int, list[int]]
 KNOWN, UNKNOWN = ("before", "inside", "after"), ("issued", "waiting", "lost")
 """Moments at which a rank knows whether the others get what they wait for, and those at which it does not."""
+AGAIN = ("draining", "recovering")
+"""Moments of recovery itself"""
 ALL_FAILING_COLLECTIVES = [
     (kind, moment, number, on)
     for kind in ("gather", "scatter")
     for moment in (*KNOWN, *UNKNOWN)
     for number in range(1, 8)
     for on in ([0], [1], [0, 1])
-]
+] + [("gather", moment, number, on) for moment in AGAIN for number in range(1, 8) for on in ([0], [1], [0, 1])]
 ON = {1: [1], 4: [0, 1], 6: [0]}
 FAILING_COLLECTIVES = [
     (kind, moment, number, ON[number])
     for kind in ("gather", "scatter")
     for moment, numbers in {**dict.fromkeys(KNOWN, tuple(ON)), "issued": (1,), "waiting": (6,), "lost": (1,)}.items()
     for number in numbers
-]
+] + [("gather", "draining", 6, [0]), ("scatter", "recovering", 1, [1])]
 COLLECTIVES_THAT_FAIL = {
     "failing_collectives": FAILING_COLLECTIVES, "all_failing_collectives": ALL_FAILING_COLLECTIVES
 }  # fmt: skip
@@ -514,7 +516,7 @@ if __name__ == "__main__":
     gc.freeze()  # else each recovery goes through all that torch has made
     with all_that_fits():
         for number, case in enumerate(COLLECTIVES_THAT_FAIL.get(which, []), 1):
-            if case[1] in UNKNOWN:
+            if case[1] not in KNOWN:
                 run_in_a_process_of_its_own(number, partial(run_with_failing_collective, run, *case))
         dist.init_process_group("gloo", timeout=TIMEOUT)
         LAUNCHES[which](run)

@@ -170,53 +170,27 @@ def test_optimizer_states_are_there_during_the_trial_and_gone_after_it() -> None
     assert not optimizer.state
 
 
-class PagedAdam(torch.optim.Optimizer):
-    """As bitsandbytes' paged optimizers: states are made by ``init_state``, in memory that nothing gives back."""
+def test_only_buffers_and_what_the_optimizers_step_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher's parameters say that they want gradients, and no optimizer has them."""
+    saved: list[list[torch.Tensor]] = []
+    put = snapshot._Aside.put
 
-    is_paged = True
+    def note(self: Any, tensors: Sequence[torch.Tensor]) -> None:
+        saved.append([*tensors])
+        put(self, tensors)
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-        self.allocated: list[torch.Tensor] = []
-
-    def init_state(self, group: Any, parameter: torch.Tensor, group_index: int, index: int) -> None:
-        assert self.param_groups[group_index]["params"][index] is parameter
-        moments = torch.zeros_like(parameter)
-        self.allocated.append(moments)
-        self.state[parameter] |= {"step": 0, "state1": moments}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group_index, group in enumerate(self.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if parameter.grad is None:
-                    continue
-                if not self.state[parameter]:
-                    self.init_state(group, parameter, group_index, index)
-                self.state[parameter]["step"] += 1
-                self.state[parameter]["state1"].lerp_(parameter.grad, 0.1)
-                parameter.sub_(self.state[parameter]["state1"], alpha=group["lr"])
-
-
-def test_states_that_cannot_be_freed_are_made_once_and_start_training_at_their_first_values() -> None:
-    def train(probes: bool) -> tuple[PagedAdam, list[nn.Parameter]]:
-        torch.manual_seed(1)
-        model = Model()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = PagedAdam(trained)
-        step = training_step(model, optimizer)
-        if probes:
-            with Trial(step, CpuMeter(), BUDGET) as trial:
-                assert trial.measure(3).fits
-        for _ in range(3):
-            step.bind(model, [optimizer])(torch.ones(4, 8))
-        return optimizer, trained
-
-    (probed, weights), (plain, expected) = train(True), train(False)
-    assert len(probed.allocated) == len(weights), "each was made once"
-    for ours, theirs in zip(weights, expected, strict=True):
-        assert torch.equal(ours, theirs)
-        assert_equal(probed.state[ours], plain.state[theirs])
+    monkeypatch.setattr(snapshot._Aside, "put", note)
+    student, teacher = Model(), Model()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    step = training_step(student, optimizer)
+    with Trial(dataclasses.replace(step, model=nn.ModuleList([student, teacher])), CpuMeter(), BUDGET):
+        pass
+    with Trial(TrainingStep(teacher, [], range, lambda *_: lambda _: None), CpuMeter(), BUDGET):
+        pass
+    trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    assert any(parameter.requires_grad for parameter in teacher.parameters())
+    expected = [[*trained, *student.buffers(), *teacher.buffers()], [*teacher.buffers()]]
+    assert [[*map(id, tensors)] for tensors in saved] == [[*map(id, tensors)] for tensors in expected]
 
 
 def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(

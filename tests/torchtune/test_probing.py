@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torchtune
 from omegaconf import OmegaConf
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+from adaptive_batching._probe.block_wise import paged_bytes
 from adaptive_batching._torchtune.kept_probe import settings_of_memory
-from adaptive_batching._torchtune.probing import config_of_memory
+from adaptive_batching._torchtune.probing import circumstances_of, config_of_memory
 from adaptive_batching._torchtune.settings import read_settings
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
@@ -88,3 +92,18 @@ def test_forwards_are_large_enough_where_larger_ones_gain_less_than_a_fiftieth()
 def test_where_time_hardly_rises_the_device_is_not_filled_and_nothing_can_be_told() -> None:
     assert times((1, 0.030), (2, 0.033)).enough() is None
     assert times((1, 0.030)).enough() is None
+
+
+def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels() -> None:
+    """What would help where nothing fits is traced with optimizers of the config, on tensors without an address."""
+    cfg = OmegaConf.load(STOCK)
+    cfg.optimizer = {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-3}
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.ones(400, 400))
+        [optimizer] = circumstances_of(cfg, measures_noise=False).make_optimizers([[weight]])
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert paged_bytes(optimizer) == 2 * 400 * 400
+    states = optimizer.state[weight].values()
+    assert sum(value.nbytes for value in states if isinstance(value, torch.Tensor)) == 2 * 4 * 400 * 400 // 256

@@ -173,6 +173,10 @@ API int cudaMemPrefetchAsync_v2(const void* p, size_t bytes, abi::Location to, u
   return prefetch(p, bytes, to.type == abi::LOCATION_DEVICE ? to.id : -1);
 }
 
+API int cuMemPrefetchAsync(uintptr_t p, size_t bytes, int to, void*) {
+  return prefetch(reinterpret_cast<void*>(p), bytes, to);
+}
+
 API int cudaHostAlloc(void** p, size_t bytes, unsigned) { return host_block(p, bytes, Kind::host); }
 API int cudaMallocHost(void** p, size_t bytes) { return host_block(p, bytes, Kind::host); }
 API int cudaFreeHost(void* p) {

@@ -1,0 +1,112 @@
+"""Optimizers of bitsandbytes, with its CUDA library: their states in managed memory, probed and traced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._emulated_device import control
+from adaptive_batching._memory import memory_meter
+from adaptive_batching._probe.budget import memory_budget
+from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.trace import trace_step
+from adaptive_batching._probe.trial import TrainingStep, Trial
+
+GIB, MIB = 2**30, 2**20
+WIDTH = 4096
+CONFIG = AdaptiveBatchingConfig(use_maximum_batch_size=True, round_to_power_of_two=False)
+pages: list[torch.Tensor] = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
+
+
+@pytest.fixture(autouse=True)
+def no_pages_of_other_tests() -> None:
+    """Send those of earlier tests to the host, as bitsandbytes does not free them, and forget them."""
+    memory_budget(CONFIG, memory_meter("cuda"))
+    pages.clear()
+
+
+def make_step(make_optimizer: Callable[..., Optimizer], **arguments: Any) -> TrainingStep:
+    """Four layers of 64 MiB; a sample is 1,024 tokens."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="cuda") for _ in range(4)))
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
+        def run(batch: torch.Tensor) -> None:
+            model(batch).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    optimizer = make_optimizer(model.parameters(), lr=1e-3, **arguments)
+    return TrainingStep(model, [optimizer], lambda size: torch.ones(size, 1024, WIDTH, device="cuda"), bind)
+
+
+def largest(step: TrainingStep) -> tuple[int, int]:
+    """The largest batch, and how often the probe ran out of memory."""
+    result = find_maximum_batch_size(step, CONFIG, memory_meter("cuda"), upper=64)
+    return result.batch_size, result.num_out_of_memory
+
+
+def test_managed_memory_of_our_own_does_not_count_as_taken() -> None:
+    control.set_memory(3 * GIB)
+    meter = memory_meter("cuda")
+    step = make_step(bitsandbytes.optim.PagedAdamW)
+    step.bind(step.model, [])(step.make_batch(1))  # what the first products take
+    meter.release()
+    before = memory_budget(CONFIG, meter)
+    step.bind(step.model, step.optimizers)(step.make_batch(1))
+    meter.release()
+    assert sum(page.nbytes for page in pages) == 512 * MIB
+    assert meter.free_bytes() + meter.used_bytes() < before, "the device counts them"
+    assert memory_budget(CONFIG, meter) == before
+
+
+def test_states_that_can_leave_the_device_take_none_of_the_largest_batch() -> None:
+    """They fill what the allocator leaves, and the probe reads what there is to take after a step, and before another
+    probe."""
+    control.set_memory(2 * GIB)
+    expected = largest(make_step(torch.optim.SGD, foreach=False))
+    step = make_step(bitsandbytes.optim.PagedAdamW)
+    assert expected[0] > 1
+    assert largest(step) == expected
+    assert largest(step) == expected, "they are there from the first probe"
+    assert sum(page.nbytes for page in pages) == 512 * MIB
+
+
+def test_what_a_trial_saves_of_states_that_are_zero_is_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    step = make_step(bitsandbytes.optim.PagedAdamW)
+    with caplog.at_level(logging.INFO), Trial(step, memory_meter("cuda"), 80 * GIB) as trial:
+        assert trial.measure(2).fits
+        before = control.counters()
+    zeroed = (control.counters() - before).kernels
+    assert "saved while probing: 0.00 GiB in a file" in caplog.text and "0.25 GiB in the host's memory" in caplog.text
+    assert len(pages) == 8 and zeroed >= 8, "each is set to zero by the device, which computes nothing here"
+    assert all(step.optimizers[0].state[parameter]["step"] == 0 for parameter in step.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "PagedAdamW", "Lion8bit"])
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_trace_asks_nothing_of_the_device(name: str, stepped: bool) -> None:
+    step = make_step(getattr(bitsandbytes.optim, name))
+    if stepped:
+        step.bind(step.model, step.optimizers)(step.make_batch(1))
+    step.make_batch(3)
+    before, allocated = control.counters(), len(pages)
+    _, kinds = trace_step(step).at(8).at_peak()
+    asked = control.counters() - before
+    assert asked.kernels <= 2, "the batches that are traced are real"
+    assert len(pages) == allocated
+    in_pages = 0 if "Paged" not in name else 1
+    size, states = 4 * WIDTH**2, 1 if "Lion" in name else 2
+    each = 4 if name == "PagedAdamW" else 1
+    scales = 0 if name == "PagedAdamW" else states * 4 * size // 256
+    assert kinds["optimizer states"] == (1 - in_pages) * states * each * size + scales
