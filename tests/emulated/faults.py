@@ -29,6 +29,14 @@ WARM = 2  # steps, of which the first makes the states of the optimizer
 PATIENCE = 120  # seconds of a step, after which a test says where it hangs, and ends
 
 
+ON_CUDA = (
+    "device=cuda", "dtype=bf16", "epochs=1", "dataset._component_=tests.emulated.faults.EqualSamples",
+    "metric_logger._component_=torchtune.training.metric_logging.StdoutLogger", "~metric_logger.log_dir",
+    "log_every_n_steps=1000000",
+)  # fmt: skip
+"""Settings of a small run on the device."""
+
+
 class EqualSamples(Dataset[dict[str, Any]]):
     """Samples that take the same memory, so that steps can be compared."""
 
@@ -91,10 +99,10 @@ def sample_of(most: int) -> Callable[[int], Sequence[int]]:
 
 
 class EachAllocationFails:
-    """Has allocations of a training step fail, one in every second step, and compares each step with an undisturbed one.
+    """Has allocations of a training step fail, one in every second step, and compares all steps with undisturbed ones.
 
-    What would have ended the run is noted, its gradients are dropped, and training goes on: nothing is computed, so that
-    parameters updated in part do no harm.
+    What would have ended the run is noted, its gradients are dropped, and training goes on: nothing is computed, so
+    that parameters updated in part do no harm.
 
     Args:
         which: The allocations that fail, out of the number that a step makes; all of them by default.
@@ -162,7 +170,9 @@ class EachAllocationFails:
     def _judge(self, before: State, after: State) -> None:
         about = f"allocation {self._failing}, {self._errors}"
         lost = after.allocated_bytes - before.allocated_bytes
-        assert lost == 0, f"{about}: {lost} bytes are still allocated after the step"
+        # A run that ends gives everything back: what is left of it here goes later.
+        ended = self._errors != [] or (lost < 0 and self._failing is None and self.faults and self.faults[-1].line)
+        assert lost == 0 or ended, f"{about}: {lost} bytes are still allocated after the step"
         asked = after.counters - before.counters
         recoveries = after.recoveries - before.recoveries
         if self._failing is None:
