@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import gc
 import logging
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from adaptive_batching._torchtune.loop import TrainingLoop
 from adaptive_batching._torchtune.ppo.loop import PPOLoop
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
-PATIENCE = 120  # seconds of a step, after which a test says where it hangs, and ends
+PATIENCE = 120  # seconds of a step; then the process ends, and says where it was (pytest shows that with -s)
 
 
 ON_CUDA = (
@@ -119,7 +118,7 @@ class EachAllocationFails:
         self.faults: list[Fault] = []
         self.before_update = 0
         """Allocations of an undisturbed step before all gradients are there."""
-        self.samples: list[int] = []
+        self.samples: list[int | None] = []
         """Numbers of the samples that have been trained on."""
 
         self._which, self._times, self._arm = which, times, arm
@@ -165,7 +164,7 @@ class EachAllocationFails:
             self._failing = self._waiting.pop(0)
             if self.fails_here(self._failing):
                 self._arm(self._failing, self._times)
-        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True, file=2)
 
     def _judge(self, before: State, after: State) -> None:
         about = f"allocation {self._failing}, {self._errors}"

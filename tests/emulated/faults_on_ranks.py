@@ -62,8 +62,9 @@ def smallest(value: int) -> int:
     return int(found)
 
 
-def train(inputs: Path, directory: Path, name: str, recipe: str, config: str, *overrides: str) -> None:
+def train(inputs: Path, directory: Path, name: str, kind: str) -> None:
     """Train until all has failed that is to fail."""
+    recipe, config, overrides = KINDS[kind]
     module = importlib.import_module(f"recipes.{recipe}")
     path = ROOT / "recipes" / "configs" / "quickstart" / f"{config}_single_device.yaml"
     given = [f"data_dir={inputs}", f"output_dir={directory / name}", *SMALL, *ON_CUDA, *overrides]
@@ -113,7 +114,7 @@ def end_on_one_rank(call: Callable[[], None], rank: int, *, in_update: bool) -> 
 
     name = "_finish_step" if in_update else "_run_batch"
     with mock.patch.object(TrainingLoop, name, then(getattr(TrainingLoop, name))):
-        train(inputs, directory, "out", *KINDS["full"])
+        train(inputs, directory, "out", "full")
 
 
 if __name__ == "__main__":
@@ -128,7 +129,7 @@ if __name__ == "__main__":
     for name in names:
         kind, of = FAULTS[name]
         with of().in_training() as each:
-            train(inputs, directory, name, *KINDS[kind])
+            train(inputs, directory, name, kind)
         write(each, directory / f"{name}_{RANK}.json")
     dist.barrier()
     dist.destroy_process_group()

@@ -97,7 +97,15 @@ def test_optimizers_in_the_backward_pass_end_in_a_line_once_they_have_updated_a_
 @pytest.mark.slow
 def test_so_it_is_in_ppo(inputs: Path, tmp_path: Path) -> None:
     with EachAllocationFails(sample_of(80)).in_training() as each:
-        ppo_run(inputs, tmp_path / "out", "device=cuda", "dtype=bf16", "num_steps=4096", "dataset.split=train")
+        ppo_run(
+            inputs,
+            tmp_path / "out",
+            "device=cuda",
+            "dtype=bf16",
+            "num_steps=4096",
+            "dataset.split=train",
+            "stop_token_ids=[2,3]",
+        )
     for fault in each.faults:
         ends = fault.line.startswith((IN_UPDATE, OUTSIDE)) and "\n" not in fault.line
         assert ends if fault.line else fault.recoveries == 1, fault
@@ -135,7 +143,7 @@ def test_so_it_is_in_a_loop_of_ones_own() -> None:
         return model(batch).square().sum(), len(batch)
 
     optimizer = torch.optim.AdamW(model.parameters())
-    step = AdaptiveStep(model, optimizer, loss, clip_norm=1.0)
+    step: AdaptiveStep[torch.Tensor] = AdaptiveStep(model, optimizer, loss, clip_norm=1.0)
     samples = [torch.ones(64) for _ in range(8)]
     each = EachAllocationFails()
     with each.watched(), contextlib.suppress(Finished):
@@ -161,7 +169,7 @@ class Watched:
     """What a run has done."""
 
     def __init__(self) -> None:
-        self.samples: list[int] = []
+        self.samples: list[int | None] = []
         self.tokens: list[float] = []
         self.reruns = Reruns()
 
