@@ -270,7 +270,7 @@ class Reruns(logging.Handler):
     number = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.number += "recovery number" in record.getMessage()
+        self.number += "running" in record.getMessage() and "again" in record.getMessage()
 
 
 def until_finished(run: Callable[..., None]) -> Callable[..., None]:
