@@ -73,7 +73,8 @@ class AdaptiveBatchingConfig:
     """Upper bound on the batch size. With it, growth without ``use_maximum_batch_size`` needs no probe."""
 
     memory_limit: MemoryAmount | None = None
-    """Memory that training may take. None for what is free, less the headroom."""
+    """Memory of the device that training may take in all, context and libraries included. None for what is free, less
+    the headroom."""
 
     headroom: MemoryAmount = field(default_factory=lambda: MemoryAmount(fraction=0.02))
     """Memory of the device to keep free. An explicit ``memory_limit`` is taken as it is."""

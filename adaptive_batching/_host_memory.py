@@ -41,6 +41,7 @@ class CpuMeter:
     device = torch.device("cpu")
     device_name = "cpu"
     fails_safely = False
+    keeps_freed_memory = False
 
     def __init__(self) -> None:
         self.is_predictable = bool(_process_limits())  # see keep_little_on_the_host
@@ -85,8 +86,14 @@ class CpuMeter:
     def num_retries(self) -> int:
         return 0
 
+    def num_freed_bytes(self) -> int:
+        return 0
+
     def allocator_settings(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"}
+
+    def outside_bytes(self) -> int:
+        return 0
 
     def segments(self) -> None:
         return None

@@ -24,11 +24,15 @@ _OUT_OF_MEMORY_MESSAGES = (
     "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their HIP counterparts
     "_DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
     "_HOST_ALLOCATION_FAILED",
+    "_OUT_OF_DEVICE_MEMORY",  # Level Zero and SYCL, as in UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY
+    "_OUT_OF_HOST_MEMORY",
 )
 # What oneDNN raises when memory is short. For an unsupported primitive it mentions a primitive descriptor instead.
 _ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
 # Creating a cuBLAS handle fails like this when memory is short, but also for other reasons, such as a broken driver.
 _NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
+# As docs/memory.md has them, with their sources.
+_MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
 # If less than this is free on the device, a library that cannot be initialized is assumed to lack memory: a cuBLAS
 # handle and its workspace take tens of MiB.
 _LITTLE_MEMORY = 256 * 2**20
@@ -51,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _is_of_a_collective(error: BaseException, message: str) -> bool:
     is_distributed = dist.is_available() and isinstance(error, dist.DistError)
-    return is_distributed or "NCCL" in message or "RCCL" in message
+    return is_distributed or "CCL" in message  # NCCL, RCCL, oneCCL
 
 
 def _accelerator_is_nearly_full() -> bool:
@@ -90,6 +94,8 @@ def allocator_advice(device: torch.device) -> str | None:
     chosen = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     if device.type != "cuda" or "expandable_segments" in chosen or "backend:cudaMallocAsync" in chosen:
         return None
+    if torch.version.hip is not None and int(torch.version.hip.split(".")[0]) < 7:
+        return None  # it has no such segments
     return "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
@@ -108,7 +114,9 @@ def release_cached_memory(device: torch.device) -> None:
         return
     gc.collect()
     torch.get_device_module(device).empty_cache()
-    # The allocator of pinned memory never shrinks by itself, however large the step that made it grow.
+    if device.type not in ("cuda", "xpu"):
+        return  # others have no allocator of pinned memory that could be told so
+    # It never shrinks by itself, however large the step that made it grow.
     empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None) or getattr(
         torch._C, "_host_emptyCache", None
     )
@@ -166,6 +174,9 @@ class MemoryMeter(Protocol):
     is_predictable: bool
     """False if freed memory may be kept, so that a step takes more than it has in use."""
 
+    keeps_freed_memory: bool
+    """True for an allocator of the device that keeps it in blocks, so that it matters what has been where."""
+
     @property
     def device_name(self) -> str: ...
 
@@ -178,6 +189,9 @@ class MemoryMeter(Protocol):
 
     def free_bytes(self) -> int:
         """Return how much more this process could take now; memory held by other processes is not free."""
+
+    def outside_bytes(self) -> int:
+        """Return what this process takes of the device outside of what :meth:`limit` counts, at most."""
 
     def reset_peak(self) -> None: ...
 
@@ -192,6 +206,9 @@ class MemoryMeter(Protocol):
 
     def num_retries(self) -> int:
         """Return how often the allocator has emptied its cache to find room since the process started."""
+
+    def num_freed_bytes(self) -> int:
+        """Return the bytes that the allocator has given back to the device since the process started."""
 
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""
@@ -238,6 +255,7 @@ class AcceleratorMeter:
 
     fails_safely = True
     is_predictable = False
+    keeps_freed_memory = True
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.get_device_module(device)
@@ -261,6 +279,16 @@ class AcceleratorMeter:
         unused = reserved - self._api.memory_allocated(self.device)
         return int(min(self._api.mem_get_info(self.device)[0], self.total_bytes - reserved) + unused)
 
+    def outside_bytes(self) -> int:
+        """Return what the context, its kernels and buffers of collectives take, which the allocator does not know of.
+
+        Where others are on the device, theirs cannot be told apart: then it is what these take at most.
+        """
+        free, total = self._api.mem_get_info(self.device)
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        most = _MOST_OF_A_CONTEXT + (_MOST_OF_COLLECTIVES if several else 0)
+        return int(min(total - free - self._api.memory_reserved(self.device), most))
+
     def reset_peak(self) -> None:
         self._api.reset_peak_memory_stats(self.device)
 
@@ -272,6 +300,10 @@ class AcceleratorMeter:
 
     def num_retries(self) -> int:
         return num_allocation_retries(self.device)
+
+    def num_freed_bytes(self) -> int:
+        statistics = self._api.memory_stats(self.device) if hasattr(self._api, "memory_stats") else {}
+        return int(statistics.get("reserved_bytes.all.freed", 0))
 
     def allocator_settings(self) -> dict[str, str]:
         return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}

@@ -55,7 +55,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import is_out_of_memory, memory_meter
+from adaptive_batching._memory import is_out_of_memory, memory_meter, num_allocation_retries
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.trial import TrainingStep
 
@@ -156,15 +156,26 @@ class Task:
             torch.cuda.empty_cache()
 
     def fits(self, batch_size: int) -> bool:
-        failed = False
+        """True if a step ends, however often the allocator has to empty its cache in it."""
+        return self._runs(batch_size, steps=1)
+
+    def fits_without_retries(self, batch_size: int) -> bool:
+        """True if steps follow one another as in training: but for the first, none empties the allocator's cache."""
+        return self._runs(batch_size, steps=3, retries=False)
+
+    def _runs(self, batch_size: int, *, steps: int, retries: bool = True) -> bool:
+        failed = strained = False
         try:
-            self.step(self.model, self.optimizer, self.batch(batch_size))
+            for number in range(steps):
+                before = num_allocation_retries(self.device)
+                self.step(self.model, self.optimizer, self.batch(batch_size))
+                strained |= number > 0 and num_allocation_retries(self.device) > before
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failed = True
         self.clear()  # not in the except block: there the traceback keeps the step's tensors alive
-        return not failed
+        return not failed and (retries or not strained)
 
     def set_limit(self) -> None:
         """From now on this process may take ``limit_bytes`` more."""
@@ -187,9 +198,7 @@ def predict(task: Task) -> Search:
         return lambda batch: task.step(model, optimizers[0], batch)
 
     def search() -> int:
-        # On the cpu the limit is seen. Free memory as CUDA reports it knows nothing of the allocator's fraction.
-        limit = {"memory_limit": task.limit_bytes} if task.device.type == "cuda" else {}
-        settings = {"search": "predict", "round_to_power_of_two": False, "headroom": 0, **limit}
+        settings = {"search": "predict", "round_to_power_of_two": False, "headroom": 0}
         config = AdaptiveBatchingConfig.from_mapping(settings)
         step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
         return find_maximum_batch_size(step, config, memory_meter(task.device), upper=MAX_SIZE).batch_size
@@ -293,27 +302,30 @@ def run_autotuner(task: Task, folder: Path) -> None:
     subprocess.run(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, check=True)
 
 
-def by_hand(task: Task) -> Search:
+def by_hand(task: Task, fits: Callable[[int], bool] | None = None) -> Search:
+    fits = fits or task.fits
+
     def search() -> int:
         low, high = 0, 1
-        while task.fits(high):
+        while fits(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if task.fits(middle) else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
     return search
 
 
-def truth(task: Task) -> Search:
+def truth(task: Task, fits: Callable[[int], bool] | None = None) -> Search:
     """The largest size that fits, among all from 4 below the boundary up to 4 failures in a row above it."""
+    fits = fits or task.fits
 
     def search() -> int:
-        largest = by_hand(task)()
+        largest = by_hand(task, fits)()
         size = max(largest - 4, 1)
         while size <= largest + 4:
-            if task.fits(size):
+            if fits(size):
                 largest = max(largest, size)
             size += 1
         return largest

@@ -41,6 +41,8 @@ OUT_OF_MEMORY = [
     RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("HIP error: out of memory"),
     RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    RuntimeError("Native API failed. Native API returns: 38 (UR_RESULT_ERROR_OUT_OF_HOST_MEMORY)"),
     RuntimeError("MPS backend out of memory (MPS allocated: 17.9 GB, other allocations: 240 MB, max allowed: 18.1 GB)"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
@@ -64,6 +66,8 @@ OTHER = [
     IndexError(),
     torch.distributed.DistBackendError(NCCL_OUT_OF_MEMORY),
     RuntimeError(NCCL_OUT_OF_MEMORY),  # as some wrappers raise it again
+    RuntimeError("oneCCL: allreduce failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"),
+    RuntimeError("UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
     RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448."),
@@ -209,6 +213,7 @@ def test_an_accelerator_counts_what_others_hold_and_bounds_itself_where_it_can(
     assert meter.device == torch.device("cuda", 0)
     assert (meter.total_bytes, meter.used_bytes(), meter.free_bytes()) == (1000, 100, 300 + 80)
     assert (meter.peak_bytes(), meter.peak_allocated_bytes()) == (190, 150), "a limit counts what is reserved"
+    assert meter.outside_bytes() == 1000 - 300 - 180
     if enforces:
         allocator.fraction = 0.25
         assert (meter.total_bytes, meter.free_bytes()) == (250, 250 - 180 + 80), "a share that the user has set"
@@ -219,14 +224,27 @@ def test_an_accelerator_counts_what_others_hold_and_bounds_itself_where_it_can(
     assert allocator.fraction == 1.0
 
 
-def test_pinned_memory_that_a_step_took_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays with its allocator otherwise, however large the step was."""
+@pytest.mark.parametrize(("device_type", "pins"), [("cuda", True), ("xpu", True), ("mps", False), ("npu", False)])
+def test_pinned_memory_that_a_step_took_is_given_back(
+    device_type: str, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays with its allocator otherwise, however large the step was. On Apple's GPUs the call ends the process."""
     given_back: list[str] = []
     device = SimpleNamespace(empty_cache=lambda: given_back.append("device"))
     monkeypatch.setattr(torch, "get_device_module", lambda device_: device)
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given_back.append("host"), raising=False)
-    release_cached_memory(torch.device("cuda"))
-    assert given_back == ["device", "host"]
+    release_cached_memory(SimpleNamespace(type=device_type))  # type: ignore[arg-type]
+    assert given_back == ["device", "host"][: 1 + pins]
+
+
+@pytest.mark.parametrize(("rocm", "advised"), [(None, True), ("6.4.43482", False), ("7.0.51831", True)])
+def test_expandable_segments_are_advised_where_there_are_such(
+    rocm: str | None, advised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    assert (allocator_advice(torch.device("cuda")) is not None) == advised
 
 
 @pytest.mark.parametrize(

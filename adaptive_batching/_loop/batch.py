@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from adaptive_batching._copies import without_waiting
 from adaptive_batching._values import ConfigError
 
 Sample = TypeVar("Sample")
@@ -25,13 +27,15 @@ def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) 
 
 
 def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses of ``batch`` and their number, both scalars on the model's device.
+    """Return the sum of the losses of ``batch`` and their number, both scalars.
+
+    The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
 
     Raises:
         ConfigError: If ``loss`` returns something else.
     """
     device = device_of(model)
-    returned = loss(model, tree_map(lambda value: value.to(device) if hasattr(value, "to") else value, batch))
+    returned = loss(model, tree_map(partial(_moved, device), batch))
     total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
     is_scalar = isinstance(total, torch.Tensor) and total.dim() == 0
     is_number = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
@@ -41,7 +45,14 @@ def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor,
             f"their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels)"
         )
     assert isinstance(total, torch.Tensor)
-    return total, torch.as_tensor(number, device=total.device).detach().reshape(())
+    number = torch.as_tensor(number).detach().reshape(())
+    return total, number if number.device.type == "cpu" else number.to(total.device)
+
+
+def _moved(device: torch.device, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return without_waiting(value, device)
+    return value.to(device) if hasattr(value, "to") else value
 
 
 def device_of(model: nn.Module) -> torch.device:

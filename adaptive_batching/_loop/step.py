@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Generic
 
 import torch
@@ -161,7 +161,7 @@ class AdaptiveStep(Generic[Sample]):
             set_random_state(state, device)
         self._recovery.end_step(samples, parts, retried=outcome.retried)
         total = torch.stack([loss for loss, _ in outcome.results]).sum()
-        number = _divisor(torch.stack([number for _, number in outcome.results]).sum())
+        number = _divisor(reduce(operator.add, [number for _, number in outcome.results]))
         if divisor is not None:
             scale = divisor / number.item()
             for parameter in self._parameters():

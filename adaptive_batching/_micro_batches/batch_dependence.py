@@ -112,7 +112,7 @@ def find_batch_dependence_of_loss(
         device = next(model.parameters(), torch.empty(0)).device
         with unchanged_random_state(device), _unchanged_modules(model), torch.no_grad():
             before = all_random_state(device)
-            returned = torch.stack([value.detach().double().cpu() for value in run(list(samples))])  # [2]
+            returned = torch.stack([value.detach().cpu().double() for value in run(list(samples))])  # [2]
             drawn = drawn or all_random_state(device) != before
         return returned
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from adaptive_batching._plan.devices import Outside
 from adaptive_batching._plan.verdict import Verdict, judge
 from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.ledger import KINDS, OPTIMIZER, OTHER, STATES, WEIGHTS, StepRecord
+from adaptive_batching._probe.ledger import KINDS, OTHER, WEIGHTS
 from adaptive_batching._probe.reserved import Reserved, reserved_by_default, reserved_for
 
 SET_UP = "set-up"
@@ -60,7 +60,7 @@ class Forecast:
         """Return what the run takes with a step at ``batch_size``."""
         record = self.step.at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
-        reserved = reserved_for(record, *_made_late(record))
+        reserved = reserved_for(record, *record.made_late())
         if self.set_up_bytes > peak:
             resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
             weights = sum(size for kind, size in resting if kind == WEIGHTS)
@@ -104,11 +104,4 @@ class Forecast:
 
     def _reserved(self, batch_size: int) -> int:
         record = self.step.at(batch_size)
-        return reserved_by_default(record, *_made_late(record))
-
-
-def _made_late(record: StepRecord) -> tuple[frozenset[int], int]:
-    """Return the optimizer states of a record, and the event before which the first step makes them."""
-    states = frozenset(number for number in range(record.num_resting) if record.kinds[number] == STATES)
-    at = next((mark for moment, mark in zip(record.moments, record.marks, strict=True) if moment == OPTIMIZER), 0)
-    return states, at
+        return reserved_by_default(record, *record.made_late())

@@ -11,7 +11,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.managed_memory import move_to_host
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._values import ConfigError, memory_size
+from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
 
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
@@ -26,7 +26,12 @@ def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
 def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
     """Return memory in use plus free memory in bytes, within ``memory_limit``."""
     available = meter.used_bytes() + _free_bytes(meter)
-    return available if config.memory_limit is None else min(config.memory_limit.of(meter.total_bytes), available)
+    return available if config.memory_limit is None else min(_allowed(config.memory_limit, meter), available)
+
+
+def _allowed(limit: MemoryAmount, meter: MemoryMeter) -> int:
+    """Return what is left of ``limit`` for what the meter counts: it is for all that the process takes."""
+    return limit.of(meter.total_bytes) - meter.outside_bytes()
 
 
 def _free_bytes(meter: MemoryMeter) -> int:
@@ -47,7 +52,7 @@ def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) ->
         if config.memory_limit is not None:
             with contextlib.suppress(NotImplementedError):
                 meter = memory_meter(device)
-                stack.enter_context(meter.limit(config.memory_limit.of(meter.total_bytes)))
+                stack.enter_context(meter.limit(max(_allowed(config.memory_limit, meter), 0)))
         yield
 
 
@@ -72,12 +77,12 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
 def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:
     used, free = meter.used_bytes(), _free_bytes(meter)
     if config.memory_limit is not None:
-        limit = config.memory_limit.of(meter.total_bytes)
-        if limit > used + added:
+        outside = meter.outside_bytes()
+        if config.memory_limit.of(meter.total_bytes) > used + added + outside:
             return None
         return (
             f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step, in which "
-            f"{memory_size(used + added)} are taken already; write what training may take in all, of the "
+            f"{memory_size(used + added + outside)} are taken already; write what training may take in all, of the "
             f"{memory_size(meter.total_bytes)} that the device has"
         )
     headroom = config.headroom.of(meter.total_bytes)

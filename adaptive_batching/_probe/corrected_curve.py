@@ -32,9 +32,9 @@ SHARE_OF_ROOM = 0.8
 NEAR_ENOUGH = 1.125
 
 PredictPeak = Callable[[int], float]
-Count = Callable[[int, int], float]
-"""(batch size, steps) -> bytes that count against the limit when so many steps, one or two, run in a row on an empty
-cache. Never decreases with either."""
+Count = Callable[[int], tuple[float, float, float]]
+"""Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
+nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size."""
 
 
 class CorrectedCurve:
@@ -51,9 +51,12 @@ class CorrectedCurve:
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending."""
-        known = {m.batch_size: m.peak_bytes for m in self._sizes.measurements if m.peak_bytes is not None and m.fits}
-        return sorted(known.items())[-2:]
+        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending.
+
+        Those at which the allocator emptied its cache took what the limit left them, which is no point of the curve.
+        """
+        fitted = [m for m in self._sizes.measurements if m.peak_bytes is not None and m.fits and not m.retries]
+        return sorted({m.batch_size: m.peak_bytes for m in fitted}.items())[-2:]
 
     @property
     def _overhead(self) -> float:
@@ -71,13 +74,14 @@ class CorrectedCurve:
     def _closest(self) -> list[tuple[int, int]]:
         """(batch size, peak bytes) of up to two sizes that the curve passes through, ascending.
 
-        They lie on both sides of the budget if a size above it could be measured, as when nothing enforces the limit.
+        They lie on both sides of the budget if a size above it could be measured, as when nothing enforces the limit,
+        or when its steps ran because the allocator gave back what it would else have kept.
         """
         beyond = self._sizes.candidates[self._sizes.high] if self._sizes.high < len(self._sizes.candidates) else None
         over = [
-            (m.batch_size, m.peak_bytes)
+            (m.batch_size, m.peak_bytes + m.freed_bytes)
             for m in self._sizes.measurements
-            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes > self._budget
+            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes + m.freed_bytes > self._budget
         ]
         return [*self._measured[-1:], *over] if over else self._measured
 
@@ -101,6 +105,8 @@ class CorrectedCurve:
 
     def cautious_share(self, failures: int) -> float:
         """Return the share of the budget to aim for after guesses from one measurement have failed."""
+        if not self._measured:
+            return 1.0
         peak = self._measured[-1][1]
         caution = min(CAUTIOUS_SHARE * 5 ** (failures - 1), 1.0)
         return float(1 - caution * (1 - peak / self._budget))
@@ -116,15 +122,31 @@ class CorrectedCurve:
         candidate above the budget by more than its error there can be, and than the memory that the device's allocator
         holds in reserve.
         """
-        if self._predict is None or len(self._measured) < 2:
+        size = self._sizes.candidates[index]
+        answer = max((m for m in self._sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
+        if self._predict is None or answer is None:
+            return False
+        if answer.retries:
+            needed = self.peak_bytes(size)
+            if not self._foresees(answer.batch_size):  # then nothing is sure but what is in use
+                of_answer = (answer.peak_bytes or 0) / answer.overhead
+                needed = of_answer + self._predict(size) - self._predict(answer.batch_size)
+            return needed > (1 + CERTAIN_EXCESS) * self._budget
+        if len(self._measured) < 2:
             return False
         (b0, peak0), (b1, peak1) = self._measured
         error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
         if error > BELIEVED_ERROR * self._budget:
             return False
-        reach = (self._sizes.candidates[index] - b1) / (b1 - b0)
+        reach = (size - b1) / (b1 - b0)
         uncertain = CERTAIN_EXCESS * self._budget + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
-        return self.peak_bytes(self._sizes.candidates[index]) > self._budget + uncertain
+        return self.peak_bytes(size) > self._budget + uncertain
+
+    def _foresees(self, size: int) -> bool:
+        """Return True if, by the curve, training at ``size`` goes on once the allocator has emptied its cache."""
+        if self._count is None or not self._measured:
+            return False
+        return self.peak_bytes(size) <= self._budget < self._correction(self._measured)(self._as_run(size))
 
     def first(self) -> int:
         """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
@@ -168,15 +190,18 @@ class CorrectedCurve:
                 rise = (peak1 - peak0) / predicted_rise
         return lambda predicted: peak1 + rise * (predicted - predicted1)
 
-    def _expected(self, size: int, steps: int = 2) -> float:
-        """Return the peak in bytes that is predicted for ``size``, as the limit counts it where that is known."""
+    def _expected(self, size: int) -> float:
+        """Return the bytes that are predicted to be needed for ``size``, as the limit counts them where that is known."""
         assert self._predict is not None
-        return self._predict(size) if self._count is None else self._count(size, steps)
+        return self._predict(size) if self._count is None else self._count(size)[2]
 
     def _as_run(self, size: int) -> float:
-        """Return the peak in bytes that was predicted for the steps that have run at ``size``."""
-        steps = max(m.steps for m in self._sizes.measurements if m.batch_size == size)
-        return self._expected(size, min(steps, 2))  # of three, one ran alone
+        """Return the peak in bytes that was predicted for the steps that have run at ``size``, without a limit."""
+        assert self._predict is not None
+        if self._count is None:
+            return self._predict(size)
+        repeats = any(len(m.step_peaks) > 1 for m in self._sizes.measurements if m.batch_size == size)
+        return self._count(size)[1 if repeats else 0]
 
     def _rise(self, size: int) -> float:
         """Return the predicted rise of the peak from ``size`` to one sample more."""

@@ -82,6 +82,11 @@ class _Measuring:
                 measured = replace(measured, fits=False)
         return self._agreed(measured)
 
+    def begin(self, batch_size: int) -> Measurement:
+        """Run a step as training begins."""
+        self._announce(batch_size)
+        return self._agreed(self._trial.begin(batch_size))
+
     def measure_again(self, batch_size: int) -> Measurement:
         """Run another step at the same size as the previous one."""
         self._announce(batch_size)
@@ -105,6 +110,8 @@ class _Measuring:
             seconds=ranks.largest(here.seconds),
             overhead=ranks.largest(here.overhead),
             retries=int(ranks.largest(here.retries)),
+            freed_bytes=int(ranks.largest(here.freed_bytes)),
+            makes_states=here.makes_states,
         )
 
 
@@ -199,11 +206,16 @@ def find_maximum_batch_size(
                     curve = traced.curve
                     level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
                     if segments is not None and traced.is_uniform:
-                        count = partial(_reserved, ReservedPeaks(traced.at, _ALLOCATORS[segments]), level)
+                        peaks = ReservedPeaks(traced.at, _ALLOCATORS[segments], makes_states=trial.makes_states)
+                        count = partial(_reserved, peaks, level)
+                # What follows on a first step that makes the optimizer states is known by a replay alone. Without one,
+                # too many sizes that cannot go on would look as if they could.
+                begin = steps.measure if count is None else steps.begin
                 sizes = SizesRun(
                     steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
                     avoids_failures=avoids,
                     trusts_prediction=trusts,
+                    begin=begin if meter.keeps_freed_memory else None,
                 )  # fmt: skip
                 predict = partial(_peak, curve, level) if curve is not None else None
                 if enough is not None and config.search == "predict":
@@ -270,8 +282,9 @@ def _peak(curve: PeakMemoryCurve, level: float, batch_size: int) -> float:
     return curve.peak_bytes(batch_size) + level
 
 
-def _reserved(peaks: ReservedPeaks, level: float, batch_size: int, steps: int) -> float:
-    return peaks(batch_size, steps) + level
+def _reserved(peaks: ReservedPeaks, level: float, batch_size: int) -> tuple[float, float, float]:
+    once, repeated, least = peaks(batch_size)
+    return once + level, repeated + level, least + level
 
 
 def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:

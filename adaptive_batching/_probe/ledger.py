@@ -71,6 +71,12 @@ class StepRecord:
             alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
         return self.moments[at], alive
 
+    def made_late(self) -> tuple[frozenset[int], int]:
+        """Return the optimizer states, and the event before which the first step of a run makes them."""
+        states = frozenset(number for number in range(self.num_resting) if self.kinds[number] == STATES)
+        at = next((mark for moment, mark in zip(self.moments, self.marks, strict=True) if moment == OPTIMIZER), 0)
+        return states, at
+
 
 class Ledger:
     """Bytes alive, and the allocations and ends of storages in the order in which they happen.

@@ -220,10 +220,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _called_by_autograd(frame: Any) -> bool:
-    """True if ``frame``, wrappers aside, is autograd's call of its engine, with no Python in between."""
+    """True if ``frame``, wrappers aside, is autograd's call of its engine, with no Python in between.
+
+    On a device other than the CPU the engine runs in a thread of its own, in which nothing has called it.
+    """
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
 
 
 def _workspace_bytes(func: Any, args: Any) -> int:

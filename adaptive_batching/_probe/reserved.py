@@ -1,7 +1,8 @@
 """Memory that an allocator reserves for a recorded step, and the lowest limit at which the step still runs.
 
-Where nothing limits it, an allocator reserves just what a step needs that is to run without emptying the cache. So what
-is reserved by a replay without a limit says which batch sizes fit.
+Where nothing limits it, an allocator reserves just what a step needs that is to run without emptying the cache. Within
+a limit it may empty the cache once, and then do with less: which batch sizes fit is said by the least limit in which
+training can repeat its steps.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._probe.sizes import MAX_STEPS, can_repeat
 
 STEPS = 3
 """Steps that are replayed. The second and third meet the cache that the one before has left."""
@@ -30,6 +32,8 @@ class Recorded(Protocol):
 
     @property
     def num_resting(self) -> int: ...
+
+    def made_late(self) -> tuple[frozenset[int], int]: ...
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,24 @@ def _steps(
         yield
 
 
+class Needed(NamedTuple):
+    """Bytes that the steps at a batch size make the allocator reserve."""
+
+    once: int
+    """By one step on an empty cache, with optimizer states that were there before."""
+
+    repeated: int
+    """By the first steps of training, where nothing limits them."""
+
+    least: int
+    """Least limit in which training can repeat the steps: :func:`~adaptive_batching._probe.sizes.can_repeat`."""
+
+
 class ReservedPeaks:
     """Bytes that the probe's steps make the allocator reserve, as a function of the batch size.
 
-    The probe runs a size on an empty cache, and the answer a second time on what the first step has left. Both are
-    replayed at the sizes that are asked for, of which a search needs few.
+    The probe runs one size once, to correct the curve, and others as training does. They are replayed at the sizes that
+    are asked for, of which a search needs few.
 
     What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
     search needs a curve that never falls. So each new value is moved to lie between those known of smaller and of
@@ -126,28 +143,50 @@ class ReservedPeaks:
 
     Args:
         at: Returns the step at a batch size.
-        allocator: Makes an allocator that has reserved nothing and has no limit.
+        allocator: Makes an allocator that has reserved nothing, with a limit.
+        makes_states: The first step of training makes the optimizer states.
     """
 
-    def __init__(self, at: Callable[[int], Recorded], allocator: Callable[[], Any]) -> None:
-        self._at, self._allocator = at, allocator
-        self._known: list[tuple[int, int, int]] = []  # (batch size, peak of one step, peak of two), each ascending
+    def __init__(
+        self, at: Callable[[int], Recorded], allocator: Callable[[float], Any], *, makes_states: bool = False
+    ) -> None:
+        self._at, self._allocator, self._makes_states = at, allocator, makes_states
+        self._known: list[tuple[int, Needed]] = []  # (batch size, bytes), all of them ascending
 
-    def __call__(self, batch_size: int, steps: int) -> int:
-        """Return the peak of one step or of two in a row."""
-        at = bisect_left(self._known, (batch_size, 0, 0))
+    def __call__(self, batch_size: int) -> Needed:
+        """Return what the steps at a batch size need."""
+        at = bisect_left(self._known, batch_size, key=lambda known: known[0])
         if at == len(self._known) or self._known[at][0] != batch_size:
-            peaks = self._replay(batch_size)
+            needed = self._replay(batch_size)
             if at < len(self._known):
-                peaks = [min(peak, above) for peak, above in zip(peaks, self._known[at][1:], strict=True)]
+                needed = Needed(*map(min, needed, self._known[at][1]))
             if at:
-                peaks = [max(peak, below) for peak, below in zip(peaks, self._known[at - 1][1:], strict=True)]
-            self._known.insert(at, (batch_size, peaks[0], peaks[1]))
-        return self._known[at][steps]
+                needed = Needed(*map(max, needed, self._known[at - 1][1]))
+            self._known.insert(at, (batch_size, needed))
+        return self._known[at][1]
 
-    def _replay(self, batch_size: int) -> list[int]:
-        allocator = self._allocator()
-        return [allocator.peak_reserved for _ in _steps(allocator, self._at(batch_size), 2)]
+    def _replay(self, batch_size: int) -> Needed:
+        record = self._at(batch_size)
+        alone = self._allocator(float("inf"))
+        for _ in _steps(alone, record, 1):
+            pass
+        late, late_at = record.made_late() if self._makes_states else (frozenset[int](), 0)
+
+        def run(limit: float) -> tuple[Any, list[int]]:
+            """Replay steps until it is known whether training can repeat them."""
+            allocator, peaks, retries = self._allocator(limit), list[int](), list[int]()
+            for _ in _steps(allocator, record, MAX_STEPS, late, late_at):
+                peaks.append(allocator.peak_reserved)
+                retries.append(allocator.retries - sum(retries))
+                goes_on = can_repeat(retries, makes_states=self._makes_states)
+                if goes_on is False:
+                    raise AllocatorFullError(f"within {limit} bytes, the cache is emptied again and again")
+                if goes_on:
+                    break
+            return allocator, peaks
+
+        free, peaks = run(float("inf"))
+        return Needed(alone.peak_reserved, peaks[-1], _least(run, free.peak_allocated, peaks[-1]))
 
 
 def _least(run: Callable[[int], Any], allocated: int, reserved: int) -> int:

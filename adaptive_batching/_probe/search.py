@@ -55,28 +55,28 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Cou
         if sizes.avoids_failures and curve.exceeds(first):
             return
         sizes.run(first)
-    misses = 0  # runs that contradicted the curve; each widens the next correction
+    sizes.repeats = predict_peak is not None  # each may be the answer
     while sizes.open:
+        misses = sizes.misses  # each widens the next correction
         guess = curve.goal()
         if guess <= sizes.low:
             # By the curve, this is the answer. Confirm it now, while it is the size that has just run.
             if sizes.found is not None and not sizes.confirm():
-                misses += 1
                 continue
             # Prove it by running the next candidate, unless that one certainly does not fit.
             if (sizes.avoids_failures and sizes.found is not None) or curve.surely_exceeds(sizes.low + 1):
                 return
-            misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
+            sizes.misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
             back = sizes.high - 2 ** max(misses - 1, 0)
             if curve.num_points == 0:  # even the calibrating size did not fit
                 back = (sizes.low + sizes.high) // 2
             elif curve.num_points == 1:
                 back = min(back, curve.largest_that_fits(curve.cautious_share(misses)))
-            misses += not sizes.run(max(back, sizes.low + 1))
+            sizes.misses += not sizes.run(max(back, sizes.low + 1))
         else:
-            misses += not sizes.run(curve.within_reach(guess))
-        if misses > MAX_MISSES and sizes.high < len(sizes.candidates):
+            sizes.misses += not sizes.run(curve.within_reach(guess))
+        if sizes.misses > MAX_MISSES and sizes.high < len(sizes.candidates):
             _bisect(sizes)
 
 

@@ -3,41 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 # Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
 # goes back at once.
 REPEAT_ERROR = 0.001
+# Steps at one size after which it is known whether training can repeat them: see `can_repeat`.
+MAX_STEPS = 4
+
+
+def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
+    """Tell whether training can repeat the steps of a size, by what the first of them have asked of the allocator.
+
+    If it had to empty its cache in every step, each would have to wait for the device. That a first step had to says
+    little: it has met another layout than those after it.
+
+    Args:
+        retries: Times that the allocator emptied its cache to find room, in each step at the size so far.
+        makes_states: The first step has made the optimizer states, so that it had more room than those after it.
+
+    Returns:
+        True if the last two steps that found states had none; False if that can no longer be so within
+        :data:`MAX_STEPS`; None if another step has to tell.
+    """
+    that_count = retries[1:] if makes_states else retries
+    calm = next((index for index, had in enumerate(reversed(that_count)) if had), len(that_count))
+    if calm >= 2:
+        return True
+    return None if len(retries) + 2 - calm <= MAX_STEPS else False
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Memory and time of one or two consecutive training steps at ``batch_size``."""
+    """Memory and time of consecutive training steps at ``batch_size``."""
 
     batch_size: int
     fits: bool
+    """True if all steps ran within the limit, and training can repeat them: see :func:`can_repeat`."""
     peak_bytes: int | None = None
-    """Peak memory during the step, as the limit counts it; None if the step ran out of memory."""
+    """Peak memory, as the limit counts it; None if a step ran out of memory."""
     seconds: float = 0.0
     """Time of the first step."""
     overhead: float = 1.0
     """Bytes that counted against the limit per byte in use; above 1 with an allocator that keeps freed memory."""
     retries: int = 0
-    """Times that the allocator emptied its cache to find room. A size that needs this does not fit, because every step
-    would have to wait for the device."""
+    """Times that the allocator emptied its cache to find room."""
     steps: int = 1
     """Number of steps that ran or started."""
+    freed_bytes: int = 0
+    """Most that the allocator gave back in a step to find room: without a limit, the step would have taken up to so
+    much more."""
+    step_peaks: list[int | None] = field(default_factory=list)
+    """Peak of each of the last steps that ran in a row, the first of them on an empty cache."""
+    step_retries: list[int] = field(default_factory=list)
+    """Times that the allocator emptied its cache in each of these."""
+    makes_states: bool = False
+    """True if the first of these made the optimizer states, as training does, and took less by them."""
+
+    def __post_init__(self) -> None:
+        if not self.step_peaks:  # a single step
+            object.__setattr__(self, "step_peaks", [self.peak_bytes])
+            object.__setattr__(self, "step_retries", [self.retries])
+
+    @property
+    def is_settled(self) -> bool:
+        """True if no further step in a row could change whether the size fits."""
+        return not self.fits or can_repeat(self.step_retries, makes_states=self.makes_states) is not None
 
     def followed_by(self, second: Measurement) -> Measurement:
-        """Return one measurement that covers both steps."""
+        """Return one measurement that covers another step as well, which ran on what these have left."""
         ran = self.peak_bytes is not None and second.peak_bytes is not None
+        step_retries = [*self.step_retries, *second.step_retries]
         return replace(
             self,
-            fits=self.fits and second.fits,
+            fits=self.fits and second.fits and can_repeat(step_retries, makes_states=self.makes_states) is not False,
             peak_bytes=max(self.peak_bytes or 0, second.peak_bytes or 0) if ran else None,
             overhead=max(self.overhead, second.overhead),
             retries=self.retries + second.retries,
             steps=self.steps + second.steps,
+            freed_bytes=max(self.freed_bytes, second.freed_bytes),
+            step_peaks=[*self.step_peaks, *second.step_peaks],
+            step_retries=step_retries,
         )
 
 
@@ -52,11 +98,13 @@ class SizesRun:
         candidates: Sizes to consider, ascending.
         budget: Returns the peak memory in bytes that a step may take; may change with a measurement.
         measure_again: Runs another step at the size that ran last, on the allocator cache that it left; None for a
-            search whose answer need not run twice.
+            search whose answer need not run again.
         avoids_failures: True to never run a size that measurements and curve put above the budget, not even to prove
             it. For a device where a failed allocation can end the process.
         trusts_prediction: False if a step takes memory that no trace sees, because kernels convert their inputs or
             freed memory is kept. Half of the size that the first measurement allows then runs before that size.
+        begin: Runs the first step of training at a size, which meets and leaves memory as no other step does; None
+            where freed memory goes back, so that each step meets the same.
     """
 
     def __init__(
@@ -68,15 +116,21 @@ class SizesRun:
         *,
         avoids_failures: bool = False,
         trusts_prediction: bool = True,
+        begin: Measure | None = None,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure = measure
         self._measure_again = measure_again
         self.avoids_failures = avoids_failures
         self.trusts_prediction = trusts_prediction
+        self._begin = begin
+        self.repeats = False
+        """True to run sizes as training does, and as often as the answer, rather than once."""
         self.candidates = candidates
         self._budget = budget
         self.measurements: list[Measurement] = []
+        self.misses = 0
+        """Runs that contradicted the curve, and answers that failed when they ran again."""
         self.low = -1
         """Index of the largest candidate that fitted; -1 if none has yet."""
         self.high = len(candidates)
@@ -97,7 +151,12 @@ class SizesRun:
         if self.avoids_failures and self._least_peak(size) > self.budget_bytes:
             self.high = index
             return False
-        measurement = self._measure(size)
+        if self.repeats and self._begin is not None:
+            measurement = self._as_training(size)
+        else:
+            measurement = self._measure(size)
+            if measurement.fits and measurement.retries:
+                measurement = self._as_training(size, measurement.steps)
         self.measurements.append(measurement)
         if measurement.fits:
             self.low = index
@@ -117,7 +176,7 @@ class SizesRun:
         return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
 
     def confirm(self) -> bool:
-        """Run the answer twice in a row unless it already has, or has left room; if it fails now, narrow the bracket.
+        """Run the answer again as training repeats it, unless it has, or has left room; if it fails, narrow the bracket.
 
         The second step finds memory as training leaves it, not as the probe does. An allocator that keeps freed memory
         can need far more then. Where freed memory goes back at once, only the noise of a measurement is left.
@@ -128,19 +187,32 @@ class SizesRun:
         if self._measure_again is None:
             return True
         at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
-        if self.measurements[at].steps > 1 or self._leaves_room(self.measurements[at]):
+        size, before = self.candidates[self.low], self.measurements[at]
+        has_run_again = before.is_settled if self._begin is not None else before.steps > 1
+        if has_run_again or self._leaves_room(before):
             return True
-        size = self.candidates[self.low]
-        if at + 1 < len(self.measurements):  # another size has run since
-            self.measurements[at] = self.measurements[at].followed_by(self._measure(size))
-        if self.measurements[at].fits:
-            self.measurements[at] = self.measurements[at].followed_by(self._measure_again(size))
+        if self._begin is not None:
+            self.measurements[at] = self._as_training(size, before.steps)
+        else:
+            if at + 1 < len(self.measurements):  # another size has run since
+                before = before.followed_by(self._measure(size))
+            self.measurements[at] = before.followed_by(self._measure_again(size)) if before.fits else before
         if self.measurements[at].fits:
             return True
+        self.misses += 1
+        self.repeats = True  # what a single step says is not enough here
         fitted = {m.batch_size for m in self.measurements if m.fits}
         self.high = self.low
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
+
+    def _as_training(self, size: int, steps_before: int = 0) -> Measurement:
+        """Run a size as training begins with it, until it is known whether training can repeat it."""
+        assert self._begin is not None and self._measure_again is not None
+        measured = self._begin(size)
+        while not measured.is_settled:
+            measured = measured.followed_by(self._measure_again(size))
+        return replace(measured, steps=steps_before + measured.steps)
 
     def _leaves_room(self, measured: Measurement) -> bool:
         keeps_nothing = self.trusts_prediction and measured.overhead == 1.0

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,6 +85,9 @@ class Trial:
     training mode, and the state of every random number generator. Optimizer states are then created, because a step
     needs memory in addition to them. On exit everything is restored bit for bit, however a step ended.
 
+    Training makes these states in its first step, in memory that this step has freed. With an allocator that keeps
+    freed memory, that is another layout, which :meth:`begin` brings about.
+
     Args:
         step: The training step to run.
         meter: Reads and limits the memory of the device that the step runs on.
@@ -116,6 +119,8 @@ class Trial:
         self._meter = meter
         self.budget_bytes = budget_bytes
         self._scratch = scratch
+        self._made: list[tuple[Optimizer, torch.Tensor]] = []  # of whom training will make states
+        self._has_begun = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Trial:
@@ -142,8 +147,22 @@ class Trial:
         Raises:
             Exception: Any error of the step other than running out of memory.
         """
+        if self._has_begun:
+            self._drop_states()
+            self._has_begun = False
         self._clear()
         return self._measure(batch_size)
+
+    def begin(self, batch_size: int) -> Measurement:
+        """Run a step as the first one of training does, which makes the optimizer states.
+
+        Raises:
+            Exception: Any error of the step other than running out of memory.
+        """
+        self._drop_states()
+        self._has_begun = True
+        self._clear()
+        return replace(self._measure(batch_size), makes_states=bool(self._made))
 
     def measure_again(self, batch_size: int) -> Measurement:
         """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do.
@@ -156,25 +175,32 @@ class Trial:
     def _measure(self, batch_size: int) -> Measurement:
         run = self._step.bind(self._step.model, self._step.optimizers)
         self._meter.reset_peak()
-        retries_before = self._meter.num_retries()
+        retries_before, freed_before = self._meter.num_retries(), self._meter.num_freed_bytes()
         start = time.perf_counter()
         batches: list[Any] = []
-        ran_out = self._runs_out(lambda: batches.append(self._step.make_batch(batch_size)))
+
+        def prepare() -> None:
+            if not self._has_begun:
+                self._make_optimizer_states()
+            batches.append(self._step.make_batch(batch_size))
+
+        ran_out = self._runs_out(prepare)
         # A rank without a batch would leave the others waiting in the step's collectives.
         ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
         seconds = time.perf_counter() - start
         retries = self._meter.num_retries() - retries_before
+        freed_bytes = self._meter.num_freed_bytes() - freed_before
         peak_bytes = None if ran_out else self._meter.peak_bytes()
         overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
         if ran_out:
             self._clear()
         self._drop_gradients()
-        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes and retries == 0
+        fits = peak_bytes is not None and peak_bytes <= self.budget_bytes
         took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
-        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries)
+        return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries, freed_bytes=freed_bytes)
 
     def _run(self, run: Run, batch: Any) -> None:
         run(batch)
@@ -192,6 +218,11 @@ class Trial:
         return False
 
     @property
+    def makes_states(self) -> bool:
+        """True if the first step of training makes optimizer states."""
+        return bool(self._made)
+
+    @property
     def _limit_bytes(self) -> int:
         return self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes
 
@@ -204,12 +235,17 @@ class Trial:
         for parameter in parameters_of(self._step.model, self._step.optimizers):
             parameter.grad = None
 
+    def _drop_states(self) -> None:
+        for optimizer, parameter in self._made:
+            optimizer.state.pop(parameter, None)
+
     def _make_optimizer_states(self) -> None:
         """Step each optimizer once on zero gradients, to allocate the states without a forward pass."""
         for optimizer in self._step.optimizers:
             if has_states(optimizer):
                 continue
             parameters = _trainable(optimizer)
+            self._made += [(optimizer, parameter) for parameter in parameters if parameter not in optimizer.state]
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()

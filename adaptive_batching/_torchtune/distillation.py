@@ -28,6 +28,8 @@ class Distillation(NextToken):
         num_ranks: Ranks, each with samples of its own.
     """
 
+    saves_memory_by = frozenset({"lora"})  # stock's recipes offload no activations
+
     def __init__(
         self, *arguments: Any, teacher: nn.Module, teacher_loss: Any, teacher_share: float, num_ranks: int = 1
     ) -> None:
@@ -73,14 +75,18 @@ class Distillation(NextToken):
         return (1 - self._teacher_share) * class_loss + self._teacher_share * divergence
 
     def mean_loss(self, sums: Sums) -> Any:
-        """Return the mixed loss of a step, or what stock logs of it."""
-        return self._mixed(*self.metrics(sums).values())
+        """Return the mixed loss of a step, or what stock logs of it; on the device, which is not waited for."""
+        if self._is_stock and self._num_ranks > 1:
+            return self._mixed(*self.metrics(sums).values())
+        per_token = sums.tokens.reciprocal()  # by which torch multiplies where stock divides a number
+        return self._mixed(*(sums.metrics[name] * per_token for name in _LOSSES))
 
     def metrics(self, sums: Sums) -> dict[str, Any]:
         """Return both mean losses of a step. On several devices stock logs those of the rank's last forward instead."""
         if self._is_stock and self._num_ranks > 1:
             return {name: loss.item() for name, loss in zip(_LOSSES, self._last, strict=True)}
-        return {name: sums.metrics[name].item() / sums.tokens for name in _LOSSES}
+        tokens = sums.tokens.cpu()  # once: each use of a result on the device would wait again
+        return {name: sums.metrics[name].item() / tokens for name in _LOSSES}
 
     def recompile(self, again: Callable[[Any], Any]) -> None:
         super().recompile(again)

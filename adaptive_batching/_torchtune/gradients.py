@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtune import training, utils
 
+from adaptive_batching._copies import without_waiting
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._ranks.agree import Ranks
@@ -21,33 +22,18 @@ from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Batch, Sums
 
-_PINS_MEMORY = ("cuda", "xpu")
-
 
 def to_device(batch: Batch, device: torch.device) -> None:
-    """Move a batch in place, without waiting for the device.
-
-    A copy from ordinary memory would wait until the device has finished all its work, so that the next micro-batch
-    could not be collated meanwhile.
-    """
-    pins = device.type in _PINS_MEMORY  # elsewhere a copy that is not waited for could outlive its source
-    if pins:
-        _pin(batch)
+    """Move a batch in place, without waiting for the device."""
     for key, value in batch.items():
         if isinstance(value, dict):
             to_device(value, device)
         elif isinstance(value, torch.Tensor):
-            batch[key] = value.to(device, non_blocking=pins)
+            batch[key] = without_waiting(value, device)
         else:  # a mask of blocks; anything else is an error
             moved = {key: value}
             utils.batch_to_device(moved, device)
             batch[key] = moved[key]
-
-
-def _pin(batch: Batch) -> None:
-    for key, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            batch[key] = value.pin_memory()
 
 
 def discard(host: Host) -> None:

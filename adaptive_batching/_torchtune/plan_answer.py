@@ -16,7 +16,7 @@ from adaptive_batching._plan.varying import Varying
 from adaptive_batching._plan.verdict import Answer, Verdict
 from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._torchtune.data_at_hand import DataAtHand
-from adaptive_batching._torchtune.plan_many import over_lengths, pull_levers, show_lengths, show_levers
+from adaptive_batching._torchtune.plan_many import over_lengths, pull_levers, show_lengths, show_levers, start_processes
 from adaptive_batching._torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
 
 VERSION = 1
@@ -65,6 +65,8 @@ def answer(asked: Asked, *, as_json: bool) -> int:
         TraceError, NotPlannedError: If the step cannot be traced.
         Exception: Whatever stock raises about the config.
     """
+    if asked.length is None or asked.table or asked.levers:
+        start_processes()
     if asked.length is None:
         return _plan_over_lengths(asked, as_json=as_json)
     start = time.perf_counter()

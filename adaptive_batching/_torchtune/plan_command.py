@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import _recipe_registry as registry
 from torchtune.config._errors import InstantiationError
@@ -65,7 +64,6 @@ def add_plan(subparsers: Any, prog: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     """Print a plan, and return the exit code."""
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)  # processes that are forked below cannot take over threads
     try:
         asked = _read(args)
         return answer(asked, as_json=args.json)

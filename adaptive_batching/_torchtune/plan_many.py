@@ -1,4 +1,8 @@
-"""Plans of many runs: with each lever pulled, and over lengths and batch sizes. They are made in parallel."""
+"""Plans of many runs: with each lever pulled, and over lengths and batch sizes. They are made in parallel.
+
+Their processes are forked from one that has only imported what they need, not from the one that asks: where autograd
+has run with a CUDA build of torch, which the plan itself has it do, it refuses to run in a fork.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from typing import Any
 
 from adaptive_batching._plan import text
@@ -18,6 +23,17 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 """Samples of a forward in a table."""
+
+
+_CORES = os.cpu_count() or 1
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["adaptive_batching._torchtune.plan_process"])
+
+
+def start_processes() -> None:
+    """Start the process that others are forked from. What it imports takes seconds, in which this one can go on."""
+    if _CORES > 1:
+        forkserver.ensure_running()
 
 
 def first_line(error: Exception) -> str:
@@ -105,8 +121,8 @@ def _at_length(task: tuple[Question, int, int | None]) -> dict[str, Any] | None:
 
 
 def _in_parallel(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-    workers = min(os.cpu_count() or 1, len(tasks), 4)  # each takes some hundred MiB
+    workers = min(_CORES, len(tasks), 4)  # each takes some hundred MiB
     if workers < 2:
         return [function(task) for task in tasks]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=_PROCESSES) as pool:
         return list(pool.map(function, tasks))

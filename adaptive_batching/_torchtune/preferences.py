@@ -104,7 +104,7 @@ class Preferences(Objective):
             "log_probs/chosen": chosen.detach().mean(),
             **means,
         }
-        num_tokens = torch.tensor(tokens.numel(), device=tokens.device)
+        num_tokens = torch.full((), tokens.numel(), device=tokens.device)  # no copy, which would wait for the device
         if self._is_stock and self._num_ranks == 1:
             return loss, _OfLast(loss.detach(), num_tokens, metrics)
         return loss, Sums(loss.detach(), num_tokens, {name: share * value for name, value in metrics.items()})

@@ -246,7 +246,8 @@ def _next_setting(host: Host) -> str:
     if not host.checkpoints_activations:
         return "enable_activation_checkpointing=True"
     ways = host.objective.saves_memory_by
-    if "offloading" in ways and not host.offloads_activations and host.device.type != "cpu":
+    can_offload = "offloading" in ways and host.device.type == "cuda"  # elsewhere stock refuses to
+    if can_offload and not host.offloads_activations:
         return "enable_activation_offloading=True"
     if "lora" not in ways:
         return "a smaller model"

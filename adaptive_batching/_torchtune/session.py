@@ -230,8 +230,6 @@ class Session:
 
     def _within_memory_limit(self) -> contextlib.AbstractContextManager[None]:
         """Have training run out of memory at ``memory_limit``, but for checkpoints: nothing may come in their way."""
-        if self.growth is None:
-            return contextlib.nullcontext()
         return within_memory_limit(self.settings, self.host.device)
 
 

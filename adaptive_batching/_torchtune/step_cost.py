@@ -15,7 +15,7 @@ from adaptive_batching._torchtune.host import Host
 
 
 class StepCosts:
-    """Tells what each optimizer step has taken; counters that others may read are left alone.
+    """Tells what each optimizer step has taken; while training goes on, counters that others may read are left alone.
 
     Args:
         host: The recipe, when training begins.
@@ -25,10 +25,9 @@ class StepCosts:
         self._objective = host.objective
         self._device = host.device
         self._meter: MemoryMeter | None = None
-        if host.device.type == "cpu":
-            with contextlib.suppress(NotImplementedError, OSError):
-                self._meter = memory_meter(host.device)
-                self._meter.reset_peak()  # what the probe took is its own
+        with contextlib.suppress(NotImplementedError, OSError):
+            self._meter = memory_meter(host.device)
+            self._meter.reset_peak()  # what the probe took is its own
 
     def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
         """Return what a step on ``samples`` took, that ran as ``micro_batches``."""

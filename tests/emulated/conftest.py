@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,4 +31,5 @@ def a_card_of_80_gib() -> Iterator[None]:
     control.set_lag(0)
     control.end_faults()
     torch.cuda.set_per_process_memory_fraction(1.0)
+    gc.collect()
     torch.cuda.empty_cache()

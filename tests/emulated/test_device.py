@@ -13,6 +13,7 @@ import torch
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._emulated_device.launch import EmulatedDevice
+from adaptive_batching._probe.managed_memory import move_to_host
 from tests.conftest import ROOT
 
 GIB, MIB = 2**30, 2**20
@@ -64,6 +65,17 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     before = control.counters()
     product = torch.zeros(8, 8, device="cuda") @ torch.zeros(8, 8, device="cuda")
     assert (control.counters() - before).products == 1 and product.sum().item() == 0.0
+
+
+@pytest.mark.parametrize("elements", [100, 10**4, 10**6])
+def test_memory_that_is_handed_out_again_is_empty(elements: int) -> None:
+    written = torch.arange(elements).cuda()
+    address = written.data_ptr()
+    assert written[-1].item() == elements - 1
+    del written
+    again = torch.empty(elements, dtype=torch.long, device="cuda")
+    assert again.data_ptr() == address
+    assert not again.cpu().any()
 
 
 def test_the_allocation_that_is_told_to_fails_as_on_a_full_card() -> None:
@@ -120,7 +132,9 @@ def test_managed_memory_counts_while_it_is_on_the_device_and_leaves_when_room_is
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(GIB, dtype=torch.uint8, device="cuda")
     del held
-    bnb.prefetch_tensor(paged, to_cpu=True)
+    bnb.GlobalPageManager.get_instance().paged_tensors.append(paged)
+    move_to_host(torch.device("cuda"))
+    bnb.GlobalPageManager.get_instance().paged_tensors.pop()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] == free
 
@@ -225,6 +239,12 @@ if rank == 0:
 else:
     work.wait()
 assert late.item() == 2.0
+side = torch.cuda.Stream()
+for number in range(20):  # of one communicator, on two streams
+    gathered = [torch.zeros(1, dtype=torch.long, device="cuda") for _ in range(2)]
+    with torch.cuda.stream(side if (number + rank) % 2 else torch.cuda.current_stream()):
+        one = on_device([number]); dist.all_reduce(one); dist.all_gather(gathered, one)
+        assert [each.item() for each in gathered] == [2 * number] * 2
 large = torch.zeros(10**7, device="cuda"); dist.all_reduce(large); torch.cuda.synchronize()
 print("done")
 """

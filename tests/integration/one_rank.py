@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtune.models.llama2 import llama2
 
@@ -32,9 +33,10 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
     """Weights after four steps of two micro-batches each; ``breaks`` arms a model and gives what disarms it."""
     torch.manual_seed(0)
     model = llama2(**SIZES).to(device)
+    mesh = init_device_mesh(device.type, (1,))  # without one, FSDP2 takes a GPU where there is one
     for layer in [*model.layers, model.tok_embeddings, model.output]:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     collectives = MicroBatchCollectives([model])
     tokens = torch.randint(1, 512, (4, 2, 4, 128), device=device)  # [steps, micro-batches, b, s]

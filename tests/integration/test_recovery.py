@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -384,3 +385,24 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     kept = tune_run("full", *dependent, *DOUBLE, name="kept")
     monkeypatch.undo()
     assert without_sizes(kept.metrics) == tune_run("full", *dependent, name="whole").metrics, "not cut"
+
+
+def test_a_memory_limit_holds_in_training_without_any_other_field(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int] = []
+    step = torch.optim.SGD.step
+
+    def watched(optimizer: torch.optim.SGD, closure: None = None) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+        step(optimizer, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", watched)
+    before = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    common = [*SGD, "max_steps_per_epoch=2", "epochs=1"]
+    tune_run("full", *common, "adaptive_batching.memory_limit=null", name="without")
+    assert limits and set(limits) == {before}
+    limits.clear()
+    tune_run("full", *common, "adaptive_batching.memory_limit=6GiB", name="with")
+    assert limits and before not in limits
+    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == before

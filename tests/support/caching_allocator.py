@@ -24,8 +24,14 @@ class CachingAllocator(allocator.CachingAllocator):
 
     full = torch.OutOfMemoryError
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: float) -> None:
         super().__init__(limit)
+        self.freed = 0
+
+    def empty_cache(self) -> None:
+        before = self.reserved
+        super().empty_cache()
+        self.freed += before - self.reserved
 
 
 class Tape:
@@ -51,6 +57,14 @@ class Recorded:
     events: Sequence[int]
     sizes: Sequence[int]
     num_resting: int
+    states: frozenset[int] = frozenset()
+    """Resting storages that the first step makes."""
+    states_at: int = 0
+    """Number of the event before which it makes them."""
+
+    def made_late(self) -> tuple[frozenset[int], int]:
+        """The optimizer states."""
+        return self.states, self.states_at
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The moment and the kinds of memory: neither has a name here."""
@@ -102,6 +116,7 @@ class Device:
 
     fails_safely: bool = True
     is_predictable: bool = False
+    keeps_freed_memory: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_name: str = "a model"
 
@@ -109,7 +124,8 @@ class Device:
         self.allocator = CachingAllocator(self.total_bytes) if self.overhead == 1 else Inflated(self)
         self._loaded = 0
         self._workspace: list[Memory] = []
-        self._resting = [Memory(self.allocator, 3 * layer.weights) for layer in self.layers]  # with the optimizer's
+        self._weights = [Memory(self.allocator, layer.weights) for layer in self.layers]
+        self.optimizer = Moments(self)
         self.steps: list[int] = []
         self.errors = 0
 
@@ -118,6 +134,7 @@ class Device:
         self.steps.append(tokens)
         try:
             self.forward_backward(tokens)
+            self.optimizer.make_states()
             temporaries = [Memory(self.allocator, layer.weights) for layer in self.layers]  # as of a foreach optimizer
             del temporaries
         except torch.OutOfMemoryError:
@@ -160,10 +177,18 @@ class Device:
         tape = Tape()
         traced = Device(self.total_bytes, (), self.length)
         traced.layers, traced.allocator, traced._loaded = self.layers, tape, 1  # type: ignore[assignment]
-        resting = [Memory(tape, 3 * layer.weights) for layer in self.layers]
+        traced._weights = [Memory(tape, layer.weights) for layer in self.layers]
+        traced.optimizer = Moments(traced)
+        traced.optimizer.make_states()
+        num_resting = len(tape.sizes)
+        states = frozenset(range(len(self.layers), num_resting))
         tape.events.clear()
+        traced.forward_backward(tokens)
+        states_at = len(tape.events)
+        tape.events.clear()
+        del tape.sizes[num_resting:]
         traced.step(tokens)
-        return Recorded(tuple(tape.events), tuple(tape.sizes), len(resting))
+        return Recorded(tuple(tape.events), tuple(tape.sizes), num_resting, states, states_at)
 
     def training_step(self) -> TrainingStep:
         """Steps on batches of worst-case samples."""
@@ -171,7 +196,7 @@ class Device:
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[Any], None]:
             return self.step
 
-        return TrainingStep(nn.Linear(1, 1), [], lambda batch_size: batch_size * self.length, bind)
+        return TrainingStep(nn.Linear(1, 1), [self.optimizer], lambda batch_size: batch_size * self.length, bind)
 
     # As a meter
 
@@ -190,8 +215,14 @@ class Device:
     def peak_allocated_bytes(self) -> int:
         return self.allocator.peak_allocated
 
+    def outside_bytes(self) -> int:
+        return 0
+
     def num_retries(self) -> int:
         return self.allocator.retries
+
+    def num_freed_bytes(self) -> int:
+        return self.allocator.freed
 
     def allocator_settings(self) -> dict[str, str]:
         return {}
@@ -213,6 +244,22 @@ class Device:
             yield
         finally:
             self.allocator.limit = self.total_bytes - self._loaded if before > num_bytes else before
+
+
+class Moments(Optimizer):
+    """Has two numbers for each weight of a device's layers, which its first step makes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        super().__init__([nn.Parameter(torch.zeros(1)) for _ in device.layers] or [nn.Parameter(torch.zeros(1))], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.make_states()
+
+    def make_states(self) -> None:
+        for parameter, layer in zip(self.param_groups[0]["params"], self._device.layers, strict=False):
+            if parameter not in self.state:
+                self.state[parameter]["moments"] = Memory(self._device.allocator, 2 * layer.weights)
 
 
 class Inflated(CachingAllocator):

@@ -5,10 +5,8 @@ python -m tests.support.planned_batches [<part of a path> ...]
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from omegaconf import OmegaConf
 from adaptive_batching._probe.allocator import GIB
 from adaptive_batching._torchtune.commands import LAUNCHED
 from adaptive_batching._torchtune.planning import Question, sketch
+from tests.support.processes import in_a_process
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"
 ADAPTIVE = sorted(path for path in FOLDER.glob("**/*.yaml") if path.parent.name != "quickstart")
@@ -51,8 +50,7 @@ def planned(path: Path) -> str:
 
 def planned_apart(path: Path) -> str:
     """Do as :func:`planned`, in a process of its own, whose memory is given back."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        return pool.submit(planned, path).result()
+    return in_a_process(planned, path)
 
 
 if __name__ == "__main__":

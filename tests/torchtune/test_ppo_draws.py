@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchtune.generation import _generation, generate
+from torchtune.generation import _generation, generate, get_causal_mask_from_padding_mask
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching._torchtune.ppo.draws import Draws, sampling_with
+from adaptive_batching._torchtune.ppo.stock import StockPPO
 
 TOKENS, VOCABULARY = 3, 11
 
@@ -81,3 +84,9 @@ def test_each_token_of_a_response_is_sampled_with_what_is_given() -> None:
 def test_a_chunk_ends_with_the_batch_at_the_latest(row: int) -> None:
     draws = Draws(generator(), 5, 3, TOKENS, VOCABULARY)
     assert draws.end_of_chunk(row) == (3 if row < 3 else 5)
+
+
+def test_attention_masks_are_those_of_torchtune() -> None:
+    tokens = torch.tensor([[0, 0, 3, 4, 0], [1, 2, 3, 4, 5], [0, 0, 0, 0, 0]])  # [b, L], with 0 for padding
+    masks = StockPPO.masks(SimpleNamespace(pad_id=0), tokens)  # type: ignore[arg-type]
+    assert torch.equal(masks, get_causal_mask_from_padding_mask(tokens != 0))

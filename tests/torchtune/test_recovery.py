@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._micro_batches.cut import Capacity
@@ -18,6 +19,7 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.distillation import Distillation
 from adaptive_batching._torchtune.recovery import Recovery, remedy
 from adaptive_batching._torchtune.step import remedies
 from adaptive_batching._values import ByLength
@@ -161,7 +163,19 @@ def test_the_remedy_is_one_that_is_not_used_yet() -> None:
 
     assert of("cpu", False, False) == of("cuda", False, False) == "enable_activation_checkpointing=True"
     assert of("cuda", True, False) == "enable_activation_offloading=True"
-    assert of("cuda", True, True) == of("cpu", True, False) == "a model with quantized weights, as in QLoRA"
+    quantized = "a model with quantized weights, as in QLoRA"
+    assert of("cuda", True, True) == of("cpu", True, False) == quantized
+    assert of("xpu", True, False) == of("mps", True, False) == quantized, "stock refuses to offload there"
+
+
+def test_offloading_is_no_remedy_for_a_distillation() -> None:
+    """Its recipes do not read the key."""
+    teacher = nn.Linear(2, 2)
+    objective = Distillation(None, None, None, teacher=teacher, teacher_loss=None, teacher_share=0.5)
+    learner = host(objective, device=torch.device("cuda"), checkpoints_activations=True)
+    assert remedy(learner) == "a model with quantized weights, as in QLoRA"
+    found = remedies(learner, dict(SAMPLES[0]), lambda groups: [], accumulates=False)
+    assert not any("offloading" in each.setting for each in found)
 
 
 def test_clipping_is_to_be_left_out_where_it_is_on_and_nowhere_else() -> None:

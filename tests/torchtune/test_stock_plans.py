@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 import resource
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from adaptive_batching._probe.allocator import GIB
 from adaptive_batching._torchtune.levers import CONFIGS
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import Question, sketch
+from tests.support.processes import in_a_process
 
 LENGTH = 512
 MOST_MEMORY = 4 * GIB
@@ -81,18 +80,13 @@ def plan(recipe: str, path: str, devices: int) -> Plan:
     )
 
 
-def in_a_process(*arguments: Any) -> Plan:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        return pool.submit(plan, *arguments).result()
-
-
 @pytest.mark.parametrize(("recipe", "path"), STOCK)
 def test_every_stock_config_gets_a_plan(recipe: str, path: str) -> None:
     cfg: Any = OmegaConf.load(CONFIGS / path)
     files = [cfg.tokenizer.get("path"), cfg.checkpointer.checkpoint_dir]
     assert not any(file is not None and Path(file).exists() for file in files)
     devices = 8 if recipe.endswith("distributed") else 1
-    made = in_a_process(recipe, path, devices)
+    made = in_a_process(plan, recipe, path, devices)
     need = made.need
     assert made.memory_bytes < MOST_MEMORY
     assert not made.connections

@@ -18,7 +18,7 @@ constexpr uint64_t SLOTS = 4;  // messages that a channel holds until all have r
 
 // One way from a rank to one other, or to all
 struct Channel {
-  std::atomic<uint64_t> posted, read;  // numbers of messages; `read` by the one receiver, or by this rank of all others'
+  std::atomic<uint64_t> posted, read;  // the last messages; `read` by the one receiver, or by this rank of all others'
   uint64_t what[SLOTS];                // kind and bytes, by which ranks that disagree are found
   char data[SLOTS][SMALL];
 };
@@ -106,7 +106,8 @@ void reduce(char* to, const std::vector<const char*>& from, size_t n, int type, 
   }
 }
 
-// A collective in two parts: this rank's message is posted when there is room, and what all have posted is read.
+// A collective in two parts: this rank's message is posted when there is room, and what all have posted is read. Both go
+// in the order of the calls, whatever the streams.
 struct Collective {
   Communicator* comm;
   char kind;
@@ -122,6 +123,7 @@ struct Collective {
     uint64_t slot = number % SLOTS, what = uint64_t(kind) << 56 ^ bytes;
     Channel& own = comm->to_all(comm->rank);
     if (!posted) {
+      if (own.posted + 1 != number) return false;
       for (int rank = 0; rank < comm->size; ++rank) {
         if (comm->to_all(rank).read + SLOTS < number) return false;
       }
@@ -130,6 +132,7 @@ struct Collective {
       own.posted = number;
       posted = true;
     }
+    if (own.read + 1 != number) return false;
     std::vector<const char*> messages;
     for (int rank = 0; rank < comm->size; ++rank) {
       Channel& other = comm->to_all(rank);
@@ -163,11 +166,11 @@ struct Transfer {
   void advance() {
     Channel& channel = sends ? comm->to_one(comm->rank, peer) : comm->to_one(peer, comm->rank);
     uint64_t slot = number % SLOTS;
-    if (sends && channel.read + SLOTS >= number) {
+    if (sends && channel.posted + 1 == number && channel.read + SLOTS >= number) {
       if (bytes <= SMALL) memcpy(channel.data[slot], at, bytes);
       channel.posted = number;
       done = true;
-    } else if (!sends && channel.posted >= number) {
+    } else if (!sends && channel.read + 1 == number && channel.posted >= number) {
       if (bytes <= SMALL) memcpy(at, channel.data[slot], bytes);
       channel.read = number;
       done = true;

@@ -2,6 +2,7 @@
 #include "device.h"
 #include <cstring>
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 using namespace device;
 
@@ -13,15 +14,27 @@ using Allocate = Pointer (*)(void* allocator, size_t bytes);
 Allocate original = nullptr;
 long allocations_before = -1, allocations_failing = 0;
 
+void clear(char* from, size_t bytes) {  // whole pages go back to the host, so that what was never written costs nothing
+  constexpr uintptr_t PAGE = 4096;
+  char* first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(from) + PAGE - 1) / PAGE * PAGE);
+  char* last = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(from) + bytes) / PAGE * PAGE);
+  if (bytes < 16 * PAGE || madvise(first, size_t(last - first), MADV_DONTNEED)) {
+    memset(from, 0, bytes);
+  } else {
+    memset(from, 0, size_t(first - from));
+    memset(last, 0, size_t(from + bytes - last));
+  }
+}
+
 // An allocation that is to fail asks for more than the card has, so that torch fails as it does on a full one: it looks in
-// its cache, asks the device, empties the cache, asks again, and raises. What is small is cleared: no kernel writes its
+// its cache, asks the device, empties the cache, asks again, and raises. Memory is handed out empty: no kernel writes its
 // result, and a loss would read what stood there before.
 Pointer allocate(void* allocator, size_t bytes) {
   ++counts[ALLOCATIONS];
   bool fails = allocations_failing > 0 && allocations_before-- <= 0;
   if (fails) --allocations_failing;
   Pointer made = original(allocator, fails ? settings().memory + bytes : bytes);
-  if (bytes && bytes <= settings().largest_copy) memset(made.parts[0], 0, bytes);
+  if (bytes) clear(static_cast<char*>(made.parts[0]), bytes);
   return made;
 }
 

@@ -153,6 +153,7 @@ API int cudaMemGetInfo(size_t* free, size_t* all) {
 // room. What a kernel touches without having been asked for is not seen.
 API int cudaMallocManaged(void** p, size_t bytes, unsigned) { return host_block(p, bytes, Kind::managed); }
 static int prefetch(const void* p, size_t bytes, int device) {
+  if (device >= settings().count) return record(abi::INVALID_DEVICE);
   Lock hold(lock);
   auto it = find(p);
   if (it == blocks.end() || it->second.kind != Kind::managed) return record(abi::INVALID_VALUE);
@@ -170,6 +171,7 @@ API int cudaMemPrefetchAsync(const void* p, size_t bytes, abi::Location to, unsi
 API int cudaMemPrefetchAsync(const void* p, size_t bytes, int to, void*) { return prefetch(p, bytes, to); }
 API int cudaMemPrefetchAsync_v2(const void* p, size_t bytes, abi::Location to, unsigned, void*) {
 #endif
+  if (to.type == abi::LOCATION_DEVICE && to.id < 0) return record(abi::INVALID_DEVICE);
   return prefetch(p, bytes, to.type == abi::LOCATION_DEVICE ? to.id : -1);
 }
 

@@ -171,7 +171,11 @@ static int attribute(int which) {
     default: return 0;
   }
 }
-API int cudaDeviceGetAttribute(int* value, int which, int) { *value = attribute(which); return abi::SUCCESS; }
+API int cudaDeviceGetAttribute(int* value, int which, int d) {
+  if (d < 0 || d >= settings().count) return record(abi::INVALID_DEVICE);
+  *value = attribute(which);
+  return abi::SUCCESS;
+}
 
 #if CUDA_MAJOR < 13
 #define cudaGetDeviceProperties cudaGetDeviceProperties_v2

@@ -17,6 +17,7 @@ import torch
 from torchtune.rlhf import PPOStats, Trajectory
 from tqdm import tqdm
 
+from adaptive_batching._copies import without_waiting
 from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.growing import Growth
@@ -187,7 +188,7 @@ class PPOLoop:
     def _run_batch(self, epoch: int, samples: list[Sample]) -> bool:
         """Generate and learn; return True if batches have another size from now on."""
         stock, growth = self._stock, self._growth
-        prompts = self._host.loader.collate(samples)["tokens"].to(self._host.device)  # [b, s]
+        prompts = without_waiting(self._host.loader.collate(samples)["tokens"], self._host.device)  # [b, s]
         start = time.perf_counter()
         trajectory = self._rollout.run(samples, prompts)
         of_rollout = time.perf_counter() - start

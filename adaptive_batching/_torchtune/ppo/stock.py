@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torchtune import generation, rlhf
+from torchtune import rlhf
 from torchtune.modules import delete_kv_caches
 from torchtune.rlhf import PPOStats, Trajectory
 
@@ -117,8 +117,13 @@ class StockPPO:
         return trajectory._replace(masks=trajectory.masks.new_empty(len(prompts), 0))
 
     def masks(self, query_responses: torch.Tensor) -> torch.Tensor:
-        """Return the attention masks, [b, L, L], of trajectories."""
-        masks: torch.Tensor = generation.get_causal_mask_from_padding_mask(query_responses != self.pad_id)
+        """Return the attention masks, [b, L, L], of trajectories.
+
+        They equal those of torchtune's ``get_causal_mask_from_padding_mask``, which waits for the device.
+        """
+        is_token = query_responses != self.pad_id
+        masks = is_token.new_ones(is_token.shape[1], is_token.shape[1]).tril() & is_token[:, None]
+        masks.diagonal(dim1=1, dim2=2).fill_(True)
         return masks
 
     def judge(self, trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

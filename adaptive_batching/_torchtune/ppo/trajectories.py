@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torchtune.rlhf import PPOStats, Trajectory
 
+from adaptive_batching._copies import without_waiting
 from adaptive_batching._torchtune.data import Sample, indexed, stretch
 from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
 from adaptive_batching._torchtune.ppo.stock import PolicyAndValue, Share, StockPPO
@@ -40,10 +41,11 @@ class Experience:
         found = {name: getattr(self.trajectory, name) for name in _OF_LEARNING}
         return {**found, "advantages": self.advantages, "returns": self.returns}
 
-    def counts(self, mask: str) -> list[int]:
-        """Return the tokens of each trajectory that are not padding, by ``mask``."""
-        counts: list[int] = (~getattr(self.trajectory, mask)).sum(dim=1).tolist()
-        return counts
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Return the tokens of each trajectory that are not padding, for the policy and for the value model."""
+        masks = self.trajectory.response_padding_masks, self.trajectory.value_padding_masks
+        of_policy, of_value = torch.stack(masks).logical_not().sum(dim=2).tolist()
+        return of_policy, of_value
 
 
 class Trajectories(Objective):
@@ -70,8 +72,7 @@ class Trajectories(Objective):
     def see(self, experience: Experience) -> None:
         """Have rows be those of ``experience`` from now on."""
         self._seen = experience
-        self._policy_tokens = experience.counts("response_padding_masks")
-        self._value_tokens = experience.counts("value_padding_masks")
+        self._policy_tokens, self._value_tokens = experience.counts()
 
     def rows(self, rows: Sequence[int]) -> list[Sample]:
         """Return the samples of one backward pass: rows whose losses are means over all of them."""
@@ -125,7 +126,7 @@ class Trajectories(Objective):
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         experience, rows = self._experience, [sample["row"] for sample in samples]
-        index = torch.tensor(rows, device=experience.advantages.device)
+        index = without_waiting(torch.tensor(rows), experience.advantages.device)
         batch = {name: tensor.index_select(0, index) for name, tensor in experience.tensors().items()}
         whole = samples[0]
         value_share = sum(self._value_tokens[row] for row in rows) / whole["value_tokens"]

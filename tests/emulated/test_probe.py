@@ -1,0 +1,121 @@
+"""The probe by the real allocator: what it answers trains on without a retry, and one sample more does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtune.models.llama3_2 import llama3_2_1b
+
+from tests.emulated.checkpoints import write_zeros
+from tests.emulated.training import Trained, train
+
+GIB = 2**30
+LEFT = {12: 11.1, 24: 22.68, 80: 77.5}
+"""Of cards by their GiB, those that are left to training."""
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "LoRA": ("lora_finetune_single_device", "llama3_2/1B_lora_single_device", {}),
+    "full": (
+        "full_finetune_single_device",
+        "llama3_2/1B_full_single_device",
+        {"enable_activation_checkpointing": True, "optimizer_in_bwd": False, "optimizer": {
+            "_component_": "torch.optim.AdamW", "lr": 2e-5,
+        }},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Llama 3.2 1B."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "1B"
+    with torch.device("meta"):
+        write_zeros(folder, llama3_2_1b())
+    return folder
+
+
+@pytest.fixture
+def segments(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The allocator's segments: fixed or expandable."""
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{request.param}")
+    yield
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def probed(kind: str, llama: Path, folder: Path, **overrides: Any) -> Trained:
+    """A run with the largest batch that fits."""
+    recipe, config, settings = KINDS[kind]
+    exact = {"round_to_power_of_two": False, "memory_limit": int(LEFT[24] * GIB)}
+    fields = {"use_maximum_batch_size": True, "adaptive_batching": exact}
+    return train(recipe, config, llama, folder, **{**settings, **fields, "max_steps_per_epoch": 8, **overrides})
+
+
+def within(kind: str, llama: Path, folder: Path, batch_size: int, limit: int, **overrides: Any) -> Trained:
+    """A run with a batch of ``batch_size`` within ``limit`` bytes."""
+    recipe, config, settings = KINDS[kind]
+    constant = {"_component_": "adaptive_batching.growth.constant"}
+    fixed = {"memory_limit": limit, "max_batch_size": batch_size}
+    fields = {"batch_increase_function": constant, "adaptive_batching": fixed, "batch_size": batch_size}
+    return train(recipe, config, llama, folder, **{**settings, **fields, "max_steps_per_epoch": 8, **overrides})
+
+
+@pytest.mark.parametrize(
+    ("kind", "card", "segments"),
+    [("LoRA", 12, False), ("LoRA", 24, True), ("full", 24, False), ("full", 24, True), ("full", 80, False)],
+    indirect=["segments"],
+)
+def test_the_answer_trains_on_without_a_retry_and_one_sample_more_does_not(
+    kind: str, card: int, segments: None, llama_1b: Path, tmp_path: Path
+) -> None:
+    exact = {"round_to_power_of_two": False, "memory_limit": int(LEFT[card] * GIB)}
+    found = probed(kind, llama_1b, tmp_path / "probed", adaptive_batching=exact)
+    assert found.probe is not None and found.probe["reason"] == "memory"
+    answer, budget = found.probe["batch_size"], found.probe["budget_bytes"]
+    assert len(found.probe["measurements"]) <= 4 and sum(m["steps"] for m in found.probe["measurements"]) <= 12
+    assert not any(found.retries[2:]) and found.recoveries == 0 and max(found.reserved) <= budget
+    more = within(kind, llama_1b, tmp_path / "more", answer + 1, budget)
+    assert any(more.retries[2:]) or more.recoveries
+
+
+def test_a_size_whose_first_step_alone_strains_the_allocator_is_taken(llama_1b: Path, tmp_path: Path) -> None:
+    found = probed("LoRA", llama_1b, tmp_path, adaptive_batching={"memory_limit": int(LEFT[24] * GIB)})
+    assert found.probe is not None and found.probe["batch_size"] == 8
+    [answer] = [m for m in found.probe["measurements"] if m["batch_size"] == 8]
+    assert answer["step_retries"] == [1, 0, 0] and answer["step_peaks"][0] != answer["step_peaks"][2]
+
+
+def test_what_is_probed_is_what_training_reserves_states_that_its_first_step_makes_included(
+    llama_1b: Path, tmp_path: Path
+) -> None:
+    """Made before, with the cache empty, they would lie elsewhere: 15 % more would be reserved."""
+    settings = {"batch_size": 2, "adaptive_batching": {"max_batch_size": 2}, "enable_activation_checkpointing": False}
+    found = probed("full", llama_1b, tmp_path, **settings)
+    assert found.probe is not None
+    [answer] = [m for m in found.probe["measurements"] if m["batch_size"] == 2]
+    assert answer["makes_states"] and answer["step_peaks"][1:] == [found.reserved[-1]] * 2
+
+
+def test_lengths_that_vary_strain_the_allocator_in_few_steps_at_the_answer(llama_1b: Path, tmp_path: Path) -> None:
+    data = {"dataset": {"_component_": "tests.emulated.samples.Samples", "varies": True}}
+    found = probed("LoRA", llama_1b, tmp_path / "probed", **data)
+    assert found.probe is not None
+    with_headroom = int((LEFT[24] + 0.02 * 24) * GIB)  # as a probe without memory_limit leaves it to training
+    varied = within(
+        "LoRA", llama_1b, tmp_path / "varied", found.probe["batch_size"], with_headroom, **data,
+        max_steps_per_epoch=60,
+    )  # fmt: skip
+    assert sum(map(bool, varied.retries)) <= 3 and varied.recoveries == 0
+
+
+def test_the_first_step_logs_what_training_took_and_not_the_probe(llama_1b: Path, tmp_path: Path) -> None:
+    found = probed("LoRA", llama_1b, tmp_path, batch_size=2, log_peak_memory_stats=True, use_maximum_batch_size=False,
+                   batch_increase_function={"_component_": "adaptive_batching.growth.constant"},
+                   adaptive_batching={"memory_limit": 24 * GIB})  # fmt: skip
+    assert found.probe is not None and found.probe["batch_size"] >= 4
+    [log] = (tmp_path / "logs").glob("*.txt")
+    logged = [float(each) for each in re.findall(r"peak_memory_reserved:([\d.]+)", log.read_text())]
+    assert logged[0] < 0.7 * found.probe["budget_bytes"] / GIB and logged[0] == pytest.approx(logged[-1], rel=0.02)
