@@ -97,7 +97,7 @@ def test_optimizers_in_the_backward_pass_end_in_a_line_once_they_have_updated_a_
 
 @pytest.mark.slow
 def test_so_it_is_in_ppo(inputs: Path, tmp_path: Path) -> None:
-    with EachAllocationFails(sample_of(80)).in_training() as each:
+    with EachAllocationFails(sample_of(80), repeats=False).in_training() as each:
         ppo_run(
             inputs,
             tmp_path / "out",
