@@ -171,7 +171,7 @@ def test_so_it_is_in_an_evaluation(inputs: Path, tmp_path: Path, monkeypatch: py
     cfg = OmegaConf.create({**evaluation_config(tmp_path, inputs), **tasks})
     recipe = EleutherEvalRecipe(cfg)
     recipe.setup(cfg)
-    each = EachAllocationFails(sample_of(60))
+    each = EachAllocationFails(sample_of(60), repeats=False)
     with each.watched(), contextlib.suppress(Finished):
         while True:
             each.step(recipe.evaluate, recipe.eleuther_model_wrapper._discard)
