@@ -290,6 +290,8 @@ def renewed(activations: Activations) -> Activations:
     # Its hooks refer to it, so that it lives on until the garbage is collected; what it holds need not.
     for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
         getattr(activations, name, {}).clear()
+    # It refers to a node of the graph, whose hooks refer to it: a circle through C++, which no collection finds.
+    activations.curr_autograd_node = None
     fresh: Activations = OffloadActivations()
     return fresh
 
