@@ -55,8 +55,8 @@ class CorrectedCurve:
 
         Those at which the allocator emptied its cache took what the limit left them, which is no point of the curve.
         """
-        fitted = [m for m in self._sizes.measurements if m.peak_bytes is not None and m.fits and not m.retries]
-        return sorted({m.batch_size: m.peak_bytes for m in fitted}.items())[-2:]
+        known = {m.batch_size: m.peak_bytes or 0 for m in self._sizes.measurements if m.fits and not m.retries}
+        return sorted(known.items())[-2:]
 
     @property
     def _overhead(self) -> float:
@@ -191,7 +191,7 @@ class CorrectedCurve:
         return lambda predicted: peak1 + rise * (predicted - predicted1)
 
     def _expected(self, size: int) -> float:
-        """Return the bytes that are predicted to be needed for ``size``, as the limit counts them where that is known."""
+        """Return the bytes that ``size`` is predicted to need, as the limit counts them where that is known."""
         assert self._predict is not None
         return self._predict(size) if self._count is None else self._count(size)[2]
 

@@ -131,8 +131,8 @@ def find_maximum_batch_size(
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and restore all state afterwards.
 
-    The returned size has run within the limit, without the device's allocator emptying its cache: twice in a row,
-    unless freed memory goes back at once and the first time left room.
+    The returned size has run within the limit as training repeats it: twice in a row without the device's allocator
+    emptying its cache, its first step left aside. Where freed memory goes back at once, one that left room will do.
 
     Args:
         step: The training step, with worst-case samples.

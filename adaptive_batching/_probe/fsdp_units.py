@@ -182,7 +182,7 @@ class Unit:
                 reduced = torch.empty(sum(shard.numel() for _, shard in gradients), dtype=dtype)
             if self._offloads:
                 return  # copied to the host, where the optimizer steps
-            parts = list(reduced.split([shard.numel() for _, shard in gradients]))
+            parts = list(torch.split(reduced, [shard.numel() for _, shard in gradients]))
             del reduced
             for _, shard in gradients:
                 part = parts.pop(0).view(shard.shape)

@@ -176,7 +176,7 @@ class SizesRun:
         return peak1 + (size - b1) * (peak1 - peak0) / (b1 - b0)
 
     def confirm(self) -> bool:
-        """Run the answer again as training repeats it, unless it has, or has left room; if it fails, narrow the bracket.
+        """Run the answer as training repeats it, unless it has, or has left room; if it fails now, narrow the bracket.
 
         The second step finds memory as training leaves it, not as the probe does. An allocator that keeps freed memory
         can need far more then. Where freed memory goes back at once, only the noise of a measurement is left.

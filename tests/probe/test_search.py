@@ -379,9 +379,9 @@ def test_what_the_allocator_gave_back_corrects_the_curve() -> None:
     def ran(freed: Callable[[int], int]) -> int:
         device = Straining(beyond=127, freed=freed)
         device.again = (  # type: ignore[method-assign]
-            lambda size: Straining.again(device, size)
-            if size >= 127
-            else Measurement(size, True, 100 + 15 * size, overhead=1.1)
+            lambda size: (
+                Straining.again(device, size) if size >= 127 else Measurement(size, True, 100 + 15 * size, overhead=1.1)
+            )
         )
         sizes = SizesRun(device.first, range(1, 400), lambda: device.budget, device.again, begin=device.first)
         SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)

@@ -2,6 +2,7 @@
 // host that is mapped and not touched until it is written, so that a model larger than the host's memory fits.
 #include "device.h"
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <sys/mman.h>
 
@@ -27,6 +28,19 @@ size_t rounded(size_t n, size_t to) { return (n + to - 1) / to * to; }
 void* reserve(size_t bytes) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   return at == MAP_FAILED ? nullptr : at;
+}
+
+// Memory of the device lies in a range of its own, each new block below the older ones. The allocator takes the free
+// block at the lowest address of several that are as large, so that what it reserves depends on the order: it must be the
+// same whatever else the process maps.
+void* reserve_on_device(size_t bytes) {
+  static std::atomic<uintptr_t> lowest{uintptr_t{1} << 46};
+  uintptr_t at = lowest -= rounded(bytes, 2 * MIB);
+  void* got = mmap(reinterpret_cast<void*>(at), bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+  if (got == reinterpret_cast<void*>(at)) return got;
+  if (got != MAP_FAILED) munmap(got, bytes);
+  return reserve(bytes);
 }
 
 std::map<uintptr_t, Block>::iterator find(const void* p) {
@@ -123,7 +137,7 @@ API int cudaMalloc(void** p, size_t bytes) {
   size_t n = rounded(std::max<size_t>(bytes, 1), 2 * MIB);
   Lock hold(lock);
   if (!take(n, current)) return record(abi::OUT_OF_MEMORY);
-  *p = reserve(n);
+  *p = reserve_on_device(n);
   if (!*p) {
     give(n, current);
     return record(abi::OUT_OF_MEMORY);
@@ -237,7 +251,7 @@ API int cuMemGetAllocationGranularity(size_t* n, const abi::AllocationProperties
   return abi::SUCCESS;
 }
 API int cuMemAddressReserve(uintptr_t* p, size_t bytes, size_t, uintptr_t, unsigned long long) {
-  void* at = reserve(bytes);
+  void* at = reserve_on_device(bytes);
   if (!at) return abi::OUT_OF_MEMORY;
   *p = address(at);
   Lock hold(lock);
