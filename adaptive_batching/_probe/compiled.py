@@ -8,10 +8,12 @@ kernels that read it are those it is fused with, takes no memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]
@@ -77,7 +79,21 @@ class _Region:
                 partition_fn=min_cut_rematerialization_partition,
                 decompositions=select_decomp_table(),
             )
-        return self._compiled[key](tensors, inputs)
+        with _device_left_alone():
+            return self._compiled[key](tensors, inputs)
+
+
+@contextlib.contextmanager
+def _device_left_alone() -> Iterator[None]:
+    """Keep AOTAutograd from asking a CUDA device for its random state where nothing has used the device yet.
+
+    A plan needs none, and checkpointing refuses a device that is first used in a forward of its own.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        yield
 
 
 def _functional(module: nn.Module) -> Callable[[list[torch.Tensor], Any, Any], Any]:
