@@ -2,11 +2,10 @@
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are rounded up to 512 bytes. Up to 1 MiB is small,
 and comes from segments of 2 MiB; below 10 MiB comes from segments of 20 MiB, and more from a segment of its own in
-steps of 2 MiB. The smallest free block that is large enough is taken, of several the one at the lowest
-address, and split where enough would be left over; free neighbours merge. New segments are taken to lie below older
-ones, as ``mmap`` places them on Linux. Each stream has segments of its own: what one frees, another does not get. Where
-the limit is reached, segments that are wholly free are given back, and the allocation is tried once more, which is a
-retry. What counts against a limit is what is reserved.
+steps of 2 MiB. The smallest free block that is large enough is taken, of several the one in the oldest segment, there
+at the lowest address, and split where enough would be left over; free neighbours merge. Each stream has segments of its
+own: what one frees, another does not get. Where the limit is reached, segments that are wholly free are given back, and
+the allocation is tried once more, which is a retry. What counts against a limit is what is reserved.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-
-
 Pool = tuple[bool, int]
 """Blocks that can take each other's place: True for small ones, and the stream."""
 
@@ -34,13 +31,15 @@ class Block:
     size: int
     pool: Pool
     address: int
+    """As if segments lay one after the other."""
+
     before: Block | None = None
     after: Block | None = None
     free: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place among the free blocks: of two that are as large, the one at the lower address is taken."""
+        """Its place among the free blocks: of two that are as large, the older segment's is taken, or the lower one."""
         return self.size, self.address
 
 
@@ -58,7 +57,7 @@ class CachingAllocator:
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
         self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[tuple[int, int], Block] = {}
-        self._lowest = 0
+        self._mapped = 0
 
     def take(self, num_bytes: int, stream: int = 0) -> Block:
         """Allocate, for use on a stream.
@@ -121,8 +120,8 @@ class CachingAllocator:
                 raise self.full(f"CUDA out of memory. Tried to allocate {size} bytes.")
         self.reserved += segment
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._lowest -= segment
-        return Block(segment, pool, self._lowest)
+        self._mapped += segment
+        return Block(segment, pool, self._mapped - segment)
 
     def _offer(self, block: Block) -> None:
         block.free = True

@@ -76,13 +76,13 @@ def test_what_one_stream_frees_no_other_gets(kind: Any, size: int) -> None:
     assert allocator.reserved == 2 * reserved
 
 
-def test_of_blocks_that_are_as_large_the_one_at_the_lowest_address_is_taken() -> None:
+def test_of_blocks_that_are_as_large_the_one_in_the_oldest_segment_is_taken_and_there_the_lowest() -> None:
     allocator = CachingAllocator()
-    high, low = allocator.take(60 * MIB), allocator.take(60 * MIB)
-    assert low.address < high.address
-    allocator.give_back(low)
-    allocator.give_back(high)
-    assert allocator.take(60 * MIB) is low
+    blocks = [allocator.take(60 * MIB), allocator.take(60 * MIB), *(allocator.take(512) for _ in range(3))]
+    for number in (1, 0, 4, 2):
+        allocator.give_back(blocks[number])
+    assert allocator.take(60 * MIB) is blocks[0]
+    assert allocator.take(512) is blocks[2]
 
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
