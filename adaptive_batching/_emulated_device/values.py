@@ -95,8 +95,10 @@ def _are_counts(tensors: list[torch.Tensor]) -> bool:
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the host with the same memory."""
-    if tensor.device.type != "cuda" or not tensor.numel():
-        return tensor.cpu() if tensor.device.type == "cuda" else tensor
+    if tensor.device.type != "cuda":
+        return tensor
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = (ctypes.c_char * (extent * tensor.element_size())).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())

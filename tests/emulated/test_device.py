@@ -60,6 +60,8 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert torch.arange(4, device="cuda").cumsum(0).tolist() == [0, 1, 3, 6]
     assert labels.max(dim=1, keepdim=False)[0].shape == (2,) and labels.max().item() == 7
     assert labels[labels > 0].tolist() == [5, 7, 1]
+    none = labels[:0]
+    assert (none + 1).shape == (0, 3) and none.sum().item() == 0 and not none.copy_(none).numel()
     half = torch.full((2, 3), 2.0, device="cuda", dtype=torch.bfloat16) * 0.5
     assert half.dtype is torch.bfloat16
     before = control.counters()

@@ -1,0 +1,38 @@
+"""What a device has been asked for, and what it holds, at the end of each step of a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torchtune.training.metric_logging import DiskLogger
+
+from adaptive_batching._emulated_device import control
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A moment at which the metrics of a step are logged."""
+
+    asked: control.Counters
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@contextlib.contextmanager
+def noted_steps() -> Iterator[list[StepEnd]]:
+    """Note the end of every step that a recipe logs, stock's or ours; what is logged of a validation is no step."""
+    ends: list[StepEnd] = []
+    log_dict = DiskLogger.log_dict
+
+    def noted(self: DiskLogger, payload: Any, step: int) -> None:
+        if "val_loss" not in payload:
+            ends.append(StepEnd(control.counters(), torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+        log_dict(self, payload, step)
+
+    with mock.patch.object(DiskLogger, "log_dict", noted):
+        yield ends
