@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,6 +21,12 @@ class StepEnd:
     asked: control.Counters
     allocated_bytes: int
     reserved_bytes: int
+
+
+def level(ends: Sequence[StepEnd]) -> tuple[int, int]:
+    """Return the bytes by which what is allocated and reserved has grown at the most, from the tenth step on."""
+    allocated = {end.allocated_bytes for end in ends[9:]}
+    return max(allocated) - min(allocated), ends[-1].reserved_bytes - ends[9].reserved_bytes
 
 
 @contextlib.contextmanager
