@@ -29,6 +29,18 @@ def level(ends: Sequence[StepEnd]) -> tuple[int, int]:
     return max(allocated) - min(allocated), ends[-1].reserved_bytes - ends[9].reserved_bytes
 
 
+def assert_asks_no_more(ours: Sequence[StepEnd], stocks: Sequence[StepEnd]) -> None:
+    """Compare what the steps of two runs asked of the device, the first ones aside, which make what later ones keep."""
+    asked, by_stock = (ends[-1].asked - ends[7].asked for ends in (ours, stocks))
+    assert asked.products == by_stock.products
+    assert asked.collectives == by_stock.collectives
+    assert asked.kernels <= by_stock.kernels
+    assert asked.synchronizations <= by_stock.synchronizations
+    assert asked.copies_to_device <= by_stock.copies_to_device
+    assert asked.copies_within <= by_stock.copies_within
+    assert asked.device_allocations == asked.device_frees == 0
+
+
 @contextlib.contextmanager
 def noted_steps() -> Iterator[list[StepEnd]]:
     """Note the end of every step that a recipe logs, stock's or ours; what is logged of a validation is no step."""
