@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from tests.conftest import Run, TuneRun
 from tests.support.overrides import DOUBLE, VALIDATE
@@ -23,6 +24,7 @@ def sizes(run: Run) -> list[int]:
     return [int(step["batch_size_samples"]) for step in run.metrics]
 
 
+MIB = 2**20
 GROWN = [2] * 32 + [4] * 16 + [8] * 8
 EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "auto": (["micro_batch_size=auto", LIMIT], sizes, [4] * 16),
@@ -30,11 +32,6 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "a number": (["micro_batch_size=2"], sizes, [4] * 16),
     "growth": ([*GROW, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
     "growth within memory": ([*GROW, *PROBE, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
-    "growth beyond memory": (
-        [*GROW, "use_maximum_batch_size=True", "adaptive_batching.memory_limit=45MiB",
-         "adaptive_batching.grow_beyond_memory=True"],
-        lambda run: sizes(run) == GROWN and events(run, "probe")[0]["batch_size"] < 8, True,
-    ),
     "the global batch kept": (
         [*GROW, "gradient_accumulation_steps=4", "adaptive_batching.keep_global_batch=True",
          "adaptive_batching.max_batch_size=8"],
@@ -94,11 +91,21 @@ def test_a_run_probes_and_trains_with_a_setting_of_torchtunes(setting: str, tune
     assert sizes(run) == [8] * len(run.metrics) and run.metrics
 
 
-def test_a_compiled_run_is_compiled_for_the_device(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Inductor, whose kernels are Triton's."""
-    launched: list[str] = []
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+def test_growth_goes_on_beyond_what_fits_in_one_forward(tune_run: TuneRun) -> None:
+    free, total = torch.cuda.mem_get_info()
+    limit = f"adaptive_batching.memory_limit={total - free + 45 * MIB}"
+    few = [*GROW, "use_maximum_batch_size=True", limit, "adaptive_batching.max_batch_size=8"]
+    run = tune_run("full", *ON_DEVICE, *few, "adaptive_batching.grow_beyond_memory=True")
+    [probe] = events(run, "probe")
+    assert probe["batch_size"] < 8 and probe["reason"] == "memory"
+    assert sizes(run) == GROWN
 
+
+@pytest.mark.parametrize("probed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_run_runs_kernels_of_triton(
+    probed: bool, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
     run_kernel = CachingAutotuner.run
 
     def noted(self: Any, *args: Any, **options: Any) -> Any:
@@ -106,8 +113,7 @@ def test_a_compiled_run_is_compiled_for_the_device(tune_run: TuneRun, monkeypatc
         return run_kernel(self, *args, **options)
 
     monkeypatch.setattr(CachingAutotuner, "run", noted)
-    bound = ["adaptive_batching.max_batch_size=8", "max_steps_per_epoch=3", "model.num_layers=1"]
-    run = tune_run("lora", *ON_DEVICE, *PROBE, *bound, "compile=True", "dataset.packed=True")
-    assert sizes(run) == [8] * 3
+    bound = [*PROBE, "adaptive_batching.max_batch_size=4"] if probed else []
+    run = tune_run("lora", *ON_DEVICE, *bound, "max_steps_per_epoch=4", "compile=True")
+    assert len(run.metrics) == 4
     assert any(name.startswith("triton_") for name in launched)
-    torch._dynamo.reset()
