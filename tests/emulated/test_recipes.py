@@ -41,7 +41,10 @@ def settings(kind: str) -> list[str]:
     if kind == "ppo":  # 24 prompts: 6 rollouts of 2 and 3 of 4 in the first epoch, 3 of 8 in the second
         return [
             *(each for each in GROW if "split" not in each and "max_batch_size" not in each),
-            "adaptive_batching.max_batch_size=8", "batch_size=2", "num_steps=48", "save_every_n_steps=4",
+            "adaptive_batching.max_batch_size=8",
+            "batch_size=2",
+            "num_steps=48",
+            "save_every_n_steps=4",
         ]
     validation = [*VALIDATE, "run_val_every_n_steps=10"] if kind in VALIDATES else []
     return [*GROW, *validation, "save_every_n_steps=4"]
