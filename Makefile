@@ -47,13 +47,13 @@ test-all: lint  ## Lint, types, and all tests
 
 test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
 	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._emulated_device --devices 2 \
-		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated
+		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated tests/integration/test_cuda_memory.py
 
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt
 	@mkdir -p outputs
 	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest tests/integration/test_cuda.py \
-		tests/test_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
+		tests/integration/test_cuda_memory.py tests/test_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
 
 lint: ruff-check ruff-format  ## Lint and types
 	$(RUN) -m mypy

@@ -51,8 +51,9 @@ def _overload(name: str) -> Any:
 
 
 def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
-    def computed(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        result = kernel.call_boxed(keys, *_numbers_as_tensors(function, args), **kwargs)
+    def computed(keys: Any, *arguments: Any, **kwargs: Any) -> Any:
+        args = _numbers_as_tensors(function, arguments)
+        result = kernel.call_boxed(keys, *args, **kwargs)
         tensors = [x for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, torch.Tensor)]
         if not _are_counts(tensors):
             return result

@@ -107,7 +107,9 @@ class Preferences(Objective):
         num_tokens = torch.full((), tokens.numel(), device=tokens.device)  # no copy, which would wait for the device
         if self._is_stock and self._num_ranks == 1:
             return loss, _OfLast(loss.detach(), num_tokens, metrics)
-        return loss, Sums(loss.detach(), num_tokens, {name: share * value for name, value in metrics.items()})
+        if share != 1:
+            metrics = {name: share * value for name, value in metrics.items()}
+        return loss, Sums(loss.detach(), num_tokens, metrics)
 
     def _forward(
         self, model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
@@ -135,9 +137,10 @@ class Preferences(Objective):
 
     def metrics(self, sums: Sums) -> dict[str, Any]:
         """Return rewards, log probabilities and logits over all pairs; on one device stock takes the last forward's."""
+        if self._num_ranks == 1:
+            return {name: value.cpu() for name, value in sums.metrics.items()}
         found = {name: (value / self._num_ranks).cpu() for name, value in sums.metrics.items()}
-        if self._num_ranks > 1:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return found
 
     def recompile(self, again: Callable[[Any], Any]) -> None:

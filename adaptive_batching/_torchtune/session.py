@@ -96,14 +96,14 @@ class Session:
         self._probed: Probed | None = None
         self._held_out = held_out
         self._validation_limit = TokenLimit()
+        # Before memory is short or measured: the thread that watches progress bars takes some, and Python waits for it for
+        # good if it cannot start.
+        tqdm(disable=True).close()
         if report is None:
             return
         # Collections of garbage, in each trial step and each recovery, need not go through all that torch has made.
         gc.collect()
         gc.freeze()
-        # Before memory is measured: the thread that watches progress bars takes some, and Python waits for it for good
-        # if it cannot start.
-        tqdm(disable=True).close()
         check_that_noise_has_a_meaning(host, increase)
         if settings.keep_beta2_half_life:
             check_that_beta2_can_follow(host.optimizers)

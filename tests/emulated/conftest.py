@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import finished, launched
+
+__all__ = ["finished", "launched"]
 ON_THE_DEVICE = "EMULATED_DEVICE_MEMORY" in os.environ
 GIB = 2**30
 

@@ -56,10 +56,12 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     labels = torch.tensor([[5, -100, 7], [-100, -100, 1]], device="cuda")
     count = (labels != -100).sum()
     count += 3
-    assert count.item() == 6 and (count / 4).item() == 1.5
+    assert count.item() == 6 and (count / 4).item() == 1.5 and (count % 4).item() == 2
     assert torch.arange(4, device="cuda").cumsum(0).tolist() == [0, 1, 3, 6]
     assert labels.max(dim=1, keepdim=False)[0].shape == (2,) and labels.max().item() == 7
     assert labels[labels > 0].tolist() == [5, 7, 1]
+    none = labels[:0]
+    assert (none + 1).shape == (0, 3) and none.sum().item() == 0 and not none.copy_(none).numel()
     half = torch.full((2, 3), 2.0, device="cuda", dtype=torch.bfloat16) * 0.5
     assert half.dtype is torch.bfloat16
     before = control.counters()
@@ -121,6 +123,7 @@ def test_managed_memory_counts_while_it_is_on_the_device_and_leaves_when_room_is
     import bitsandbytes.functional as bnb
 
     torch.cuda.empty_cache()
+    bnb.GlobalPageManager.get_instance().prefetch_all(to_cpu=True)  # what other tests have left on the device
     control.set_memory(4 * GIB)
     free = torch.cuda.mem_get_info()[0]
     paged = bnb.get_paged(256, MIB, dtype=torch.float32, device=torch.device("cuda", 0))  # 1 GiB

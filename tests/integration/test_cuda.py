@@ -1,42 +1,21 @@
-"""The recipes on a GPU: real out-of-memory errors of the caching allocator. ``make test-cuda`` runs these.
+"""What a GPU computes: losses, gradients and weights, against stock's and a CPU's. ``make test-cuda`` runs these.
 
-All of them together take a few minutes; each stands alone, so that what has run when time is up counts.
+Each stands alone, so that what has run when time is up counts. What needs no values is in ``test_cuda_memory.py``.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torchtune.models.llama2 import llama2
 
-from adaptive_batching import AdaptiveStep
-from adaptive_batching._memory import Segments, cuda_segments, memory_meter
-from adaptive_batching._probe import trace
-from adaptive_batching._probe.allocator import CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.reserved import ReservedPeaks
-from adaptive_batching._probe.trace import trace_step
-from adaptive_batching._probe.trial import TrainingStep, Trial
-from adaptive_batching._ranks.fsdp import can_drain
-from adaptive_batching._torchtune.ppo.trajectories import Experience
-from tests.conftest import RECIPES, ROOT, Run, TuneRun, assert_close, assert_same_weights
+from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
-from tests.support.overrides import SGD, VALIDATE
-from tests.support.ppo import ppo_run
+from tests.support.overrides import SGD
 from tests.support.records import events, without_sizes
 
-pytestmark = pytest.mark.cuda
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = [
     "device=cuda",
@@ -46,7 +25,6 @@ CUDA = [
     "log_peak_memory_stats=False",
 ]
 LIMIT = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=2GiB"]
-EXACT = "adaptive_batching.round_to_power_of_two=False"
 
 
 @pytest.fixture(params=["math", "default"])
@@ -61,44 +39,6 @@ def attention(request: pytest.FixtureRequest) -> Iterator[str]:
         getattr(torch.backends.cuda, f"enable_{name}")(enabled)
 
 
-@on_cuda
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_a_step_that_runs_out_of_memory_on_the_device_loses_and_repeats_nothing(kind: str, tune_run: TuneRun) -> None:
-    common = [*CUDA, *SGD, "batch_size=64", "max_steps_per_epoch=10"]
-    torch.cuda.reset_peak_memory_stats()
-    free = tune_run(kind, *common, name="free")
-    allowed = 0.6 * torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
-    try:
-        limited = tune_run(kind, *common, name="limited")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
-    assert_close(limited, free, epoch=0)
-
-
-@on_cuda
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_answer_fits_and_one_sample_more_does_not(kind: str, dtype: str, tune_run: TuneRun) -> None:
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    run = tune_run(kind, *CUDA, *LIMIT, EXACT, f"dtype={dtype}", "max_steps_per_epoch=20")
-    [probe] = events(run, "probe")
-    assert (probe["search"], probe["reason"]) == ("predict", "memory")
-    sizes = {m["batch_size"]: m for m in probe["measurements"]}
-    answer = sizes[probe["batch_size"]]
-    assert answer["fits"] and answer["step_retries"][-2:] == [0, 0]
-    assert not sizes.get(probe["batch_size"] + 1, {"fits": False})["fits"]
-    assert 0.8 * probe["budget_bytes"] < answer["peak_bytes"] <= probe["budget_bytes"], "as reserved"
-    assert len(sizes) <= 5
-    assert sum(m["peak_bytes"] is None for m in probe["measurements"]) <= 1
-    assert run.metrics[-1]["out_of_memory_recoveries"] == 0
-    in_training = torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries
-    assert in_training <= sum(m["retries"] for m in probe["measurements"]) + 1
-
-
-@on_cuda
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_the_probe_leaves_no_trace_on_the_device(kind: str, attention: str, tune_run: TuneRun) -> None:
     few = [*CUDA, "max_steps_per_epoch=10", "cudnn_deterministic_mode=True"]
@@ -115,21 +55,6 @@ def test_the_probe_leaves_no_trace_on_the_device(kind: str, attention: str, tune
     assert_same_weights(probed.weights(epoch=0), stock.weights(epoch=0))
 
 
-@on_cuda
-def test_a_validation_leaves_training_and_its_peaks_of_memory_alone(tune_run: TuneRun) -> None:
-    common = [*SGD, *(each for each in CUDA if "peak" not in each), "log_peak_memory_stats=True", "log_every_n_steps=2"]
-    common += ["max_steps_per_epoch=8", "cudnn_deterministic_mode=True"]
-    without = tune_run("full", *common, name="without")
-    validated = tune_run("full", *common, *VALIDATE, "run_val_every_n_steps=3", "batch_size_val=64", name="validated")
-    training = [step for step in validated.metrics if "val_loss" not in step]
-    assert len(validated.metrics) == len(training) + 2
-    for ours, theirs in zip(training, without.metrics, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)  # not every kernel is deterministic
-        for name in ("peak_memory_active", "peak_memory_alloc"):
-            assert ours[name] == pytest.approx(theirs[name], rel=0.01), name
-
-
-@on_cuda
 def test_cutting_by_length_on_the_device_trains_as_the_whole_batch(tune_run: TuneRun) -> None:
     common = [*CUDA, *SGD, "batch_size=16", "gradient_accumulation_steps=2", "max_steps_per_epoch=10"]
     whole = tune_run("full", *common, name="whole")
@@ -137,202 +62,6 @@ def test_cutting_by_length_on_the_device_trains_as_the_whole_batch(tune_run: Tun
     assert_close(cut, whole, epoch=0)
 
 
-@on_cuda
-def test_offloaded_activations_of_a_step_that_ran_out_do_not_stand_in_the_way(tune_run: TuneRun) -> None:
-    offload = ["enable_activation_checkpointing=True", "enable_activation_offloading=True"]
-    common = [*CUDA, *SGD, *offload, "batch_size=96", "max_steps_per_epoch=6"]
-    torch.cuda.reset_peak_memory_stats()
-    free = tune_run("full", *common, name="free")
-    allowed = 0.7 * torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
-    try:
-        limited = tune_run("full", *common, name="limited")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert 1 <= limited.metrics[-1]["out_of_memory_recoveries"] <= 3
-    assert_close(limited, free, epoch=0)
-
-
-@on_cuda
-@pytest.mark.parametrize("way", ["probed", "cut"])
-def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
-    way: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, "adaptive_batching")
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
-    common = [*CUDA, "dataset.packed=True", "max_steps_per_epoch=5"]
-    settings = [*LIMIT, EXACT] if way == "probed" else ["micro_batch_size=auto", "batch_size=24", LIMIT[1]]
-    run = tune_run("full", *common, *settings)
-    [probe] = events(run, "probe")
-    assert "cannot be traced" not in caplog.text
-    assert len(probe["measurements"]) <= 5
-    assert run.metrics
-
-
-@on_cuda
-def test_states_of_a_paged_optimizer_are_made_once() -> None:
-    import bitsandbytes
-
-    pages = bitsandbytes.functional.GlobalPageManager.get_instance().paged_tensors
-
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(batch: torch.Tensor) -> None:
-            model(batch).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return run
-
-    def train(*, probes: bool) -> tuple[int, torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(512, 512, device="cuda")  # smaller states are not paged
-        optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=1e-2)
-        before = len(pages)
-        step = TrainingStep(model, [optimizer], lambda size: torch.ones(size, 512, device="cuda"), bind)
-        if probes:
-            with Trial(step, memory_meter("cuda"), 2**33) as trial:
-                assert trial.measure(4).fits
-        for _ in range(3):
-            bind(model, [optimizer])(torch.ones(4, 512, device="cuda"))
-        return len(pages) - before, model.weight.detach().clone()
-
-    (plain, expected), (probed, weights) = train(probes=False), train(probes=True)
-    assert plain == probed > 0
-    assert torch.equal(weights, expected)
-
-
-def decoder(dtype: torch.dtype) -> nn.Module:
-    return llama2(
-        vocab_size=4000, num_layers=6, num_heads=8, num_kv_heads=8, embed_dim=512, max_seq_len=512,
-        intermediate_dim=1536,
-    ).to(device="cuda", dtype=dtype)  # fmt: skip
-
-
-def step_of(model: nn.Module, mask: torch.Tensor | None) -> TrainingStep:
-    """Next-token prediction on 256 tokens, with AdamW."""
-
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(tokens: torch.Tensor) -> None:
-            tokens = tokens.to(next(model.parameters()).device)  # [b, s]
-            sees = None if mask is None else torch.ones_like(tokens, dtype=torch.bool)[:, None] & mask.to(tokens.device)
-            logits = model(tokens, mask=sees)
-            nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return run
-
-    optimizer = torch.optim.AdamW(model.parameters())
-    return TrainingStep(model, [optimizer], lambda size: torch.ones(size, 256, dtype=torch.long), bind)
-
-
-@on_cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_trace_on_the_device_is_that_of_a_real_step_as_allocated_and_as_reserved(
-    dtype: torch.dtype, masked: bool
-) -> None:
-    """A mask, and float32, have attention run in other kernels, which the trace chooses as a real step does."""
-    mask = torch.ones(256, 256, dtype=torch.bool).tril() if masked else None
-    step = step_of(decoder(dtype), mask)
-    run = step.bind(step.model, step.optimizers)
-    run(step.make_batch(2))  # makes handles, workspaces and optimizer states
-    traced = trace_step(step)
-    assert trace._device_of_trace(step.model).type == "cuda"
-    for size in (8, 48):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        resting = torch.cuda.memory_allocated()
-        run(step.make_batch(size))
-        allocated = torch.cuda.max_memory_allocated() - resting
-        assert traced.curve.peak_bytes(size) - traced.curve.resting_bytes == pytest.approx(allocated, rel=0.03)
-        segments = cuda_segments()
-        if segments is not None:
-            model = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}[segments]
-            unseen = resting - traced.curve.resting_bytes  # workspaces of cuBLAS, up to 64 MiB
-            reserved = ReservedPeaks(traced.at, model)(size).once + unseen
-            assert reserved == pytest.approx(torch.cuda.max_memory_reserved(), rel=0.05)
-
-
-@on_cuda
-def test_a_trace_on_the_device_takes_no_memory_and_no_random_numbers_of_it() -> None:
-    step = step_of(decoder(torch.bfloat16), None)
-    torch.cuda.reset_peak_memory_stats()
-    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    trace_step(step)
-    assert torch.cuda.max_memory_allocated() - before < 2**20
-    assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-def waits(run: Callable[[], object]) -> int:
-    """Return how often ``run`` makes the host wait for the device, as torch reports it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
-
-
-@on_cuda
-@pytest.mark.parametrize("kind", RECIPES)
-def test_a_clean_step_waits_for_the_device_no_more_often_than_stock(kind: str, tune_run: TuneRun) -> None:
-    def in_steps(steps: int, *fields: str, stock: bool = False) -> int:
-        name, arguments = f"{steps}_{len(fields)}_{stock}", ["batch_size=8", f"max_steps_per_epoch={steps}", *fields]
-        return waits(lambda: tune_run(kind, *CUDA, *arguments, name=name, stock=stock))
-
-    theirs = in_steps(12, stock=True) - in_steps(4, stock=True)
-    ours = in_steps(12) - in_steps(4)
-    cut = in_steps(12, "micro_batch_size=2") - in_steps(4, "micro_batch_size=2")
-    assert theirs >= 8
-    assert ours <= theirs and cut <= theirs
-
-
-@on_cuda
-def test_no_micro_batch_of_ppo_waits_for_the_device(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = Experience.counts  # where nothing is computed, there are no tokens to divide by
-    monkeypatch.setattr(Experience, "counts", lambda self: [[max(n, 1) for n in each] for each in real(self)])
-
-    def in_rollouts(rollouts: int, *fields: str, stock: bool = False) -> int:
-        directory = tmp_path / f"{rollouts}_{len(fields)}_{stock}"
-        arguments = ["device=cuda", "batch_size=8", "ppo_batch_size=4", f"num_steps={8 * rollouts}", *fields]
-        arguments += ["enable_kv_cache=False", "stop_token_ids=[2]"]  # so that what runs does not hang on values
-        return waits(lambda: ppo_run(inputs, directory, *arguments, stock=stock))
-
-    theirs = in_rollouts(3, stock=True) - in_rollouts(1, stock=True)
-    ours = in_rollouts(3) - in_rollouts(1)
-    cut = in_rollouts(3, "micro_batch_size=1") - in_rollouts(1, "micro_batch_size=1")
-    print("PPO", theirs, ours, cut)
-    orders = 2 * 2  # of two rollouts, in two epochs each, which the host reads
-    assert ours <= theirs + orders
-    assert cut <= ours + 2, "and the loss of each rollout"
-
-
-@on_cuda
-@pytest.mark.parametrize("max_tokens", [None, 2])
-def test_a_step_of_a_plain_loop_does_not_wait_for_the_device(max_tokens: int | None) -> None:
-    model = nn.Linear(8, 4, device="cuda")
-
-    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        inputs, targets = batch
-        return nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
-
-    step: AdaptiveStep[tuple[torch.Tensor, int]] = AdaptiveStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss, max_tokens=max_tokens
-    )
-    samples = [(torch.ones(8), number % 4) for number in range(8)]
-    step(samples)  # finds out that the batch can be cut
-    assert waits(lambda: step(samples)) == 0
-
-
-@on_cuda
 def test_the_noise_scale_on_the_device_is_that_on_the_cpu(tune_run: TuneRun) -> None:
     common = [*NOISE, "micro_batch_size=3", "batch_size=5"]
     data = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
@@ -343,18 +72,3 @@ def test_the_noise_scale_on_the_device_is_that_on_the_cpu(tune_run: TuneRun) -> 
     here = variances(tune_run("full", *common, name="cpu", replaced=data))
     there = variances(tune_run("full", *common, "device=cuda", name="cuda", replaced=data))
     assert there == pytest.approx(here, rel=1e-2)
-
-
-@pytest.mark.skipif(not can_drain(), reason=f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_cuda)])
-def test_a_sharded_model_on_one_rank_recovers_whatever_breaks_off(device: str) -> None:
-    """With one rank there is nothing to drain; that several do not hang is tested on the cpu, with gloo."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "tests/integration/one_rank.py"]
-    done = subprocess.run(
-        [sys.executable, *launch, device], cwd=ROOT, text=True, capture_output=True, timeout=180, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    differences = json.loads(done.stdout.strip().splitlines()[-1])
-    assert len(differences) == 6
-    assert max(differences.values()) <= (0.0 if device == "cpu" else 1e-5), differences

@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,6 +43,7 @@ from adaptive_batching.torchtune import accept_configs_of_torchao, load_stock
 from tests.conftest import ARCHITECTURE, ROOT, all_that_fits
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
+from tests.support.device_steps import noted_steps
 from tests.support.overrides import SGD, TEACHER, VALIDATE
 
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
@@ -371,6 +374,33 @@ OTHERS: dict[str, tuple[str, str, Sequence[str]]] = {
 """Recipe, config, and what is added to the config for each kind of run besides supervised fine-tuning."""
 
 
+def runs_on_devices(run: Runner) -> None:
+    """Every recipe over NCCL: probed, grown, validated, saved within an epoch and resumed; what QAT's steps ask for."""
+    for kind in (*KINDS, *OTHERS):
+        validate = [] if kind.endswith("dpo") else [*VALIDATE, "run_val_every_n_steps=4"]
+        run_in_two(run, kind, *ON_DEVICE, *validate, "use_maximum_batch_size=True")
+    for name, fields in {"stock": [], "off": [], "probed": ["use_maximum_batch_size=True"]}.items():
+        common = [*ON_DEVICE, "dataset.split=train[:160]", "adaptive_batching.max_batch_size=4"]
+        run_noted(run, "qat", f"qat_{name}", *common, *fields, stock=name == "stock")
+
+
+def runs_of_many_steps(run: Runner) -> None:
+    """A hundred steps of every recipe over NCCL."""
+    for kind in (*KINDS, *OTHERS):
+        run_noted(run, kind, kind, *ON_DEVICE, "dataset.split=train[:200]", "batch_size=1")
+
+
+def run_noted(run: Runner, kind: str, name: str, *overrides: str, stock: bool = False) -> None:
+    """Run, and leave in ``ends.json`` what the device was asked for up to the end of each step."""
+    with noted_steps() as ends:
+        run(kind, name, *overrides, stock=stock)
+    if RANK == 0:
+        (run.directory / name / "ends.json").write_text(json.dumps([asdict(end) for end in ends]))
+
+
+ON_DEVICE = ("device=cuda", "dtype=bf16")
+
+
 def runs_within_memory(run: Runner) -> None:
     """Settings of runs that probe or explore under a real limit."""
     explore = ["micro_batch_size=explore", "adaptive_batching.memory_limit=8GiB"]
@@ -499,6 +529,8 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "growth": runs_that_grow,
     "others": runs_of_other_recipes,
     "others_resume": runs_of_other_recipes_that_resume,
+    "devices": runs_on_devices,
+    "devices_level": runs_of_many_steps,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
     **{which: partial(runs_of_failing_collectives, cases=cases) for which, cases in COLLECTIVES_THAT_FAIL.items()},
@@ -518,7 +550,7 @@ if __name__ == "__main__":
         for number, case in enumerate(COLLECTIVES_THAT_FAIL.get(which, []), 1):
             if case[1] not in KNOWN:
                 run_in_a_process_of_its_own(number, partial(run_with_failing_collective, run, *case))
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("cuda:nccl,cpu:gloo" if which.startswith("devices") else "gloo", timeout=TIMEOUT)
         LAUNCHES[which](run)
     dist.barrier()
     dist.destroy_process_group()

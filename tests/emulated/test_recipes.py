@@ -1,0 +1,83 @@
+"""Every recipe on a device, from its probe to its end, and memory over a long run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RECIPES, Run, TuneRun, assert_same_weights
+from tests.support.device_steps import noted_steps
+from tests.support.overrides import VALIDATE
+from tests.support.power_cut import FUNCTION
+from tests.support.ppo import ppo_run
+from tests.support.records import events
+
+ON_DEVICE = ["device=cuda", "dtype=bf16"]
+PPO = ["stop_token_ids=[2,3]"]  # with many, torch sorts them, and nothing is sorted here
+PROBE = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16"]
+# 100 samples: 13 steps of 4 and 6 of 8 in the first epoch, then 6 of 16
+GROW = [*ON_DEVICE, *PROBE, *FUNCTION, "adaptive_batching.increase_every=0.5", "dataset.split=train[:100]"]
+VALIDATES = {"full", "lora", "kd"}
+Start = Callable[..., Run]
+
+
+@pytest.fixture(params=[*RECIPES, "ppo"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def start(kind: str, tune_run: TuneRun, inputs: Path, tmp_path: Path) -> Start:
+    """``start(*overrides, name=...)``: a run of a recipe of this kind."""
+    if kind != "ppo":
+        return partial(tune_run, kind)
+    return lambda *overrides, name="out": ppo_run(inputs, tmp_path / name, *PPO, *overrides)
+
+
+def settings(kind: str) -> list[str]:
+    if kind == "ppo":  # 24 prompts: 6 rollouts of 2 and 3 of 4 in the first epoch, 3 of 8 in the second
+        return [
+            *(each for each in GROW if "split" not in each and "max_batch_size" not in each),
+            "adaptive_batching.max_batch_size=8",
+            "batch_size=2",
+            "num_steps=48",
+            "save_every_n_steps=4",
+        ]
+    validation = [*VALIDATE, "run_val_every_n_steps=10"] if kind in VALIDATES else []
+    return [*GROW, *validation, "save_every_n_steps=4"]
+
+
+def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off(
+    kind: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = settings(kind)
+    whole = start(*overrides, name="whole")
+    [probe] = events(whole, "probe")
+    assert probe["search"] == "predict", "the step could be traced"
+    sizes = [step["batch_size_samples"] for step in whole.metrics if "val_loss" not in step]
+    assert sizes == ([2] * 6 + [4] * 3 + [8] * 3 if kind == "ppo" else [4] * 13 + [8] * 6 + [16] * 6)
+    assert [event["step"] for event in events(whole, "validation")] == ([10, 20] if kind in VALIDATES else [])
+
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1.5)
+    with pytest.raises(SystemExit, match="the power went out"):
+        start(*overrides)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
+    resumed = start(*overrides, "resume_from_checkpoint=True")
+    [resume] = events(resumed, "resume")
+    assert resume["step"] == (8 if kind == "ppo" else 20)
+    assert resumed.by_step == whole.by_step
+    last = f"step_{12 if kind == 'ppo' else 25}"
+    assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
+
+
+@pytest.mark.parametrize("fields", [[], PROBE], ids=["off", "probed"])
+def test_memory_stays_level_over_a_hundred_steps(kind: str, fields: list[str], start: Start) -> None:
+    few = ["dataset.split=train[:408]", "epochs=1"] if kind != "ppo" else ["num_steps=412"]
+    with noted_steps() as ends:
+        start(*ON_DEVICE, *few, *(each.replace("16", "4") for each in fields))
+    assert len(ends) >= 100
+    assert {end.allocated_bytes for end in ends[9:]} == {ends[9].allocated_bytes}
+    assert ends[-1].reserved_bytes == ends[9].reserved_bytes

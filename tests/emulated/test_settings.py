@@ -1,0 +1,119 @@
+"""Each setting of a run, ours and torchtune's, on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from tests.conftest import Run, TuneRun
+from tests.support.overrides import DOUBLE, VALIDATE
+from tests.support.power_cut import FUNCTION
+from tests.support.records import events
+
+ON_DEVICE = ["device=cuda", "dtype=bf16", "dataset.split=train[:64]", "epochs=1"]
+LIMIT = "adaptive_batching.memory_limit=1GiB"
+PROBE = ["use_maximum_batch_size=True", LIMIT]
+GROW = [*DOUBLE, "epochs=3", "batch_size=2"]
+
+
+def sizes(run: Run) -> list[int]:
+    return [int(step["batch_size_samples"]) for step in run.metrics]
+
+
+MIB = 2**20
+GROWN = [2] * 32 + [4] * 16 + [8] * 8
+EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
+    "auto": (["micro_batch_size=auto", LIMIT], sizes, [4] * 16),
+    "explore": (["micro_batch_size=explore", LIMIT], lambda run: len(events(run, "exploration")), 1),
+    "a number": (["micro_batch_size=2"], sizes, [4] * 16),
+    "growth": ([*GROW, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
+    "growth within memory": ([*GROW, *PROBE, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
+    "the global batch kept": (
+        [*GROW, "gradient_accumulation_steps=4", "adaptive_batching.keep_global_batch=True",
+         "adaptive_batching.max_batch_size=8"],
+        lambda run: {step["global_batch_size_samples"] for step in run.metrics}, {8},
+    ),
+    "growth within an epoch": (
+        [*FUNCTION, "batch_size=2", "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8",
+         "adaptive_batching.lr_scaling=sqrt", "adaptive_batching.keep_beta2_half_life=True",
+         "adaptive_batching.grow_during_warmup=False"],
+        sizes, [2] * 16 + [4] * 8,
+    ),
+    "the noise scale": (
+        ["adaptive_batching.noise_scale_every=2", "gradient_accumulation_steps=2"], lambda run: len(run.metrics), 8,
+    ),
+    "binary search": (
+        [*PROBE, "adaptive_batching.search=binary_search", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
+    ),
+    "powers of two": (
+        [*PROBE, "adaptive_batching.search=power_of_two", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
+    ),
+    "a length": ([*PROBE, "adaptive_batching.sequence_length=48"], lambda run: events(run, "probe")[0]["sequence_length"], 48),
+    "no recovery": (["adaptive_batching.recover_from_oom=False"], lambda run: len(run.metrics), 16),
+    "validation": (
+        [*VALIDATE, "run_val_every_n_steps=4", "batch_size_val=8"],
+        lambda run: sum("val_loss" in step for step in run.metrics), 4,
+    ),
+}  # fmt: skip
+
+
+LORA = ("auto", "explore", "growth within memory", "the noise scale", "validation")
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [*(("full", setting) for setting in EXPECTED), *(("lora", setting) for setting in LORA)]
+)
+def test_a_setting_does_on_the_device_what_it_does_elsewhere(kind: str, setting: str, tune_run: TuneRun) -> None:
+    overrides, found, expected = EXPECTED[setting]
+    assert found(tune_run(kind, *ON_DEVICE, *overrides)) == expected
+
+
+OF_TORCHTUNE = {
+    "checkpointing": ["enable_activation_checkpointing=True"],
+    "offloading": ["enable_activation_checkpointing=True", "enable_activation_offloading=True"],
+    "in the backward pass": ["optimizer_in_bwd=True", "clip_grad_norm=null"],
+    "packed": ["dataset.packed=True"],
+    "paged": ["optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"],
+    "8 bits": ["optimizer._component_=bitsandbytes.optim.AdamW8bit"],
+}
+
+
+@pytest.mark.parametrize("setting", OF_TORCHTUNE)
+def test_a_run_probes_and_trains_with_a_setting_of_torchtunes(setting: str, tune_run: TuneRun) -> None:
+    bound = ["adaptive_batching.max_batch_size=8", "dataset.split=train[:400]", "max_steps_per_epoch=8"]
+    run = tune_run("full", *ON_DEVICE, *PROBE, *bound, *OF_TORCHTUNE[setting])
+    [probe] = events(run, "probe")
+    assert (probe["search"], probe["batch_size"], probe["reason"]) == ("predict", 8, "max_batch_size=8")
+    assert sizes(run) == [8] * len(run.metrics) and run.metrics
+
+
+def test_growth_goes_on_beyond_what_fits_in_one_forward(tune_run: TuneRun) -> None:
+    free, total = torch.cuda.mem_get_info()
+    limit = f"adaptive_batching.memory_limit={total - free + 40 * MIB}"
+    few = [*GROW, "use_maximum_batch_size=True", limit, "adaptive_batching.max_batch_size=8"]
+    run = tune_run("full", *ON_DEVICE, *few, "adaptive_batching.grow_beyond_memory=True")
+    [probe] = events(run, "probe")
+    assert probe["batch_size"] < 8 and probe["reason"] == "memory"
+    assert sizes(run) == GROWN
+
+
+@pytest.mark.parametrize("probed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_run_runs_kernels_of_triton(
+    probed: bool, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    run_kernel = CachingAutotuner.run
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return run_kernel(self, *args, **options)
+
+    monkeypatch.setattr(CachingAutotuner, "run", noted)
+    bound = [*PROBE, "adaptive_batching.max_batch_size=4"] if probed else []
+    run = tune_run("lora", *ON_DEVICE, *bound, "max_steps_per_epoch=4", "compile=True")
+    assert len(run.metrics) == 4
+    assert any(name.startswith("triton_") for name in launched)

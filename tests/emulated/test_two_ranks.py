@@ -1,0 +1,57 @@
+"""Every distributed recipe on two devices, over NCCL. The runs are in ``tests/integration/two_ranks.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adaptive_batching._emulated_device.control import Counters
+from tests.conftest import Run, assert_same_weights
+from tests.integration.two_ranks import KINDS, OTHERS
+from tests.support.device_steps import StepEnd, assert_asks_no_more, level
+from tests.support.launches import Finished, of_launch
+from tests.support.records import events
+
+ALL = (*KINDS, *OTHERS)
+
+
+@of_launch("devices")
+@pytest.mark.parametrize("kind", ALL)
+def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(
+    kind: str, launched: tuple[Path, str], finished: Finished
+) -> None:
+    whole, resumed = finished(f"{kind}_steps_whole"), Run(launched[0] / f"{kind}_steps")
+    [probe] = events(whole, "probe")
+    assert (probe["search"], probe["batch_size"], probe["reason"]) == ("predict", 8, "max_batch_size=8")
+    sizes = [step["batch_size_samples"] for step in whole.metrics if "val_loss" not in step]
+    assert sizes == [4] * 3 + [8] * 4
+    assert [event["step"] for event in events(whole, "validation")] == ([] if kind.endswith("dpo") else [4])
+    for rank in range(2):
+        assert "the power went out" in (resumed.output_dir / f"error_{rank}.txt").read_text()
+    assert [event["step"] for event in events(resumed, "resume")] == [5]
+    assert resumed.by_step == whole.by_step
+    assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
+
+
+def ends_of(run: Run) -> list[StepEnd]:
+    noted = json.loads((run.output_dir / "ends.json").read_text())
+    return [StepEnd(Counters(**end["asked"]), end["allocated_bytes"], end["reserved_bytes"]) for end in noted]
+
+
+@of_launch("devices")
+@pytest.mark.parametrize("fields", ["off", "probed"])
+def test_a_step_with_fake_quantizers_asks_no_more_of_the_device_than_stocks(fields: str, finished: Finished) -> None:
+    stocks, ours = (ends_of(finished(f"qat_{name}")) for name in ("stock", fields))
+    assert len(stocks) == len(ours) == 20
+    assert_asks_no_more(ours, stocks)
+
+
+@pytest.mark.slow
+@of_launch("devices_level")
+@pytest.mark.parametrize("kind", ALL)
+def test_memory_stays_level_over_a_hundred_steps_on_two_devices(kind: str, finished: Finished) -> None:
+    ends = ends_of(finished(kind))
+    assert len(ends) == 100
+    assert level(ends) == (0, 0)
