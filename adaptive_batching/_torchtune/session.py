@@ -96,8 +96,8 @@ class Session:
         self._probed: Probed | None = None
         self._held_out = held_out
         self._validation_limit = TokenLimit()
-        # Before memory is short or measured: the thread that watches progress bars takes some, and Python waits for it for
-        # good if it cannot start.
+        # Before memory is short or measured: the thread that watches progress bars takes some, and Python waits for it
+        # for good if it cannot start.
         tqdm(disable=True).close()
         if report is None:
             return

@@ -52,7 +52,9 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "powers of two": (
         [*PROBE, "adaptive_batching.search=power_of_two", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
     ),
-    "a length": ([*PROBE, "adaptive_batching.sequence_length=48"], lambda run: events(run, "probe")[0]["sequence_length"], 48),
+    "a length": (
+        [*PROBE, "adaptive_batching.sequence_length=48"], lambda run: events(run, "probe")[0]["sequence_length"], 48
+    ),
     "no recovery": (["adaptive_batching.recover_from_oom=False"], lambda run: len(run.metrics), 16),
     "validation": (
         [*VALIDATE, "run_val_every_n_steps=4", "batch_size_val=8"],
