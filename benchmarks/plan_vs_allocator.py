@@ -385,7 +385,7 @@ def figures_of(measured: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run every row and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="a pattern; only the rows whose recipe and name it matches; nothing is written")
+    parser.add_argument("--rows", help="a pattern; only the rows that it matches, written with --output alone")
     parser.add_argument("--peaks-only", action="store_true", help="do not seek the largest batches")
     parser.add_argument("--show", action="store_true", help="what the recipes print, and where they fail")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/plan_vs_allocator_emulated.md")
@@ -408,7 +408,7 @@ def main() -> None:
                 measured.append(found)
             elif args.show:
                 print(found["where"], flush=True)
-    if args.rows:
+    if args.rows and not args.output:
         print(json.dumps(figures_of(measured)))
         return
     in_fork(write_result, [(lines, figures_of(measured), args.output)], quiet=False)

@@ -16,8 +16,8 @@ class Agreement:
     rows: int
     max_allocated_error: float
     max_reserved_error: float
-    largest_batch_equal: float
-    """Share of the largest batches that were planned right."""
+    largest_batch_equal: float | None
+    """Share of the largest batches that were planned right; None if none were sought."""
 
     def __str__(self) -> str:
         allocated, reserved = (
