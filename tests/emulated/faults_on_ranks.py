@@ -86,7 +86,6 @@ def write(each: EachAllocationFails, to: Path) -> None:
 KINDS: dict[str, tuple[str, str, Sequence[str]]] = {
     "full": ("full_finetune_distributed", "full", ()),
     "checkpointing": ("full_finetune_distributed", "full", ("enable_activation_checkpointing=True",)),
-    "cut": ("full_finetune_distributed", "full", ("micro_batch_size=2",)),
     "lora": ("lora_finetune_distributed", "lora", ()),
     "lora_dpo": (
         "lora_dpo_distributed", "lora_dpo", ("dataset._component_=tests.emulated.faults.EqualPreferences",)
