@@ -55,6 +55,11 @@ def used_bytes(device: int = 0) -> int:
     return int(_device().emulated_used(device))
 
 
+def settle(stream: int, milliseconds: int) -> None:
+    """Wait for the copies and collectives that are pending on a stream, for so long at most; it counts as no wait."""
+    _device().emulated_settle(ctypes.c_void_p(stream), ctypes.c_long(milliseconds))
+
+
 def set_memory(memory_bytes: int) -> None:
     """Have each card be of another size from now on, as `mem_get_info` says; properties that torch has read stay."""
     _device().emulated_set_memory(ctypes.c_size_t(memory_bytes))

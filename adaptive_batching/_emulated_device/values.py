@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from adaptive_batching._emulated_device import control
+
 MOST_ELEMENTS = 2**20
+LONGEST_WAIT = 5000  # milliseconds; another rank may wait for this one
 # Overloads that have a kernel of CUDA's
 FUNCTIONS = (
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "remainder.Tensor", "floor_divide", "neg", "abs", "sqrt"),
@@ -57,6 +60,7 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
         tensors = [x for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, torch.Tensor)]
         if not _are_counts(tensors):
             return result
+        control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)  # what is given may be on its way
         given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
         values = function(*given, **named)
         if isinstance(result, torch.Tensor) and not any(result is x for x in tree_flatten((args, kwargs))[0]):
@@ -70,6 +74,7 @@ def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a function that selects on the host: memory that no kernel wrote would say how much there is to find."""
 
     def selected(keys: Any, *args: torch.Tensor) -> torch.Tensor:
+        control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
         found: torch.Tensor = function(*(_on_host(x) for x in args))
         return found.to(args[0].device)
 

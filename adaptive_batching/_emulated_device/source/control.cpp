@@ -1,5 +1,6 @@
 // What a program on the device asks of the device itself: counters, neighbours and faults (control.py)
 #include "device.h"
+#include <chrono>
 #include <cstring>
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -46,6 +47,12 @@ API size_t emulated_used(int device) { Lock hold(lock); return used[device]; }
 API size_t emulated_context() { return settings().context; }
 API void emulated_set_memory(size_t bytes) { Lock hold(lock); settings().memory = bytes; }
 API void emulated_set_lag(long launches) { Lock hold(lock); settings().lag = launches; }
+// Waits for what is pending on a stream, for so long at most; it is no wait of the program's.
+API void emulated_settle(void* stream, long milliseconds) {
+  Lock hold(lock);
+  Stream* on = stream_of(stream);
+  changed.wait_for(hold, std::chrono::milliseconds(milliseconds), [=] { return on->pending.empty(); });
+}
 API void emulated_set_neighbour(size_t bytes, int device) { Lock hold(lock); neighbour[device] = bytes; }
 API void emulated_fail_device_allocations(long before, long failing) {
   Lock hold(lock);
