@@ -52,8 +52,8 @@ _ROOT = "the root stays gathered after its forward"
 _8_BITS = "which optimizer is not said; bitsandbytes' is planned"
 _TABLE = "not explained; 24.1 GB in the same table for the run above was 20.2 GB when run again"
 _VERSIONS = (
-    "versions: torchtune of November 2024, between 0.4 and 0.5; its config had today's rank (64). Today's versions "
-    "take what is planned, of PyTorch's own allocator (plan_vs_allocator.py)"
+    "versions, which is not known: of November 2024, between torchtune 0.4 and 0.5, whose config had today's rank. "
+    "Today's versions agree with their plan on PyTorch's allocator (plan_vs_allocator.py)"
 )
 _COPIED = "logits are copied, and held during the backward pass"
 _NORM = "norms scale in bfloat16"
