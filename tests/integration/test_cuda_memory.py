@@ -79,9 +79,8 @@ def test_the_answer_fits_and_one_sample_more_does_not(kind: str, dtype: str, tun
     assert answer["fits"] and answer["steps"] == 3 and answer["step_retries"][1:] == [0, 0]
     assert not sizes.get(probe["batch_size"] + 1, {"fits": False})["fits"]
     assert 0.8 * probe["budget_bytes"] < answer["peak_bytes"] <= probe["budget_bytes"], "as reserved"
-    # Near the limit, sizes of so small a model differ by less than the pieces that memory breaks into.
-    assert len(sizes) <= 6
-    assert sum(m["peak_bytes"] is None for m in probe["measurements"]) <= 3
+    assert len(sizes) <= 5
+    assert sum(m["peak_bytes"] is None for m in probe["measurements"]) <= 1
     assert run.metrics[-1]["out_of_memory_recoveries"] == 0
     in_training = torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries
     assert in_training <= sum(m["retries"] for m in probe["measurements"]) + 1
