@@ -123,7 +123,7 @@ def test_managed_memory_counts_while_it_is_on_the_device_and_leaves_when_room_is
     import bitsandbytes.functional as bnb
 
     torch.cuda.empty_cache()
-    bnb.GlobalPageManager.get_instance().prefetch_all(to_cpu=True)  # what other tests have left on the device
+    move_to_host(torch.device("cuda"))  # what other tests have left
     control.set_memory(4 * GIB)
     free = torch.cuda.mem_get_info()[0]
     paged = bnb.get_paged(256, MIB, dtype=torch.float32, device=torch.device("cuda", 0))  # 1 GiB
