@@ -31,6 +31,7 @@ from adaptive_batching._probe.trial import TrainingStep, Trial
 from adaptive_batching._ranks.fsdp import can_drain
 from adaptive_batching._torchtune.ppo.trajectories import Experience
 from tests.conftest import RECIPES, ROOT, TuneRun, assert_close
+from tests.support.launches import with_root
 from tests.support.overrides import SGD, VALIDATE
 from tests.support.ppo import ppo_run
 from tests.support.records import events
@@ -302,7 +303,7 @@ def test_a_sharded_model_on_one_rank_recovers_whatever_breaks_off(device: str) -
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "tests/integration/one_rank.py"]
     done = subprocess.run(
         [sys.executable, *launch, device], cwd=ROOT, text=True, capture_output=True, timeout=180, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": with_root(), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     differences = json.loads(done.stdout.strip().splitlines()[-1])

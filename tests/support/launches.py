@@ -20,10 +20,15 @@ Test = TypeVar("Test", bound=Callable[..., None])
 LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
 
 
+def with_root() -> str:
+    """Return the PYTHONPATH of a child that finds this project, and what this process was started with."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def run_launch(which: str, inputs: Path, directory: Path) -> subprocess.CompletedProcess[str]:
     command = [*LAUNCH, "--standalone", "--nproc_per_node", "2", "tests/integration/two_ranks.py"]
     measures = which == "memory" or which.startswith("limit_")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    environment = {**os.environ, "PYTHONPATH": with_root(), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     environment |= TAME_MALLOC if measures else {}  # which makes each allocation a call of the kernel
     return subprocess.run(
         [*command, str(inputs), str(directory), which],
