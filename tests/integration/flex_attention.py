@@ -30,6 +30,8 @@ def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 def prepare() -> None:
     """Import torchtune as where there is a CUDA device."""
+    import torchao  # noqa: F401 (a CUDA build of torch looks at the device when it is imported)
+
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),

@@ -24,7 +24,8 @@ def train(inputs: Path, data: Path, output_dir: Path, extra_mib: int, *more: str
         f"data_dir={inputs}", f"output_dir={output_dir}", f"dataset.data_files={data}", "dataset.split=train",
         "tokenizer.max_seq_len=500", "batch_size=16", "epochs=2", f"extra_mib={extra_mib}",
         "optimizer._component_=torch.optim.SGD", "use_maximum_batch_size=False", "batch_increase_function=null",
-        "lr_scheduler.num_warmup_steps=1", *more, *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+        "lr_scheduler.num_warmup_steps=1", "adaptive_batching.memory_limit=null", *more,
+        *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
     ]  # fmt: skip
     code = "from torchtune._cli.tune import main; main()"
     environment = {**os.environ, **TAME_MALLOC, "PYTHONPATH": str(ROOT)}
@@ -46,8 +47,7 @@ def test_a_long_sample_does_not_end_the_run_and_every_sample_counts_once(
     data.write_text(json.dumps(pairs))
 
     free, _ = train(inputs, data, tmp_path / "free", extra_mib=0)
-    # a field that is set, so that the recipe heeds memory_limit, and that changes nothing
-    through_field = ["through_memory_limit=True", "micro_batch_size=16"] if limit == "memory_limit" else []
+    through_field = ["through_memory_limit=True"] if limit == "memory_limit" else []
     limited, output = train(inputs, data, tmp_path / "limited", 110, *through_field)
 
     assert ("LIMIT AFTER -1" in output) == (limit == "memory_limit"), "it holds while training"
