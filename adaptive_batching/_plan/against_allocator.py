@@ -29,4 +29,4 @@ class Agreement:
         )
 
 
-AGREEMENT = Agreement(0, 0.0, 0.0, 0.0)
+AGREEMENT = Agreement(14, 0.0011, 0.0157, None)
