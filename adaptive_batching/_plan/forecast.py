@@ -55,6 +55,8 @@ class Forecast:
     outside: Sequence[Outside]
     set_up_bytes: int = 0
     """Bytes that loading the weights takes, before there is a step."""
+    forwards: int = 1
+    """Forwards that the step has, each with its backward; floating-point operations are told of one."""
 
     def need(self, batch_size: int) -> Need:
         """Return what the run takes with a step at ``batch_size``."""
@@ -68,8 +70,8 @@ class Forecast:
             kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
         reserved = Reserved(**{name: max(size, self.set_up_bytes) for name, size in asdict(reserved).items()})
         return Need(
-            batch_size, peak, record.log[0], moment, kinds, reserved, record.flops, record.recomputed_flops,
-            record.attention_flops,
+            batch_size, peak, record.log[0], moment, kinds, reserved, record.flops // self.forwards,
+            record.recomputed_flops // self.forwards, record.attention_flops // self.forwards,
         )  # fmt: skip
 
     def most_bytes(self, batch_size: int) -> int:

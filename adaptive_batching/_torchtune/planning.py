@@ -123,8 +123,9 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         data: Data = host.loader.dataset
         loading = set_up_bytes(*models, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
+        forwards = 2 if whole and in_parts else 1
         return Sketch(
-            Forecast(traced, outside_of_allocator(question.devices), loading), length, _asked(run, settings),
+            Forecast(traced, outside_of_allocator(question.devices), loading, forwards), length, _asked(run, settings),
             run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in models[1:] for p in model.parameters()),

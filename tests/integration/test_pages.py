@@ -150,6 +150,7 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "PYTHONPATH=. python benchmarks/growth_quality.py": Elsewhere("test_a_benchmark_is_repeated"),
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
     "make test": Printed("this test is one of those that it runs"),
+    "make test-emulated": Printed("this takes an environment of its own, with a CUDA build of torch"),
     "make test-all": Printed("this test is one of those that it runs"),
     "make bench": Printed("takes more than an hour"),
     "make bench DEVICE=cuda": Printed("needs a GPU"),
