@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from adaptive_batching._emulated_device.build import BuildError
 from adaptive_batching._emulated_device.launch import EmulatedDevice
@@ -21,21 +22,21 @@ def main() -> None:
     command = given.command
     if not command:
         parser.error("which command shall run on the device?")
-    major, _, minor = given.capability.partition(".")
+    capability = re.fullmatch(r"(\d+)\.(\d)", given.capability)
+    if capability is None:
+        parser.error(f"--capability {given.capability} is none; write one such as 8.0")
+    if given.lag != "host" and not given.lag.isdigit():
+        parser.error(f"--lag {given.lag} is no number of launches; write one, or 'host'")
     try:
-        memory_bytes = MemoryAmount.parse("--memory", given.memory).of(0)
-    except ConfigError as error:
-        parser.error(str(error))
-    device = EmulatedDevice(
-        memory_bytes=memory_bytes,
-        count=given.devices,
-        capability=(int(major), int(minor)),
-        lag=None if given.lag == "host" else int(given.lag),
-    )
-    try:
+        device = EmulatedDevice(
+            memory_bytes=MemoryAmount.parse("--memory", given.memory).of(0),
+            count=given.devices,
+            capability=(int(capability[1]), int(capability[2])),
+            lag=None if given.lag == "host" else int(given.lag),
+        )
         environment = device.environment()
-    except BuildError as error:
-        parser.exit(2, f"{error}\n")
+    except (BuildError, ConfigError) as error:
+        parser.exit(2, f"error: {error}\n")
     os.execvpe(command[0], command, environment)
 
 

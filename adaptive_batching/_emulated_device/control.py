@@ -11,7 +11,7 @@ ILLEGAL_ADDRESS, LAUNCH_FAILURE = 700, 719  # cudaError_t: a kernel that went wr
 
 @dataclass(frozen=True)
 class Counters:
-    """What this process has asked of the device so far, in calls."""
+    """Calls that this process has made to the device so far."""
 
     kernels: int
     products: int
@@ -38,7 +38,6 @@ def _device() -> ctypes.CDLL:
         raise RuntimeError(
             "this process does not run on the emulated device; start it with EmulatedDevice().environment()"
         )
-    library.emulated_used.restype = ctypes.c_size_t
     return library
 
 
@@ -48,11 +47,6 @@ def counters() -> Counters:
     numbers = (ctypes.c_long * library.emulated_number_of_counters())()
     library.emulated_counters(numbers)
     return Counters(*numbers)
-
-
-def used_bytes(device: int = 0) -> int:
-    """Return the bytes that this process has allocated on the device, its context and managed memory aside."""
-    return int(_device().emulated_used(device))
 
 
 def settle(stream: int, milliseconds: int) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptive_batching._emulated_device.build import build
+from adaptive_batching._values import ConfigError
 
 GIB = 2**30
+MOST_DEVICES = 16  # as in source/device.h
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,12 @@ class EmulatedDevice:
     memory_bytes: int = 80 * GIB
     """Of the card in all, as CUDA reports it."""
     count: int = 1
-    """Cards. Each process has all of them to itself."""
+    """Cards, 1 to 16. Each process has all of them to itself."""
     capability: tuple[int, int] = (8, 0)
     """Compute capability. With 9.0 torch would take cuDNN's attention, which plans its kernels on the card; flash
     attention is taken instead. It keeps as much for the backward pass; the workspace of cuDNN's backward is missing."""
     context_bytes: int = 500 * 2**20
-    """What CUDA itself takes of the card for a process."""
+    """Memory of the card that CUDA itself takes for a process."""
     lag: int | None = 0
     """Launches after which an event has happened: 0 at once, None only when the host waits for it. Memory that another
     stream still uses is held for as long: 0 gives the least that a card can reserve, None the most."""
@@ -33,6 +35,10 @@ class EmulatedDevice:
     nothing was copied to reads as zeros."""
     processors: int = 108
     """Multiprocessors, which some kernels take workspaces for."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_DEVICES:
+            raise ConfigError(f"count={self.count}: an emulated machine has 1 to {MOST_DEVICES} devices; set another")
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the environment variables of a program that is to run on the device, those inherited included.

@@ -48,7 +48,7 @@ class Outside:
 
 CONTEXT = Outside("CUDA context and kernels", 300 * MIB, 700 * MIB, "pytorch/pytorch issues 28113 and 107667")
 WORKSPACES = Outside("more for cuBLAS, on Hopper", 0, 48 * MIB, "pytorch/pytorch CublasHandlePool.cpp, pull 120925")
-"""What the workspaces of cuBLAS' two handles take there beyond the 8 MiB each that are counted as tensors."""
+"""Workspaces of cuBLAS' two handles there, beyond the 8 MiB each that are counted as tensors."""
 NCCL = Outside("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864 and 986")
 
 

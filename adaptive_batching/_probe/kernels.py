@@ -1,4 +1,4 @@
-"""What operations take of CUDA's allocator beside their results: for the time of a call, and for good."""
+"""Memory that operations take of CUDA's allocator in addition to their results: for a call, and for good."""
 
 from __future__ import annotations
 

@@ -119,9 +119,8 @@ def _record(
             tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
         )
         if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            run(
-                earlier
-            )  # compiles or finds out how to distribute, and leaves behind what later steps do not make again
+            # Compiles or finds out how to distribute, and leaves behind what later steps do not make again.
+            run(earlier)
             gc.collect()
     recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
     for parameter in kept:

@@ -65,7 +65,7 @@ class Finished(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What became of a step in which an allocation ran out of memory."""
+    """The end of a step in which an allocation ran out of memory."""
 
     number: int
     """Of the allocation in its step, from 0."""
