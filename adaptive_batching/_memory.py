@@ -107,6 +107,23 @@ def num_allocation_retries(device: torch.device) -> int:
     return int(module.memory_stats(device).get("num_alloc_retries", 0)) if hasattr(module, "memory_stats") else 0
 
 
+@contextlib.contextmanager
+def little_to_collect() -> Iterator[None]:
+    """Leave what exists now out of garbage collections: each would go through all that torch has made.
+
+    Every trial step and every recovery collects garbage, in half a second with all that, in no time without.
+    """
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host."""
     if device.type == "cpu":

@@ -7,7 +7,6 @@ that has to create them does so as the optimizer would, and they stay, at their 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._memory import MemoryMeter, is_out_of_memory
+from adaptive_batching._memory import MemoryMeter, is_out_of_memory, little_to_collect
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._probe.snapshot import parameters_of, unchanged
 from adaptive_batching._random_state import unchanged_random_state
@@ -125,7 +124,7 @@ class Trial:
 
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_little_to_collect())
+            stack.enter_context(little_to_collect())
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))
@@ -251,19 +250,6 @@ class Trial:
             optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
-
-
-@contextlib.contextmanager
-def _little_to_collect() -> Iterator[None]:
-    """Leave what exists now out of garbage collections, of which there are several: each takes a fifth of a second."""
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
 
 
 def has_states(optimizer: Optimizer) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from tqdm import tqdm
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._host_memory import keep_little_on_the_host
 from adaptive_batching._loop.rows import Rows
-from adaptive_batching._memory import memory_meter, release_cached_memory
+from adaptive_batching._memory import little_to_collect, memory_meter, release_cached_memory
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.budget import within_memory_limit
@@ -60,10 +59,6 @@ class AdaptiveEvaluation:
     def setup(self, cfg: DictConfig) -> None:
         with replaced_in(self.stock, _LLMEvalWrapper=self.wrapper):
             super().setup(cfg=cfg)  # type: ignore[misc]
-        if self._settings.enabled:
-            # Each trial collects garbage, and need not go through all that torch and the harness have made.
-            gc.collect()
-            gc.freeze()
         wrapper: Any = self.eleuther_model_wrapper  # type: ignore[attr-defined]
         if isinstance(wrapper, BatchesThatFit):
             wrapper.settings = self._settings
@@ -72,6 +67,10 @@ class AdaptiveEvaluation:
                 "use_maximum_batch_size=True does nothing for a model that reads images, for which torchtune generates "
                 "one sample at a time; batch_size=%s stays", cfg.batch_size,
             )  # fmt: skip
+
+    def evaluate(self) -> None:
+        with little_to_collect() if self._settings.enabled else contextlib.nullcontext():
+            super().evaluate()  # type: ignore[misc]
 
 
 class BatchesThatFit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
 from adaptive_batching._host_memory import keep_little_on_the_host
+from adaptive_batching._memory import little_to_collect
 from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.record import Report
@@ -122,7 +123,7 @@ class AdaptiveBatching:
             refuse_step_checkpoints(cfg)
         with from_last_checkpoint(cfg) if resumes and settings.enabled else contextlib.nullcontext():
             super().setup(cfg=cfg)  # type: ignore[misc]
-        with self._showing_errors():
+        with self._at_work():
             self._settle(cfg, self._report)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
@@ -148,15 +149,19 @@ class AdaptiveBatching:
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
-        with self._showing_errors():
+        with self._at_work():
             self._session.loop(self, self.watchers).run()
         self._session.finish()
 
-    def _showing_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose errors are on the page of the run; ranks on other machines leave the record alone."""
-        if self._report is None or not self.ranks.is_next_to_first:
-            return contextlib.nullcontext()
-        return self._report.showing_errors()
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Collect little garbage, and show errors on the page of the run; ranks on other machines leave it alone."""
+        if self._report is None:
+            yield
+            return
+        leads = self.ranks.is_next_to_first
+        with little_to_collect(), self._report.showing_errors() if leads else contextlib.nullcontext():
+            yield
 
     # What stock must see of a run
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -101,9 +100,6 @@ class Session:
         tqdm(disable=True).close()
         if report is None:
             return
-        # Collections of garbage, in each trial step and each recovery, need not go through all that torch has made.
-        gc.collect()
-        gc.freeze()
         check_that_noise_has_a_meaning(host, increase)
         if settings.keep_beta2_half_life:
             check_that_beta2_can_follow(host.optimizers)

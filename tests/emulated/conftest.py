@@ -35,4 +35,5 @@ def a_card_of_80_gib() -> Iterator[None]:
     control.end_faults()
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

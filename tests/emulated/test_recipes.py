@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import RECIPES, Run, TuneRun, assert_same_weights
 from tests.support.device_steps import noted_steps
@@ -73,11 +75,19 @@ def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off
     assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
 
 
+def in_use() -> int:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 @pytest.mark.parametrize("fields", [[], PROBE], ids=["off", "probed"])
 def test_memory_stays_level_over_a_hundred_steps(kind: str, fields: list[str], start: Start) -> None:
     few = ["dataset.split=train[:408]", "epochs=1"] if kind != "ppo" else ["num_steps=412"]
+    before = in_use()
     with noted_steps() as ends:
         start(*ON_DEVICE, *few, *(each.replace("16", "4") for each in fields))
+    assert in_use() == before, "a run in the same process meets the memory that the first one met"
     assert len(ends) >= 100
     assert {end.allocated_bytes for end in ends[9:]} == {ends[9].allocated_bytes}
     assert ends[-1].reserved_bytes == ends[9].reserved_bytes

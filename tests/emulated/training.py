@@ -91,7 +91,6 @@ def train(recipe: str, config: str, checkpoint: Path, output_dir: Path, **overri
     finally:
         run.cleanup()
         del run
-        gc.unfreeze()  # a run leaves what is there when it starts out of collections, its model included
         gc.collect()
         torch.cuda.empty_cache()
     record = [json.loads(line) for line in (output_dir / "adaptive_batching" / "report.jsonl").open()]

@@ -56,7 +56,7 @@ class AdaptivePPO(AdaptiveBatching):
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
-        with self._showing_errors():
+        with self._at_work():
             self._session.ppo_loop(self, self.watchers).run()
         self._session.finish()
 
