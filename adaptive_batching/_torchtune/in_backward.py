@@ -33,6 +33,10 @@ class Gate:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
 
+    def release(self) -> None:
+        """Let go of the optimizers, which their parameters would hold for good: no hook of theirs is ever collected."""
+        self._optimizers = {}
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """Optimizers of all parameters."""

@@ -205,6 +205,7 @@ class AdaptiveBatching:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
     def cleanup(self) -> None:
+        self._gate.release()
         try:
             super().cleanup()  # type: ignore[misc]
         except OSError as error:

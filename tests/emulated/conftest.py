@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ def a_card_of_80_gib() -> Iterator[None]:
     import torch
 
     from adaptive_batching._emulated_device import control
+    from tests.support.device_steps import in_use
 
     yield
     control.set_memory(80 * GIB)
@@ -34,6 +34,5 @@ def a_card_of_80_gib() -> Iterator[None]:
     control.set_lag(0)
     control.end_faults()
     torch.cuda.set_per_process_memory_fraction(1.0)
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
+    in_use()  # collects garbage, and frees workspaces
     torch.cuda.empty_cache()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import RECIPES, Run, TuneRun, assert_same_weights
-from tests.support.device_steps import noted_steps
+from tests.support.device_steps import in_use, noted_steps
 from tests.support.overrides import VALIDATE
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import ppo_run
@@ -73,12 +71,6 @@ def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off
     assert resumed.by_step == whole.by_step
     last = f"step_{12 if kind == 'ppo' else 25}"
     assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
-
-
-def in_use() -> int:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
 
 
 @pytest.mark.parametrize("fields", [[], PROBE], ids=["off", "probed"])

@@ -10,6 +10,7 @@ import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from tests.conftest import Run, TuneRun
+from tests.support.device_steps import in_use
 from tests.support.overrides import DOUBLE, VALIDATE
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
@@ -91,16 +92,19 @@ def test_a_run_probes_and_trains_with_a_setting_of_torchtunes(setting: str, tune
     [probe] = events(run, "probe")
     assert (probe["search"], probe["batch_size"], probe["reason"]) == ("predict", 8, "max_batch_size=8")
     assert sizes(run) == [8] * len(run.metrics) and run.metrics
+    assert in_use() == 0, "a run that has ended leaves nothing behind"
 
 
 def test_growth_goes_on_beyond_what_fits_in_one_forward(tune_run: TuneRun) -> None:
     free, total = torch.cuda.mem_get_info()
-    limit = f"adaptive_batching.memory_limit={total - free + 32 * MIB}"
-    few = [*GROW, "use_maximum_batch_size=True", limit, "adaptive_batching.max_batch_size=8"]
-    run = tune_run("full", *ON_DEVICE, *few, "adaptive_batching.grow_beyond_memory=True")
+    limit = f"adaptive_batching.memory_limit={total - free + 64 * MIB}"
+    few = [*DOUBLE, "epochs=3", "batch_size=16", "use_maximum_batch_size=True", limit]
+    run = tune_run(
+        "full", *ON_DEVICE, *few, "adaptive_batching.max_batch_size=64", "adaptive_batching.grow_beyond_memory=True"
+    )
     [probe] = events(run, "probe")
-    assert probe["batch_size"] < 8 and probe["reason"] == "memory"
-    assert sizes(run) == GROWN
+    assert probe["batch_size"] < 64 and probe["reason"] == "memory"
+    assert sizes(run) == [16] * 4 + [32] * 2 + [64]
 
 
 @pytest.mark.parametrize("probed", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -80,8 +80,9 @@ def test_the_answer_fits_and_one_sample_more_does_not(kind: str, dtype: str, tun
     assert answer["fits"] and answer["steps"] == 3 and answer["step_retries"][1:] == [0, 0]
     assert not sizes.get(probe["batch_size"] + 1, {"fits": False})["fits"]
     assert 0.8 * probe["budget_bytes"] < answer["peak_bytes"] <= probe["budget_bytes"], "as reserved"
-    assert len(sizes) <= 5
-    assert sum(m["peak_bytes"] is None for m in probe["measurements"]) <= 1
+    # Two that the curve leads to, and where blocks that no step can use are not foreseen, a bracket of 8 sizes.
+    assert len(sizes) <= 6
+    assert sum(m["peak_bytes"] is None for m in probe["measurements"]) <= 3
     assert run.metrics[-1]["out_of_memory_recoveries"] == 0
     in_training = torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries
     assert in_training <= sum(m["retries"] for m in probe["measurements"]) + 1
@@ -130,7 +131,7 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     run = tune_run("full", *common, *settings)
     [probe] = events(run, "probe")
     assert "cannot be traced" not in caplog.text
-    assert len(probe["measurements"]) <= 5
+    assert len(probe["measurements"]) <= 6
     assert run.metrics
 
 

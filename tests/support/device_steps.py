@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,13 @@ class StepEnd:
     asked: control.Counters
     allocated_bytes: int
     reserved_bytes: int
+
+
+def in_use() -> int:
+    """Return the bytes that are allocated once garbage is collected, workspaces of cuBLAS aside."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 def level(ends: Sequence[StepEnd]) -> tuple[int, int]:

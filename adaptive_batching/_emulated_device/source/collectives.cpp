@@ -13,7 +13,7 @@ using namespace device;
 
 namespace {
 
-constexpr size_t SMALL = 64 << 10;
+constexpr size_t SMALL = 256 << 10;
 constexpr uint64_t SLOTS = 4;  // messages that a channel holds until all have read them
 
 // One way from a rank to one other, or to all

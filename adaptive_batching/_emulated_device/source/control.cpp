@@ -13,6 +13,11 @@ namespace {
 struct Pointer { void* parts[4]; ~Pointer() {} };
 using Allocate = Pointer (*)(void* allocator, size_t bytes);
 Allocate original = nullptr;
+struct TorchStream { int16_t device; int64_t id; };  // a c10::cuda::CUDAStream
+using CurrentStream = TorchStream (*)(int8_t device);
+using HandleOf = void* (*)(const TorchStream* stream);
+CurrentStream current_stream = nullptr;
+HandleOf handle_of = nullptr;
 long allocations_before = -1, allocations_failing = 0;
 
 void clear(char* from, size_t bytes) {  // whole pages go back to the host, so that what was never written costs nothing
@@ -29,13 +34,18 @@ void clear(char* from, size_t bytes) {  // whole pages go back to the host, so t
 
 // An allocation that is to fail asks for more than the card has, so that torch fails as it does on a full one: it looks in
 // its cache, asks the device, empties the cache, asks again, and raises. Memory is handed out empty: no kernel writes its
-// result, and a loss would read what stood there before.
+// result, and a loss would read what stood there before. What is pending on the stream may read it still.
 Pointer allocate(void* allocator, size_t bytes) {
   ++counts[ALLOCATIONS];
   bool fails = allocations_failing > 0 && allocations_before-- <= 0;
   if (fails) --allocations_failing;
   Pointer made = original(allocator, fails ? settings().memory + bytes : bytes);
-  if (bytes) clear(static_cast<char*>(made.parts[0]), bytes);
+  if (!bytes) return made;
+  auto* memory = static_cast<char*>(made.parts[0]);
+  TorchStream torchs = current_stream(-1);
+  Lock hold(lock);
+  Stream* on = stream_of(handle_of(&torchs));
+  on->pending.empty() ? clear(memory, bytes) : run(on, [=] { clear(memory, bytes); });
   return made;
 }
 
@@ -89,6 +99,9 @@ void device::watch_allocations() {
   constexpr int BEFORE = 2, FUNCTIONS = 96, ALLOCATE = 2;  // offset and type information stand before the functions
   static void* table[BEFORE + FUNCTIONS];
   memcpy(table, static_cast<void**>(*object) - BEFORE, sizeof table);
+  current_stream = reinterpret_cast<CurrentStream>(dlsym(c10, "_ZN3c104cuda20getCurrentCUDAStreamEa"));
+  handle_of = reinterpret_cast<HandleOf>(dlsym(c10, "_ZNK3c104cuda10CUDAStream6streamEv"));
+  if (!current_stream || !handle_of) return;
   original = reinterpret_cast<Allocate>(table[BEFORE + ALLOCATE]);
   table[BEFORE + ALLOCATE] = reinterpret_cast<void*>(allocate);
   *object = table + BEFORE;
