@@ -287,8 +287,11 @@ def until_finished(run: Callable[..., None]) -> Callable[..., None]:
     def run_until(*arguments: Any) -> None:
         gc.collect()
         gc.freeze()  # else each recovery goes through all that torch has made
-        with contextlib.suppress(Finished):
-            run(*arguments)
+        try:
+            with contextlib.suppress(Finished):
+                run(*arguments)
+        finally:
+            gc.unfreeze()
 
     return run_until
 
