@@ -32,6 +32,7 @@ FUNCTIONS = (
 )
 # Whose results are as large as what they find
 SELECTIONS = ("nonzero", "masked_select")
+ORDERS = ("randperm.generator_out",)  # nothing is drawn: the order is that of the numbers
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
 
@@ -41,9 +42,9 @@ def prepare() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
-        for name in (*FUNCTIONS, *SELECTIONS):
+        for name in (*FUNCTIONS, *SELECTIONS, *ORDERS):
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-            replaced = _by_host if name in SELECTIONS else _with_values
+            replaced = _by_host if name in SELECTIONS else _in_order if name in ORDERS else _with_values
             library.impl(name, replaced(_overload(name), kernel), "CUDA", with_keyset=True)
     _kept.append(library)
 
@@ -79,6 +80,17 @@ def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
         return found.to(args[0].device)
 
     return selected
+
+
+def _in_order(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return a function that orders the numbers up to one, on the host: programs use them as indices."""
+
+    def ordered(keys: Any, number: int, *, generator: torch.Generator | None, out: torch.Tensor) -> torch.Tensor:
+        kernel.call_boxed(keys, number, generator=generator, out=out)
+        _on_host(out).copy_(torch.arange(number))
+        return out
+
+    return ordered
 
 
 def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:
