@@ -5,8 +5,8 @@
 
 Each row is one of our recipes with no field set: it loads a checkpoint of zeros, trains three steps on samples of one
 length and ends. The device is emulated: torch's CUDA build, its allocator, streams, FSDP2, Inductor and Triton are
-the real ones, and nothing is computed. Real are the peaks that torch counts, from the first weight on; planned is what
-``adaptive-batching plan`` says. Where both differ, the plan is wrong.
+the real ones, and nothing is computed. Real are the peaks that torch counts, from the first weight on, where garbage is
+collected after each step; planned is what ``adaptive-batching plan`` says. Where both differ, the plan is wrong.
 
 For each card, the largest batch is sought by real runs around the planned one: it is the largest that trains without
 the allocator having to empty its cache. Everything that is in use besides the allocator is taken as the plan takes it,
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -136,7 +137,7 @@ ROWS = [
     Row(_FULL_MANY, "llama3_2/1B_full", 2048, 2, devices=2, expandable=True),
     Row(_FULL_MANY, "llama3_2/1B_full", 2048, 1, (_IN_BACKWARD,), devices=2),
     Row(_FULL_MANY, "llama3_1/8B_full", 2048, 1, (_AC,), devices=4),
-    Row(_FULL_MANY, "llama3_2/3B_full", 2048, 2, ("fsdp_cpu_offload=True", _AC), devices=2),
+    Row(_FULL_MANY, "llama3_2/1B_full", 2048, 2, ("fsdp_cpu_offload=True", _AC), devices=2),
     Row(_LORA_MANY, "llama3_2/3B_lora", 2048, 2, devices=2),
     Row(_LORA_MANY, "llama3_1/8B_lora", 2048, 2, (_AC,), devices=2),
     Row(_LORA_MANY, "qwen2_5/7B_lora", 1024, 4, devices=4),
@@ -169,7 +170,9 @@ def plan(row: Row, folder: Path) -> dict[str, Any]:
     reserved = need.reserved.expandable if row.expandable else need.reserved.by_default
     beside = sum(each.most for each in made.forecast.outside)
     return {
-        "allocated": need.peak_bytes, "reserved": reserved, "beside": beside,
+        "allocated": need.peak_bytes if row.expandable else need.reserved.allocated,
+        "reserved": reserved,
+        "beside": beside,
         "largest": {card: made.forecast.largest(card * GIB) for card in CARDS},
     }  # fmt: skip
 
@@ -225,6 +228,7 @@ class _Peaks(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         import torch
+        from torchtune.training.metric_logging import DiskLogger
 
         self._reset = torch.cuda.memory.reset_peak_memory_stats
 
@@ -233,6 +237,13 @@ class _Peaks(contextlib.AbstractContextManager[None]):
             self._reset(device)
 
         torch.cuda.memory.reset_peak_memory_stats = torch.cuda.reset_peak_memory_stats = reset
+        log_step = DiskLogger.log_dict
+
+        def log(self: DiskLogger, *payload: Any, **named: Any) -> None:
+            gc.collect()  # compilers leave tensors behind in circles, which Python frees when it comes to them
+            log_step(self, *payload, **named)
+
+        DiskLogger.log_dict = log
 
     def __exit__(self, *error: object) -> None:
         self._note()
@@ -284,6 +295,9 @@ def in_fork(
     for _, end in pipes:
         end.close()
     try:
+        while not pipes[0][0].poll(1):
+            if any(child.exitcode for child in children):  # the others would wait for it
+                raise EOFError
         return pipes[0][0].recv()  # type: ignore[no-any-return]
     except EOFError:
         return {"failed": "the process has died", "where": ""}
@@ -335,6 +349,7 @@ def import_all() -> None:
         import adaptive_batching._torchtune.planning
         import adaptive_batching.torchtune  # noqa: F401
     has_triton.cache_clear()
+    os.cpu_count = lambda: 8  # which torchtune divides by the number of devices, to none on a small machine
 
 
 def hold(row: Row, folder: Path, *, seeks: bool, quiet: bool) -> dict[str, Any]:

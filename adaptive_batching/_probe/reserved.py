@@ -53,6 +53,9 @@ class Reserved:
 
     least_expandable: int
 
+    allocated: int
+    """Bytes that torch counts as allocated with default settings: tensors, in blocks of which no rest is cut off."""
+
 
 def reserved_for(step: Recorded) -> Reserved:
     """Replay a step and return what is reserved for it."""
@@ -64,6 +67,7 @@ def reserved_for(step: Recorded) -> Reserved:
         _least(
             lambda limit: replay(ExpandableAllocator(limit), step), expandable.peak_allocated, expandable.peak_reserved
         ),
+        free.peak_allocated,
     )
 
 

@@ -29,7 +29,7 @@ def test_the_largest_batch_is_found_and_nothing_runs_out(evaluation: Callable[..
 
 def test_a_batch_that_does_not_fit_runs_in_parts(evaluation: Callable[..., Evaluation]) -> None:
     run = evaluation(**ON_DEVICE, batch_size=64)
-    free, total = torch.cuda.mem_get_info()
+    free, _ = torch.cuda.mem_get_info()
     control.set_neighbour(free - 24 * MIB)
     answers = run.responses()
     assert all(len(answers[task]) == 9 for task in ON_DEVICE["tasks"])

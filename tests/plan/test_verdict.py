@@ -11,7 +11,9 @@ from adaptive_batching._probe.allocator import GIB, MIB
 from adaptive_batching._probe.reserved import Reserved
 from adaptive_batching._values import ConfigError
 
-RESERVED = Reserved(by_default=20 * GIB, expandable=18 * GIB, least=19 * GIB, least_expandable=17 * GIB)
+RESERVED = Reserved(
+    by_default=20 * GIB, expandable=18 * GIB, least=19 * GIB, least_expandable=17 * GIB, allocated=16 * GIB
+)
 BESIDE = [Outside("context", 1 * GIB, 2 * GIB, "a source")]
 
 
