@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -27,6 +28,9 @@ _OUT_OF_MEMORY_MESSAGES = (
     "_OUT_OF_DEVICE_MEMORY",  # Level Zero and SYCL, as in UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY
     "_OUT_OF_HOST_MEMORY",
 )
+# All that C++ says of a thread that has no memory for its stack, as where a limit is set on a process. With a build for
+# CUDA the first backward pass starts some.
+_NO_THREAD_MESSAGE = os.strerror(errno.EAGAIN)
 # What oneDNN raises when memory is short. For an unsupported primitive it mentions a primitive descriptor instead.
 _ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
 # Creating a cuBLAS handle fails like this when memory is short, but also for other reasons, such as a broken driver.
@@ -48,6 +52,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     message = str(error)
     if not isinstance(error, RuntimeError) or _is_of_a_collective(error, message):
         return False
+    if message == _NO_THREAD_MESSAGE:
+        return True
     if any(name in message for name in _NOT_INITIALIZED_MESSAGES):
         return _accelerator_is_nearly_full()
     return any(name in message for name in _OUT_OF_MEMORY_MESSAGES) or _ONEDNN_MESSAGE.search(message) is not None

@@ -35,6 +35,7 @@ OUT_OF_MEMORY = [
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("std::bad_alloc"),
+    RuntimeError("Resource temporarily unavailable"),  # a thread that cannot start, which is all that it says
     RuntimeError(
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
     ),
