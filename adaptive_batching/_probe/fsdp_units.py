@@ -21,13 +21,18 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from adaptive_batching._probe.ledger import GRADIENTS, WEIGHTS
 from adaptive_batching._probe.recording import labelled, on_stream
 
-_GATHERS, _REDUCES = 1, 2  # streams on which all-gathers and reduce-scatters take their outputs
-
 
 class Streams:
-    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root."""
+    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root.
 
-    def __init__(self) -> None:
+    Args:
+        root: Number of the root. Each has streams of its own, whose memory no other takes.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.gathers, self.reduces = 2 * root + 1, 2 * root + 2
+        """Streams on which all-gathers and reduce-scatters take their outputs."""
+
         self.units: list[Unit] = []
         """From the root on, as the modules are listed."""
 
@@ -111,7 +116,7 @@ class Unit:
     def _all_gather(self) -> torch.Tensor:
         """Return the output of an all-gather, of all parameters in one."""
         size = sum(bytes_ for whole, _ in self._parameters for bytes_ in _parts(whole))
-        with labelled(WEIGHTS), on_stream(_GATHERS):
+        with labelled(WEIGHTS), on_stream(self._streams.gathers):
             from_host = []
             if self._offloads:  # shards come from the host first, and go when they are copied into the output
                 from_host = [_room(bytes_) for _, shard in self._parameters for bytes_ in _parts(shard)]
@@ -177,7 +182,7 @@ class Unit:
         self._streams.reducing = torch.empty(sum(local_part(whole).numel() for whole, _ in gradients), dtype=dtype)
         for whole, _ in reversed(gradients):  # as a list is emptied
             whole.grad = None
-        with on_stream(_REDUCES):
+        with on_stream(self._streams.reduces):
             with labelled(GRADIENTS):
                 reduced = torch.empty(sum(shard.numel() for _, shard in gradients), dtype=dtype)
             if self._offloads:

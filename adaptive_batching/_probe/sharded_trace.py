@@ -65,21 +65,21 @@ class ShardedCopy:
             self.optimizers: list[Optimizer] = copy.deepcopy(list(optimizers), dict(shards))
         self.model = _plain_copy(model, whole, fake)
         of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
-        for root, copied in zip(models_of(model), models_of(self.model), strict=True):
-            self._simulate(root, copied, of_copy)
+        for number, (root, copied) in enumerate(zip(models_of(model), models_of(self.model), strict=True)):
+            self._simulate(root, copied, of_copy, Streams(number))
 
-    def _simulate(self, root: nn.Module, copied: nn.Module, shards: dict[int, nn.Parameter]) -> None:
+    def _simulate(self, root: nn.Module, copied: nn.Module, shards: dict[int, nn.Parameter], streams: Streams) -> None:
         """Have the copy of a root take what FSDP takes.
 
         Args:
             root: The FSDP module.
             copied: Its copy.
             shards: The shard of each whole parameter of the copy, by its id.
+            streams: Those of the root.
         """
         units: dict[str, nn.Module] = {name: module for name, module in root.named_modules() if is_sharded(module)}
         modules = dict(copied.named_modules())
         managed: set[int] = set()
-        streams = Streams()
         for name in reversed(units):  # a unit manages the parameters that no nested unit does
             parameters = [p for p in modules[name].parameters() if id(p) not in managed]
             managed.update(map(id, parameters))
