@@ -29,4 +29,4 @@ class Agreement:
         )
 
 
-AGREEMENT = Agreement(14, 0.0011, 0.0157, None)
+AGREEMENT = Agreement(45, 0.0053, 0.0459, None)
