@@ -85,6 +85,7 @@ def write(each: EachAllocationFails, to: Path) -> None:
 
 KINDS: dict[str, tuple[str, str, Sequence[str]]] = {
     "full": ("full_finetune_distributed", "full", ()),
+    "cut": ("full_finetune_distributed", "full", ("micro_batch_size=2",)),
     "checkpointing": ("full_finetune_distributed", "full", ("enable_activation_checkpointing=True",)),
     "lora": ("lora_finetune_distributed", "lora", ()),
     "lora_dpo": (
