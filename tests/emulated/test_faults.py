@@ -327,7 +327,7 @@ def test_each_allocation_of_a_step_on_one_rank_of_two_is_survived_or_ends_in_one
 
 @pytest.mark.slow
 def test_so_it_is_on_the_other_on_both_and_in_other_recipes(inputs: Path, tmp_path: Path) -> None:
-    names = ["full_on_0", "full_on_both", "checkpointing", "lora", "lora_dpo", "kd"]
+    names = ["full_on_0", "full_on_both", "cut", "checkpointing", "lora", "lora_dpo", "kd"]
     assert sum(assert_survived_on_both(inputs, tmp_path, *names)) > 200
 
 
