@@ -116,6 +116,7 @@ AdaptiveBatching.cleanup(self)
 AdaptiveBatching.load_checkpoint(self, *args, **kwargs)
 AdaptiveEvaluation(cfg)
 AdaptiveEvaluation.setup(self, cfg)
+AdaptiveEvaluation.evaluate(self)
 AdaptivePPO(cfg)
 AdaptivePPO.validates
 AdaptivePPO.train(self)
