@@ -7,6 +7,7 @@ that has to create them does so as the optimizer would, and they stay, at their 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -195,6 +196,7 @@ class Trial:
         if ran_out:
             self._clear()
         self._drop_gradients()
+        gc.collect()  # compilers leave tensors behind in circles, which a second step must not meet
         fits = peak_bytes is not None and peak_bytes <= self.budget_bytes
         took = "out of memory" if peak_bytes is None else f"peak {memory_size(peak_bytes)}"
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
