@@ -168,11 +168,11 @@ def plan(row: Row, folder: Path) -> dict[str, Any]:
     made = sketch(Question(row.recipe, config_of(row, row.batch_size, folder), row.devices), row.length)
     need = made.forecast.need(row.batch_size)
     reserved = need.reserved.expandable if row.expandable else need.reserved.by_default
-    beside = sum(each.most for each in made.forecast.outside)
+    outside = sum(each.most for each in made.forecast.outside)
     return {
         "allocated": need.peak_bytes if row.expandable else need.reserved.allocated,
         "reserved": reserved,
-        "beside": beside,
+        "outside": outside,
         "largest": {card: made.forecast.largest(card * GIB) for card in CARDS},
     }  # fmt: skip
 
@@ -364,7 +364,7 @@ def hold(row: Row, folder: Path, *, seeks: bool, quiet: bool) -> dict[str, Any]:
         peaks = {row.batch_size: real["reserved"]}
         for card in CARDS:
             said = planned["largest"][card]
-            sizes[card] = said, largest(row, said, card * GIB - planned["beside"], peaks, folder)
+            sizes[card] = said, largest(row, said, card * GIB - planned["outside"], peaks, folder)
     return {"planned": planned, "real": real, "sizes": sizes}
 
 

@@ -20,6 +20,20 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if ON_THE_DEVICE else True
 
 
+@pytest.fixture(scope="module")
+def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of Llama 3.2 1B."""
+    import torch
+    from torchtune.models.llama3_2 import llama3_2_1b
+
+    from tests.emulated.checkpoints import write_zeros
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "1B"
+    with torch.device("meta"):
+        write_zeros(folder, llama3_2_1b())
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def a_card_of_80_gib() -> Iterator[None]:
     """Give each test a whole card; what one sets holds until its end."""

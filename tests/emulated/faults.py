@@ -72,7 +72,7 @@ class Fault:
     recoveries: int
     """Times that something ran again."""
     line: str = ""
-    """That the run would have ended with; empty where it went on."""
+    """Last line of a run that this would have ended; empty where training went on."""
     place: str = ""
     """Frames in which it would have ended."""
 
@@ -83,7 +83,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class State:
-    """What can be read between two steps."""
+    """Counters between two steps."""
 
     counters: Counters
     allocated_bytes: int

@@ -1,4 +1,4 @@
-"""What fails in a step, each allocation of it in turn: training goes on, or ends in one line, and never hangs."""
+"""Faults in each allocation of a step in turn: training goes on, or ends in one line, and never hangs."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_run_whose_update_runs_out_of_memory_ends_in_one_line(
 
 
 class Watched:
-    """What a run has done."""
+    """Outcome of a run."""
 
     def __init__(self) -> None:
         self.samples: list[int | None] = []

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchtune.models.llama3_2 import llama3_2_1b
 
-from tests.emulated.checkpoints import write_zeros
 from tests.emulated.training import Trained, train
 
 GIB = 2**30
@@ -27,15 +25,6 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         }},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of Llama 3.2 1B."""
-    folder = tmp_path_factory.mktemp("checkpoints") / "1B"
-    with torch.device("meta"):
-        write_zeros(folder, llama3_2_1b())
-    return folder
 
 
 @pytest.fixture

@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from omegaconf import OmegaConf
-from torchtune.models.llama3_2 import llama3_2_1b
 
 from adaptive_batching._emulated_device import control
 from tests.conftest import Run, _main, assert_same_weights
-from tests.emulated.checkpoints import write_zeros
 from tests.emulated.training import CONFIGS
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
@@ -33,15 +30,6 @@ REPLACED = {
     "save_every_n_steps": 5,
     "log_peak_memory_stats": False,
 }
-
-
-@pytest.fixture(scope="module")
-def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of Llama 3.2 1B."""
-    folder = tmp_path_factory.mktemp("checkpoints") / "1B"
-    with torch.device("meta"):
-        write_zeros(folder, llama3_2_1b())
-    return folder
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])  # it writes 30 GB
