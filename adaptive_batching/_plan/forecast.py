@@ -9,7 +9,7 @@ from adaptive_batching._plan.devices import Outside
 from adaptive_batching._plan.verdict import Verdict, judge
 from adaptive_batching._probe.curve import TracedStep
 from adaptive_batching._probe.ledger import KINDS, OTHER, WEIGHTS
-from adaptive_batching._probe.reserved import Reserved, reserved_by_default, reserved_for
+from adaptive_batching._probe.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
 
 SET_UP = "set-up"
 """The moment before the first step, while weights are loaded."""
@@ -57,12 +57,13 @@ class Forecast:
     """Bytes that loading the weights takes, before there is a step."""
     forwards: int = 1
     """Forwards that the step has, each with its backward; floating-point operations are told of one."""
+    set_up: SetUp = NO_SET_UP
 
     def need(self, batch_size: int) -> Need:
         """Return what the run takes with a step at ``batch_size``."""
         record = self.step.at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
-        reserved = reserved_for(record)
+        reserved = reserved_for(record, self.set_up)
         if self.set_up_bytes > peak:
             resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
             weights = sum(size for kind, size in resting if kind == WEIGHTS)
@@ -105,4 +106,4 @@ class Forecast:
         return low
 
     def _reserved(self, batch_size: int) -> int:
-        return reserved_by_default(self.step.at(batch_size))
+        return reserved_by_default(self.step.at(batch_size), self.set_up)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,21 @@ class CachingAllocator:
         """Count peaks from here."""
         self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
 
+    def copy(self, used: Sequence[Block], limit: float) -> tuple[CachingAllocator, list[Block]]:
+        """Return an allocator in the same state with another limit, and its blocks for all those in use."""
+        made = type(self)(limit)
+        made.reserved, made.allocated, made._mapped = self.reserved, self.allocated, self._mapped
+        made.reset_peak()
+        blocks = [*used, *self._blocks.values()]
+        copies = {id(block): Block(block.size, block.pool, block.address) for block in blocks}
+        for block in blocks:
+            copy = copies[id(block)]
+            copy.before = None if block.before is None else copies[id(block.before)]
+            copy.after = None if block.after is None else copies[id(block.after)]
+            if block.free:
+                made._offer(copy)
+        return made, [copies[id(block)] for block in used]
+
     def _new_segment(self, size: int, pool: Pool) -> Block:
         segment = 2 * MIB if pool[0] else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         if self.reserved + segment > self.limit:
@@ -163,7 +179,7 @@ class ExpandableAllocator:
         start = int(self._gaps[pool][at][0])
         if self.reserved + self._missing_bytes(start, size, pool) > self.limit:
             self.retries += 1
-            self._unmap_free_pieces()
+            self.empty_cache()
             if self.reserved + self._missing_bytes(start, size, pool) > self.limit:
                 raise AllocatorFullError(f"CUDA out of memory. Tried to allocate {size} bytes.")
         self.reserved += self._missing_bytes(start, size, pool)
@@ -189,6 +205,23 @@ class ExpandableAllocator:
         if at and gaps[at - 1][1] == gaps[at][0]:
             gaps[at - 1][1] = gaps.pop(at)[1]
 
+    def empty_cache(self) -> None:
+        """Give back the pieces that are wholly free."""
+        for pool, gaps in self._gaps.items():
+            piece = self._piece[pool[0]]
+            free = {n for n in self._mapped[pool] if any(a <= n * piece and (n + 1) * piece <= b for a, b in gaps)}
+            self._mapped[pool] -= free
+            self.reserved -= len(free) * piece
+
+    def copy(self, used: Sequence[Any], limit: float) -> tuple[ExpandableAllocator, list[Any]]:
+        """Return an allocator in the same state with another limit, and its handles for all those in use."""
+        made = type(self)(limit)
+        made.reserved = made.peak_reserved = self.reserved
+        made.allocated = made.peak_allocated = self.allocated
+        made._gaps.update({pool: [list(gap) for gap in gaps] for pool, gaps in self._gaps.items()})
+        made._mapped.update({pool: set(pieces) for pool, pieces in self._mapped.items()})
+        return made, list(used)
+
     def _place(self, size: int, pool: Pool) -> int:
         """Return the smallest gap that is backed by memory and has room, else the first that has room."""
         ready, first = [], None
@@ -208,10 +241,3 @@ class ExpandableAllocator:
     def _missing_bytes(self, start: int, size: int, pool: Pool) -> int:
         mapped = self._mapped[pool]
         return self._piece[pool[0]] * sum(number not in mapped for number in self._pieces(start, size, pool))
-
-    def _unmap_free_pieces(self) -> None:
-        for pool, gaps in self._gaps.items():
-            piece = self._piece[pool[0]]
-            free = {n for n in self._mapped[pool] if any(a <= n * piece and (n + 1) * piece <= b for a, b in gaps)}
-            self._mapped[pool] -= free
-            self.reserved -= len(free) * piece

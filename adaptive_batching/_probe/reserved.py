@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
@@ -41,6 +42,45 @@ class Recorded(Protocol):
 
 
 @dataclass(frozen=True)
+class SetUp:
+    """Allocations before the first step, which finds in the cache what they have left there.
+
+    A weight that is quantized on the device leaves some hundred blocks, and those that stay lie between them.
+    """
+
+    events: Sequence[int] = ()
+    """As those of a step."""
+
+    sizes: Sequence[int] = ()
+    empties_cache: bool = False
+    """The cache is emptied before the first step."""
+
+    _states: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def start(self, kind: type, limit: float = float("inf")) -> tuple[Any, dict[int, list[Any]]]:
+        """Return an allocator of a kind after the set-up, and the blocks that are in use, by the bytes asked for."""
+        if kind not in self._states:
+            allocator, held = kind(), dict[int, Any]()
+            for event in self.events:
+                if event >= 0:
+                    held[event] = allocator.take(self.sizes[event])
+                else:
+                    allocator.give_back(held.pop(~event))
+            if self.empties_cache:
+                allocator.empty_cache()
+            self._states[kind] = allocator, [(self.sizes[number], block) for number, block in held.items()]
+        allocator, used = self._states[kind]
+        allocator, blocks = allocator.copy([block for _, block in used], limit)
+        at_hand: dict[int, list[Any]] = {}
+        for (size, _), block in zip(used, blocks, strict=True):
+            at_hand.setdefault(size, []).append(block)
+        return allocator, at_hand
+
+
+NO_SET_UP = SetUp()
+
+
+@dataclass(frozen=True)
 class Reserved:
     """Bytes that count against a limit."""
 
@@ -57,37 +97,44 @@ class Reserved:
     """Bytes that torch counts as allocated with default settings: tensors, in blocks of which no rest is cut off."""
 
 
-def reserved_for(step: Recorded) -> Reserved:
+def reserved_for(step: Recorded, set_up: SetUp = NO_SET_UP) -> Reserved:
     """Replay a step and return what is reserved for it."""
-    free, expandable = replay(CachingAllocator(), step), replay(ExpandableAllocator(), step)
+
+    def found(kind: type) -> tuple[Any, int]:
+        free = replay(kind, step, set_up)
+        least = _least(lambda limit: replay(kind, step, set_up, limit), free.peak_allocated, free.peak_reserved)
+        return free, least
+
+    (default, least), (expandable, least_expandable) = found(CachingAllocator), found(ExpandableAllocator)
     return Reserved(
-        free.peak_reserved,
-        expandable.peak_reserved,
-        _least(lambda limit: replay(CachingAllocator(limit), step), free.peak_allocated, free.peak_reserved),
-        _least(
-            lambda limit: replay(ExpandableAllocator(limit), step), expandable.peak_allocated, expandable.peak_reserved
-        ),
-        free.peak_allocated,
+        default.peak_reserved, expandable.peak_reserved, least, least_expandable, default.peak_allocated
     )
 
 
-def reserved_by_default(step: Recorded) -> int:
+def reserved_by_default(step: Recorded, set_up: SetUp = NO_SET_UP) -> int:
     """Return what is reserved with default settings where nothing limits it."""
-    return int(replay(CachingAllocator(), step).peak_reserved)
+    return int(replay(CachingAllocator, step, set_up).peak_reserved)
 
 
-def replay(allocator: Any, step: Recorded) -> Any:
-    """Run :data:`STEPS` equal steps on ``allocator``, the first as that of a run, and return it.
+def replay(kind: type, step: Recorded, set_up: SetUp = NO_SET_UP, limit: float = float("inf")) -> Any:
+    """Run :data:`STEPS` equal steps on an allocator of a kind, the first as that of a run, and return it.
 
     Raises:
-        AllocatorFullError: If a step does not fit in the allocator's limit.
+        AllocatorFullError: If a step does not fit in ``limit`` bytes.
     """
-    for _ in _steps(allocator, step, STEPS, step.made):
+    allocator, at_hand = set_up.start(kind, limit)
+    for _ in _steps(allocator, step, STEPS, step.made, at_hand):
         pass
     return allocator
 
 
-def _steps(allocator: Any, step: Recorded, count: int, made: Mapping[int, int]) -> Iterator[None]:
+def _steps(
+    allocator: Any,
+    step: Recorded,
+    count: int,
+    made: Mapping[int, int],
+    at_hand: Mapping[int, list[Any]] | None = None,
+) -> Iterator[None]:
     """Run ``count`` equal steps on ``allocator``, and stop after each.
 
     What a step leaves behind takes the place of what it frees of those before, where there are as many of both.
@@ -97,7 +144,9 @@ def _steps(allocator: Any, step: Recorded, count: int, made: Mapping[int, int]) 
         step: The step.
         count: Number of steps.
         made: By storage that is not there before the first step: the number of events before the step makes it.
+        at_hand: Blocks in use, by bytes: those of what rests between steps, and what ends before the first.
     """
+    blocks = {size: list(each) for size, each in (at_hand or {}).items()}
 
     def take(number: int) -> Any:
         return allocator.take(step.sizes[number], step.streams.get(number, 0))
@@ -106,7 +155,11 @@ def _steps(allocator: Any, step: Recorded, count: int, made: Mapping[int, int]) 
     for storage, event in made.items():
         if step.sizes[storage]:
             late.setdefault(event, []).append(storage)
-    resting = {n: take(n) for n in range(step.num_resting) if step.sizes[n] and n not in made}
+    there = [n for n in range(step.num_resting) if step.sizes[n] and n not in made]
+    resting = {n: blocks[step.sizes[n]].pop(0) for n in there if blocks.get(step.sizes[n])}
+    for block in chain.from_iterable(blocks.values()):
+        allocator.give_back(block)
+    resting |= {n: take(n) for n in there if n not in resting}
     freed = {~event for event in step.events if event < 0}
     replaced = sorted(number for number in freed if number < step.num_resting)
     left = [event for event in step.events if event >= 0 and event not in freed]

@@ -37,6 +37,7 @@ from adaptive_batching._torchtune.objective import Objective
 from adaptive_batching._torchtune.offloading import TracedOffloading
 from adaptive_batching._torchtune.preferences import KINDS
 from adaptive_batching._torchtune.quantization_aware import accept_configs_of_torchao
+from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
 
@@ -123,7 +124,9 @@ class NoLogger:
         """Log nothing."""
 
 
-def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[hosts.Host, hosts.StockRun]:
+def set_up(
+    recipe: str, cfg: DictConfig, data: Data, devices: int = 1, allocations: Allocations | None = None
+) -> tuple[hosts.Host, hosts.StockRun]:
     """Set a stock recipe up on the meta device.
 
     Args:
@@ -132,6 +135,7 @@ def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[
         data: The data to train on.
         devices: Number of devices, each of which a process group of that size stands for while the host is used; a
             group must be there, see :func:`on_devices`.
+        allocations: Filled with those of the set-up, of one device alone.
 
     Returns:
         The recipe and its run. The model is on the meta device.
@@ -144,10 +148,11 @@ def set_up(recipe: str, cfg: DictConfig, data: Data, devices: int = 1) -> tuple[
     planned = type(base.__name__, (_OnPaper, base), {})
     cfg = _without_files(cfg, replace(data, pairs=make_objective is hosts.preferences))
     accept_configs_of_torchao()
-    with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock):
+    with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock, allocations):
         made: Any = planned(cfg)
         made._device = _META
-        made.setup(cfg)
+        with allocations or contextlib.nullcontext():
+            made.setup(cfg)
     host = hosts.host_of(
         made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
     )
@@ -258,7 +263,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_device(stock: ModuleType) -> Iterator[None]:
+def _without_device(stock: ModuleType, allocations: Allocations | None) -> Iterator[None]:
     """Replace, inside, what a set-up asks of devices, of other ranks and of stored weights."""
     cpu_mesh: Callable[..., Any] = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)  # noqa: E731
     shard_model = training.shard_model
@@ -269,6 +274,15 @@ def _without_device(stock: ModuleType) -> Iterator[None]:
 
     def ignore(*args: Any, **kwargs: Any) -> Any:
         return _IncompatibleKeys([], [])
+
+    def load(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if allocations is not None:
+            allocations.load(model)
+        return _IncompatibleKeys([], [])
+
+    def start_dora(layer: nn.Module) -> None:
+        if allocations is not None:
+            allocations.start_dora(layer)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(
@@ -283,8 +297,8 @@ def _without_device(stock: ModuleType) -> Iterator[None]:
         )
         patches: list[Any] = [
             mock.patch.object(utils, "get_device", lambda device=None: torch.device(device or "cuda")),
-            mock.patch.object(nn.Module, "load_state_dict", ignore),
-            mock.patch.object(DoRALinear, "initialize_dora_magnitude", ignore),
+            mock.patch.object(nn.Module, "load_state_dict", load),
+            mock.patch.object(DoRALinear, "initialize_dora_magnitude", start_dora),
             mock.patch.object(_activation_offloading, "OffloadActivations", TracedOffloading),
         ]
         for name, replacement in (("init_process_group", ignore), ("init_device_mesh", cpu_mesh)):

@@ -18,6 +18,7 @@ from adaptive_batching._plan.devices import outside_of_allocator
 from adaptive_batching._plan.forecast import Forecast
 from adaptive_batching._plan.varying import Shape, TracedLengths, Varying, replay_shapes
 from adaptive_batching._probe.block_wise import paged_bytes
+from adaptive_batching._probe.reserved import SetUp
 from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
@@ -27,7 +28,7 @@ from adaptive_batching._torchtune.images import COLLATE
 from adaptive_batching._torchtune.laying_out import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
-from adaptive_batching._torchtune.set_up_memory import set_up_bytes
+from adaptive_batching._torchtune.set_up_memory import Allocations, set_up_bytes
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.step import training_step
 from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
@@ -110,7 +111,11 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         TraceError: If the step cannot be traced.
         Exception: Whatever stock raises about the config.
     """
-    with _set_up(question, length) as (host, run, settings):
+    allocations = Allocations() if question.devices == 1 else None
+    with _set_up(question, length, allocations) as (host, run, settings):
+        set_up = SetUp()
+        if allocations is not None:
+            set_up = SetUp(tuple(allocations.events), tuple(allocations.sizes), empties_cache=settings.probes)
         models = [host.model, *host.objective.frozen_models]
         most = min(int(getattr(model, "max_seq_len", length)) for model in models)
         if length > most:
@@ -125,8 +130,8 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         loading = set_up_bytes(*models, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
         forwards = 2 if whole and in_parts else 1
         return Sketch(
-            Forecast(traced, outside_of_allocator(question.devices), loading, forwards), length, _asked(run, settings),
-            run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
+            Forecast(traced, outside_of_allocator(question.devices), loading, forwards, set_up), length,
+            _asked(run, settings), run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in models[1:] for p in model.parameters()),
             data.assumes, data.image is not None,
@@ -253,7 +258,9 @@ def _check_covered(question: Question) -> None:
 
 
 @contextlib.contextmanager
-def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
+def _set_up(
+    question: Question, length: int, allocations: Allocations | None = None
+) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
     _check_covered(question)
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -264,7 +271,7 @@ def _set_up(question: Question, length: int) -> Iterator[tuple[Host, StockRun, A
         data = Data(length, question.samples or _SOME_SAMPLES, packed)
         with on_devices(question.devices):
             cfg = question.changed(device="cuda").cfg
-            host, run = set_up(question.recipe, cfg, data, question.devices)
+            host, run = set_up(question.recipe, cfg, data, question.devices, allocations)
             yield host, run, settings
     finally:
         logging.disable(before)

@@ -1,9 +1,9 @@
-"""Memory that a set-up takes of a device while it loads the weights."""
+"""Memory that a set-up takes of a device while it makes models and loads their weights."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -56,20 +56,59 @@ def _loaded(model: nn.Module, *, on_host: bool) -> tuple[int, int]:
 
 def _quantizing_bytes(shape: torch.Size, like: Any) -> int:
     """Return the most that a weight takes while it is quantized, itself and the result included."""
-    with _Peak() as peak:
-        NF4Tensor.from_tensor(
-            torch.empty(shape, dtype=like.dtype, device="meta"), like.block_size, like.scaler_block_size
-        )
-    return int(peak.bytes)
+    with Allocations() as made:
+        _quantize(shape, like)
+    held = most = 0
+    for event in made.events:
+        held += made.sizes[event] if event >= 0 else -made.sizes[~event]
+        most = max(most, held)
+    return most
 
 
-class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the most bytes that are in use at once, of what operations make under it."""
+def _quantize(shape: torch.Size, like: Any) -> None:
+    whole = torch.empty(shape, dtype=like.dtype, device="meta")
+    NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what operations under it allocate on the meta device and free, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self._current = 0
+        self.events: list[int] = []
+        """The number of an allocation, or ``~number`` where it is freed."""
+        self.sizes: list[int] = []
+        """Bytes of each allocation."""
         self._seen: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[Hashable, tuple[list[int], list[int]]] = {}
+
+    def load(self, model: nn.Module) -> None:
+        """Note what loading the weights of a model takes on one device: those in NF4 are quantized there."""
+        for parameter in model.parameters():
+            if isinstance(parameter, NF4Tensor):
+                self._repeat(parameter.shape, lambda like=parameter: _quantize(like.shape, like))
+
+    def start_dora(self, module: Any) -> None:
+        """Note what the first magnitude of a DoRA layer takes (``initialize_dora_magnitude``)."""
+
+        def norm() -> None:
+            lora = module.lora_b.weight @ module.lora_a.weight
+            module._get_weight_norm(module.weight.to(lora.dtype), lora)
+
+        with torch.no_grad():
+            self._repeat(("dora", module.weight.shape), norm)
+
+    def _repeat(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Call a function that leaves nothing behind, or note again what it did for the same key."""
+        start, first = len(self.events), len(self.sizes)
+        if key not in self._known:
+            function()
+            of_first = [event - first if event >= 0 else ~(~event - first) for event in self.events[start:]]
+            self._known[key] = of_first, self.sizes[first:]
+            return
+        events, sizes = self._known[key]
+        self.events += [event + first if event >= 0 else ~(~event + first) for event in events]
+        self.sizes += sizes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -81,14 +120,15 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _hold(self, storages: Iterable[Any]) -> None:
         for storage in storages:
             key, size = storage._cdata, storage.nbytes()
-            if key not in self._seen and storage.device.type == "meta":
-                self._seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self._free(key, size))  # type: ignore[misc]
-                self._current += size
-                self.bytes = max(self.bytes, self._current)
+            if size and key not in self._seen and storage.device.type == "meta":
+                number = len(self.sizes)
+                self._seen[key] = weakref.ref(storage, lambda _, key=key, number=number: self._free(key, number))  # type: ignore[misc]
+                self.sizes.append(size)
+                self.events.append(number)
 
-    def _free(self, key: int, size: int) -> None:
+    def _free(self, key: int, number: int) -> None:
         self._seen.pop(key, None)
-        self._current -= size
+        self.events.append(~number)
 
 
 def _bytes(tensor: Any) -> int:

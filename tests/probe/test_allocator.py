@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adaptive_batching._probe.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.reserved import replay, reserved_by_default, reserved_for
+from adaptive_batching._probe.reserved import SetUp, replay, reserved_by_default, reserved_for
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,54 @@ def test_whatever_comes_what_is_reserved_holds_what_is_allocated(kind: Any, seed
 
 def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_need_less() -> None:
     reserved = reserved_for(STEP)
-    allocated = replay(CachingAllocator(), STEP).peak_allocated
+    allocated = replay(CachingAllocator, STEP).peak_allocated
     assert allocated == 2 * GIB + 1200 * MIB
     assert allocated <= reserved.least <= reserved.by_default == reserved_by_default(STEP)
-    replay(CachingAllocator(reserved.least), STEP)
-    replay(ExpandableAllocator(reserved.least_expandable), STEP)
+    replay(CachingAllocator, STEP, limit=reserved.least)
+    replay(ExpandableAllocator, STEP, limit=reserved.least_expandable)
     assert reserved.expandable < reserved.by_default
     with pytest.raises(AllocatorFullError):
-        replay(CachingAllocator(allocated - 1), STEP)
+        replay(CachingAllocator, STEP, limit=allocated - 1)
 
 
 def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
-    assert replay(CachingAllocator(), replace(STEP, made={0: 3})).peak_allocated == 2 * GIB + 1200 * MIB
+    assert replay(CachingAllocator, replace(STEP, made={0: 3})).peak_allocated == 2 * GIB + 1200 * MIB
 
 
 def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:
     """2 GiB rest for good, 600 MiB until the step has made as much anew."""
     keeps = Step((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
-    assert replay(CachingAllocator(), keeps).peak_allocated == 2 * GIB + 600 * MIB + GIB
+    assert replay(CachingAllocator, keeps).peak_allocated == 2 * GIB + 600 * MIB + GIB
     in_the_other_order = Step((3, 2, ~2, ~1), keeps.sizes, 2)
-    assert replay(CachingAllocator(), in_the_other_order).peak_allocated == 2 * GIB + 1200 * MIB + GIB
+    assert replay(CachingAllocator, in_the_other_order).peak_allocated == 2 * GIB + 1200 * MIB + GIB
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_a_step_after_a_set_up_is_as_on_the_allocator_that_ran_it(kind: Any) -> None:
+    """A weight of 2 GiB and the states of 600 MiB, made between blocks that the set-up then frees."""
+    set_up = SetUp((0, 1, 2, ~0, 3, ~2, 4), (700 * MIB, STEP.sizes[0], 30 * MIB, 5 * MIB, 8 * MIB))
+    whole, held = kind(), {}
+    for event in set_up.events:
+        if event >= 0:
+            held[event] = whole.take(set_up.sizes[event])
+        else:
+            whole.give_back(held.pop(~event))
+    copied, at_hand = set_up.start(kind)
+    assert [len(blocks) for blocks in at_hand.values()] == [1, 1, 1]
+    draw = random.Random(0)
+    for _ in range(300):
+        size = int(2 ** draw.uniform(5, 28))
+        for allocator in (whole, copied):
+            block = allocator.take(size)
+            if size % 3:
+                allocator.give_back(block)
+    assert (whole.reserved, whole.allocated) == (copied.reserved, copied.allocated)
+    assert set_up.start(kind)[0].reserved < copied.reserved, "each starts where the set-up has ended"
+
+
+def test_a_set_up_leaves_its_cache_to_the_steps_unless_that_is_emptied() -> None:
+    leaves = SetUp((0, 1, 2, ~0, ~2), (200 * MIB, STEP.sizes[0], 50 * MIB))
+    alone, after = reserved_for(STEP), reserved_for(STEP, leaves)
+    assert after.allocated == alone.allocated
+    assert after.by_default > alone.by_default
+    assert alone == reserved_for(STEP, replace(leaves, empties_cache=True))
