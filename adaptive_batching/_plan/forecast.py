@@ -53,23 +53,21 @@ class Forecast:
 
     step: TracedStep
     outside: Sequence[Outside]
-    set_up_bytes: int = 0
-    """Bytes that loading the weights takes, before there is a step."""
+    set_up: SetUp = NO_SET_UP
     forwards: int = 1
     """Forwards that the step has, each with its backward; floating-point operations are told of one."""
-    set_up: SetUp = NO_SET_UP
 
     def need(self, batch_size: int) -> Need:
         """Return what the run takes with a step at ``batch_size``."""
         record = self.step.at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
         reserved = reserved_for(record, self.set_up)
-        if self.set_up_bytes > peak:
+        if self.set_up.most_bytes > peak:
             resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
             weights = sum(size for kind, size in resting if kind == WEIGHTS)
-            peak, moment = self.set_up_bytes, SET_UP
+            peak, moment = self.set_up.most_bytes, SET_UP
             kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
-        reserved = Reserved(**{name: max(size, self.set_up_bytes) for name, size in asdict(reserved).items()})
+        reserved = Reserved(**{name: max(size, self.set_up.most_bytes) for name, size in asdict(reserved).items()})
         return Need(
             batch_size, peak, record.log[0], moment, kinds, reserved, record.flops // self.forwards,
             record.recomputed_flops // self.forwards, record.attention_flops // self.forwards,
@@ -86,7 +84,7 @@ class Forecast:
     def largest(self, memory_bytes: int) -> int:
         """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
         budget = memory_bytes - sum(each.most for each in self.outside)
-        if self.set_up_bytes > budget:
+        if self.set_up.most_bytes > budget:
             return 0
         high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
         if not high or self._reserved(high) <= budget:

@@ -150,11 +150,13 @@ class Ledger:
             self._current += size
             self._events.append(number)
 
-    def note_need(self, storage: Any) -> None:
+    def note_need(self, storage: Any, stream: int = 0) -> None:
         """Note that a step needs a storage from here on which is alive before it: the first step makes it here."""
         number = self._seen[storage._cdata][1]
-        if number < self._num_resting:
-            self._made.setdefault(number, len(self._events))
+        if number < self._num_resting and number not in self._made:
+            self._made[number] = len(self._events)
+            if stream:
+                self._streams[number] = stream
 
     def end_operation(self, moment: str, scratch: Scratch | None = None) -> None:
         """Note what is alive after an operation, and what it took while it ran."""

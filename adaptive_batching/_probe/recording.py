@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in state_tensors([optimizer]):
                 for storage in _storages(tensor):
                     if self._ledger.knows(storage):
-                        self._ledger.note_need(storage)
+                        self._ledger.note_need(storage, Recorder.stream)
             Recorder.fused = steps_elsewhere
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         counts = not Recorder.fused and _device_type(value) == self._device_type
                         self._ledger.allocate(storage, kind, storage.nbytes() if counts else 0, Recorder.stream)
         if self._handles and func in MATRIX_PRODUCTS and not Recorder.fused:
-            self._ledger.note_need(self._handles[in_backward])
+            self._ledger.note_need(self._handles[in_backward], Recorder.stream)
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
             self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
         flops = flops_of(func, args, kwargs, out)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 
 from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
@@ -56,6 +57,12 @@ class SetUp:
     """The cache is emptied before the first step."""
 
     _states: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def most_bytes(self) -> int:
+        """The most that is in use at once."""
+        changes = (self.sizes[event] if event >= 0 else -self.sizes[~event] for event in self.events)
+        return max(accumulate(changes), default=0)
 
     def start(self, kind: type, limit: float = float("inf")) -> tuple[Any, dict[int, list[Any]]]:
         """Return an allocator of a kind after the set-up, and the blocks that are in use, by the bytes asked for."""
@@ -106,9 +113,7 @@ def reserved_for(step: Recorded, set_up: SetUp = NO_SET_UP) -> Reserved:
         return free, least
 
     (default, least), (expandable, least_expandable) = found(CachingAllocator), found(ExpandableAllocator)
-    return Reserved(
-        default.peak_reserved, expandable.peak_reserved, least, least_expandable, default.peak_allocated
-    )
+    return Reserved(default.peak_reserved, expandable.peak_reserved, least, least_expandable, default.peak_allocated)
 
 
 def reserved_by_default(step: Recorded, set_up: SetUp = NO_SET_UP) -> int:
@@ -137,7 +142,7 @@ def _steps(
 ) -> Iterator[None]:
     """Run ``count`` equal steps on ``allocator``, and stop after each.
 
-    What a step leaves behind takes the place of what it frees of those before, where there are as many of both.
+    What a step leaves behind takes the place of as large a storage of those before that it frees, if there is one.
 
     Args:
         allocator: The allocator.
@@ -161,9 +166,12 @@ def _steps(
         allocator.give_back(block)
     resting |= {n: take(n) for n in there if n not in resting}
     freed = {~event for event in step.events if event < 0}
-    replaced = sorted(number for number in freed if number < step.num_resting)
+    replaced: dict[int, list[int]] = {}
+    for number in sorted(number for number in freed if number < step.num_resting):
+        replaced.setdefault(step.sizes[number], []).append(number)
     left = [event for event in step.events if event >= 0 and event not in freed]
-    replaces = len(replaced) == len(left)
+    place_of = {event: replaced[step.sizes[event]].pop(0) for event in left if replaced.get(step.sizes[event])}
+    stays = set(chain.from_iterable(replaced.values()))
     for number in range(count):
         held: dict[int, Any] = {}
         for index, event in enumerate(step.events):
@@ -172,13 +180,13 @@ def _steps(
                 held[event] = take(event)
             elif ~event in held:
                 allocator.give_back(held.pop(~event))
-            elif ~event in resting and (replaces or number == count - 1):
+            elif ~event in resting and (~event not in stays or number == count - 1):
                 allocator.give_back(resting.pop(~event))
         resting |= {n: take(n) for n in late.pop(len(step.events), ())}
-        if replaces:
-            resting |= zip(replaced, held.values(), strict=True)
-        else:
-            for block in held.values():
+        for event, block in held.items():
+            if event in place_of:
+                resting[place_of[event]] = block
+            else:
                 allocator.give_back(block)
         yield
 

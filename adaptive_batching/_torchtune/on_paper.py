@@ -20,6 +20,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 from torchtune import training, utils
 from torchtune.modules.peft import DoRALinear
@@ -135,7 +136,7 @@ def set_up(
         data: The data to train on.
         devices: Number of devices, each of which a process group of that size stands for while the host is used; a
             group must be there, see :func:`on_devices`.
-        allocations: Filled with those of the set-up, of one device alone.
+        allocations: Filled with those of the set-up.
 
     Returns:
         The recipe and its run. The model is on the meta device.
@@ -151,13 +152,15 @@ def set_up(
     with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock, allocations):
         made: Any = planned(cfg)
         made._device = _META
-        with allocations or contextlib.nullcontext():
+        with contextlib.nullcontext() if allocations is None or devices > 1 else allocations:
             made.setup(cfg)
     host = hosts.host_of(
         made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
     )
     for model in (host.model, *host.objective.frozen_models):
         _build_rope(model, made._dtype)
+        if allocations is not None:
+            allocations.hold(model.buffers())
     if made.enabled:
         host.objective.leave_stock()
     if cfg.device == "cpu":
@@ -275,13 +278,13 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
     def ignore(*args: Any, **kwargs: Any) -> Any:
         return _IncompatibleKeys([], [])
 
-    def load(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def load(model: nn.Module, *args: Any, cpu_offload: bool = False, **kwargs: Any) -> Any:
         if allocations is not None:
-            allocations.load(model)
+            allocations.load(model, on_host=cpu_offload)
         return _IncompatibleKeys([], [])
 
-    def start_dora(layer: nn.Module) -> None:
-        if allocations is not None:
+    def start_dora(layer: Any) -> None:
+        if allocations is not None and not isinstance(layer.weight, DTensor):
             allocations.start_dora(layer)
 
     with contextlib.ExitStack() as stack:
@@ -290,7 +293,7 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
                 get_dtype=lambda dtype, device=None: training.precision.PRECISION_STR_TO_DTYPE[dtype or "fp32"],
                 get_memory_stats=lambda *args, **kwargs: {},
                 log_memory_stats=lambda *args, **kwargs: None,
-                load_from_full_model_state_dict=ignore,
+                load_from_full_model_state_dict=load,
                 validate_no_params_on_meta_device=ignore,
                 shard_model=shard,
             )

@@ -238,7 +238,7 @@ def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
         "peak_bytes": need.peak_bytes,
         "error": asdict(error_band()),
         "allocator": asdict(AGREEMENT),
-        "set_up_bytes": made.forecast.set_up_bytes,
+        "set_up_bytes": made.forecast.set_up.most_bytes,
         "resting_bytes": need.resting_bytes,
         "reserved_bytes": need.reserved.by_default,
         "reserved": asdict(need.reserved),

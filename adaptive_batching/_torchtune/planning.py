@@ -18,7 +18,6 @@ from adaptive_batching._plan.devices import outside_of_allocator
 from adaptive_batching._plan.forecast import Forecast
 from adaptive_batching._plan.varying import Shape, TracedLengths, Varying, replay_shapes
 from adaptive_batching._probe.block_wise import paged_bytes
-from adaptive_batching._probe.reserved import SetUp
 from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
@@ -28,7 +27,7 @@ from adaptive_batching._torchtune.images import COLLATE
 from adaptive_batching._torchtune.laying_out import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
-from adaptive_batching._torchtune.set_up_memory import Allocations, set_up_bytes
+from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.step import training_step
 from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
@@ -111,11 +110,9 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         TraceError: If the step cannot be traced.
         Exception: Whatever stock raises about the config.
     """
-    allocations = Allocations() if question.devices == 1 else None
+    allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
-        set_up = SetUp()
-        if allocations is not None:
-            set_up = SetUp(tuple(allocations.events), tuple(allocations.sizes), empties_cache=settings.probes)
+        set_up = allocations.so_far(empties_cache=question.devices > 1 or settings.probes)
         models = [host.model, *host.objective.frozen_models]
         most = min(int(getattr(model, "max_seq_len", length)) for model in models)
         if length > most:
@@ -127,10 +124,9 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         traced = trace_step(step)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         data: Data = host.loader.dataset
-        loading = set_up_bytes(*models, on_host=bool(question.cfg.get("fsdp_cpu_offload", False)))
         forwards = 2 if whole and in_parts else 1
         return Sketch(
-            Forecast(traced, outside_of_allocator(question.devices), loading, forwards, set_up), length,
+            Forecast(traced, outside_of_allocator(question.devices), set_up, forwards), length,
             _asked(run, settings), run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in models[1:] for p in model.parameters()),

@@ -7,6 +7,7 @@ from torch import nn
 from adaptive_batching._plan.devices import outside_of_allocator
 from adaptive_batching._plan.forecast import SET_UP, Forecast
 from adaptive_batching._probe.curve import TracedStep
+from adaptive_batching._probe.reserved import SetUp
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep
 
@@ -35,8 +36,8 @@ def test_a_size_fits_where_the_one_below_it_does_not(fits: int, monkeypatch: pyt
 def test_a_set_up_that_takes_more_than_a_step_is_the_peak() -> None:
     step = linear_step()
     outside = outside_of_allocator(1)
-    without, small, large = (Forecast(step, outside, size) for size in (0, MIB, 100 * MIB))
-    assert without.need(4) == small.need(4)
+    without, small, large = (Forecast(step, outside, SetUp((0, ~0), (size,))) for size in (0, MIB, 100 * MIB))
+    assert without.need(4).kinds == small.need(4).kinds
     need = large.need(4)
     assert need.moment == SET_UP != small.need(4).moment
     assert need.peak_bytes == sum(need.kinds.values()) == 100 * MIB

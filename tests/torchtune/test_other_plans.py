@@ -28,7 +28,7 @@ from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host, preferences
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.set_up_memory import set_up_bytes
+from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.step import training_step
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
@@ -109,8 +109,8 @@ def step_of(case: str, host: Host) -> TrainingStep:
     return training_step(host, sample, accumulates=False)
 
 
-def planned(case: str, count: int, *overrides: str) -> tuple[Host, TracedStep]:
-    host, _ = set_up(CASES[case][0], config_of(case, *overrides), Data(LENGTH, 50), count)
+def planned(case: str, count: int, *overrides: str, allocations: Allocations | None = None) -> tuple[Host, TracedStep]:
+    host, _ = set_up(CASES[case][0], config_of(case, *overrides), Data(LENGTH, 50), count, allocations)
     return host, trace_step(step_of(case, as_one_of(host)))
 
 
@@ -123,7 +123,8 @@ def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
     case: str, inputs: Path, tmp_path: Path
 ) -> None:
     with devices_of(case) as count:
-        on_paper, ours = planned(case, count)
+        allocations = Allocations()
+        on_paper, ours = planned(case, count, allocations=allocations)
         host = real_host(case, config_of(case, inputs=inputs, out=tmp_path))
         step = step_of(case, host)
         traced = trace_step(step)
@@ -142,4 +143,4 @@ def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
     log = ours.at(BATCH).log
     assert max(log) - log[0] == pytest.approx(really, rel=0.01 if count == 1 else 0.02)
     assert log[0] - ours.curve.resting_bytes == bytes_of(kept_tensors(step.model)), "what a step keeps for the next"
-    assert bytes_of(step.model.parameters()) <= set_up_bytes(*models)
+    assert bytes_of(step.model.parameters()) <= allocations.so_far().most_bytes
