@@ -8,6 +8,9 @@ length and ends. The device is emulated: torch's CUDA build, its allocator, stre
 the real ones, and nothing is computed. Real are the peaks that torch counts, from the first weight on, where garbage is
 collected after each step; planned is what ``adaptive-batching plan`` says. Where both differ, the plan is wrong.
 
+What a stream does has happened at once, as the plan takes it, or with ``--late`` only when the host waits for it, so
+that memory is held for other streams as long as a card can hold it.
+
 For each card, the largest batch is sought by real runs around the planned one: it is the largest that trains without
 the allocator having to empty its cache. Everything that is in use besides the allocator is taken as the plan takes it,
 which is no part of this comparison.
@@ -50,11 +53,14 @@ _PAGED = "optimizer._component_=bitsandbytes.optim.PagedAdamW8bit"
 _NOT_IN_BACKWARD = "optimizer_in_bwd=False"
 
 
-def on_emulated_device() -> dict[str, str]:
+def on_emulated_device(*, late: bool = False) -> dict[str, str]:
     """Return the environment of a process that has emulated devices, with more memory than any run takes."""
     from adaptive_batching._emulated_device.launch import EmulatedDevice
 
-    card = EmulatedDevice(2**40, count=4, capability=divmod(CAPABILITY, 10), processors=132, largest_copy_bytes=0)
+    card = EmulatedDevice(
+        2**40, count=4, capability=divmod(CAPABILITY, 10), processors=132, largest_copy_bytes=0,
+        lag=None if late else 0,
+    )  # fmt: skip
     return card.environment()
 
 
@@ -402,12 +408,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help="a pattern; only the rows that it matches, written with --output alone")
     parser.add_argument("--peaks-only", action="store_true", help="do not seek the largest batches")
+    parser.add_argument("--late", action="store_true", help="what streams do has happened when the host waits for it")
     parser.add_argument("--show", action="store_true", help="what the recipes print, and where they fail")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/plan_vs_allocator_emulated.md")
     args = parser.parse_args()
     sys.path[:0] = [str(ROOT)]
     if "EMULATED_DEVICE_MEMORY" not in os.environ:
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=on_emulated_device(), check=False).returncode)
+        sys.exit(
+            subprocess.run([sys.executable, *sys.argv], env=on_emulated_device(late=args.late), check=False).returncode
+        )
     import_all()
     head = ["recipe", "run", "allocated", "planned", "reserved", "planned", *(f"{card} GB" for card in CARDS)]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -426,10 +435,10 @@ def main() -> None:
     if args.rows and not args.output:
         print(json.dumps(figures_of(measured)))
         return
-    in_fork(write_result, [(lines, figures_of(measured), args.output)], quiet=False)
+    in_fork(write_result, [(lines, figures_of(measured), args.output, args.late)], quiet=False)
 
 
-def write_result(lines: list[str], figures: dict[str, Any], output: Path | None) -> dict[str, Any]:
+def write_result(lines: list[str], figures: dict[str, Any], output: Path | None, late: bool) -> dict[str, Any]:
     """Write the result file; in a process of its own, as it asks for the device."""
     from common import write_report
 
@@ -439,6 +448,8 @@ def write_result(lines: list[str], figures: dict[str, Any], output: Path | None)
         "the last columns: largest batch for a card of so many GiB, planned, and the real one where it is another",
         "PPO is no row: `plan` cannot tell, as no two of its steps are alike",
     ]
+    if late:
+        facts.insert(1, "what a stream does has happened when the host waits for it, and no earlier")
     packages = ("torch", "torchtune", "torchao", "bitsandbytes", "triton")
     write_report(
         "Planned memory against PyTorch's allocator", device="emulated", facts=facts, rows=lines, figures=figures,

@@ -30,8 +30,8 @@ FUNCTIONS = (
     *("sum.dim_IntList", "mean.dim", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax"),
     *("cumsum", "isnan", "isfinite", "reciprocal", "arange.start_out", "index.Tensor", "gather", "index_select"),
 )
-# Whose results are as large as what they find
-SELECTIONS = ("nonzero", "masked_select")
+# Whose results, or what they are made of, are as large as what they find
+SELECTIONS = ("nonzero", "masked_select", "isin.Tensor_Tensor")
 ORDERS = ("randperm.generator_out",)  # nothing is drawn: the order is that of the numbers
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
@@ -74,9 +74,9 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
 def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a function that selects on the host: memory that no kernel wrote would say how much there is to find."""
 
-    def selected(keys: Any, *args: torch.Tensor) -> torch.Tensor:
+    def selected(keys: Any, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
-        found: torch.Tensor = function(*(_on_host(x) for x in args))
+        found: torch.Tensor = function(*(_on_host(x) for x in args), **kwargs)
         return found.to(args[0].device)
 
     return selected

@@ -62,6 +62,7 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert labels[labels > 0].tolist() == [5, 7, 1]
     none = labels[:0]
     assert (none + 1).shape == (0, 3) and none.sum().item() == 0 and not none.copy_(none).numel()
+    assert int(torch.isin(torch.arange(900).cuda(), torch.arange(0, 900, 3).cuda()).sum()) == 300
     assert torch.randperm(4, device="cuda").tolist() == [0, 1, 2, 3] and not torch.randperm(0, device="cuda").numel()
     half = torch.full((2, 3), 2.0, device="cuda", dtype=torch.bfloat16) * 0.5
     assert half.dtype is torch.bfloat16

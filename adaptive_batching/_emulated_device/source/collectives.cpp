@@ -317,6 +317,7 @@ API int ncclCommSplit(void* from, int color, int key, void** to, void*) {
   return *to ? abi::NCCL_SUCCESS : abi::NCCL_INVALID_USAGE;
 }
 API int ncclCommAbort(void* comm) {
+  if (!comm) return abi::NCCL_SUCCESS;  // of a group whose first collective never came
   Lock hold(lock);
   of(comm)->aborted = true;
   changed.notify_all();

@@ -1,6 +1,7 @@
 // What a program on the device asks of the device itself: counters, neighbours and faults (control.py)
 #include "device.h"
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -86,21 +87,30 @@ API void emulated_fail_allocations(long before, long failing) {
   allocations_failing = failing;
 }
 
+// A symbol of torch's, or none and a line that names it.
+static void* symbol_of(void* library, const char* name) {
+  void* found = dlsym(library, name);
+  if (!found) fprintf(stderr, "emulated device: libc10_cuda.so has no %s: no allocation can be made to fail\n", name);
+  return found;
+}
+
 // Stands in front of the allocator's virtual function `allocate`, the first after the destructors (c10/core/Allocator.h),
 // from the first memory on that torch takes of the device.
 void device::watch_allocations() {
   static bool watched = false;
   if (watched) return;
   void* c10 = dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-  auto* held = c10 ? static_cast<std::atomic<void**>*>(dlsym(c10, "_ZN3c104cuda20CUDACachingAllocator9allocatorE")) : nullptr;
+  if (!c10) return;
+  auto* held = static_cast<std::atomic<void**>*>(symbol_of(c10, "_ZN3c104cuda20CUDACachingAllocator9allocatorE"));
+  watched = !held;  // said once
   if (!held || !held->load()) return;
   watched = true;
   void** object = held->load();
   constexpr int BEFORE = 2, FUNCTIONS = 96, ALLOCATE = 2;  // offset and type information stand before the functions
   static void* table[BEFORE + FUNCTIONS];
   memcpy(table, static_cast<void**>(*object) - BEFORE, sizeof table);
-  current_stream = reinterpret_cast<CurrentStream>(dlsym(c10, "_ZN3c104cuda20getCurrentCUDAStreamEa"));
-  handle_of = reinterpret_cast<HandleOf>(dlsym(c10, "_ZNK3c104cuda10CUDAStream6streamEv"));
+  current_stream = reinterpret_cast<CurrentStream>(symbol_of(c10, "_ZN3c104cuda20getCurrentCUDAStreamEa"));
+  handle_of = reinterpret_cast<HandleOf>(symbol_of(c10, "_ZNK3c104cuda10CUDAStream6streamEv"));
   if (!current_stream || !handle_of) return;
   original = reinterpret_cast<Allocate>(table[BEFORE + ALLOCATE]);
   table[BEFORE + ALLOCATE] = reinterpret_cast<void*>(allocate);
