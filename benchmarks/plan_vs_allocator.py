@@ -321,21 +321,29 @@ def measure(row: Row, batch_size: int, folder: Path, quiet: bool) -> dict[str, A
     return in_fork(train, [(row, batch_size, rank, port, folder) for rank in range(row.devices)], quiet)
 
 
-def largest(row: Row, planned: int, budget: int, peaks: dict[int, int], folder: Path) -> int:
+class NotMeasuredError(RuntimeError):
+    """A run has ended early: here, where the device has memory enough, for want of the host's."""
+
+
+def largest(row: Row, planned: int, budget: int, peaks: dict[int, int], folder: Path) -> int | None:
     """Return the largest batch that trains within ``budget`` bytes reserved, sought around the planned one."""
 
     def fits(batch_size: int) -> bool:
         if batch_size not in peaks:
-            peaks[batch_size] = int(measure(row, batch_size, folder, quiet=True).get("reserved", 2**60))
+            found = measure(row, batch_size, folder, quiet=True)
+            if "failed" in found:
+                raise NotMeasuredError
+            peaks[batch_size] = int(found["reserved"])
         return peaks[batch_size] <= budget
 
-    size = max(planned, 0)
-    if size and not fits(size):
+    size = planned
+    try:
         while size and not fits(size):
             size -= 1
-        return size
-    while fits(size + 1):
-        size += 1
+        while size >= planned and fits(size + 1):
+            size += 1
+    except NotMeasuredError:
+        return None
     return size
 
 
@@ -365,7 +373,7 @@ def hold(row: Row, folder: Path, *, seeks: bool, quiet: bool) -> dict[str, Any]:
     for found in (planned, real):
         if "failed" in found:
             return {"failed": found["failed"], "where": found["where"]}
-    sizes: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, tuple[int, int | None]] = {}
     if seeks and not row.expandable:  # the plan answers for default settings
         peaks = {row.batch_size: real["reserved"]}
         for card in CARDS:
@@ -388,13 +396,13 @@ def line_of(row: Row, found: dict[str, Any]) -> str:
         cells += [f"{found['real'][what] / GIB:.2f} GiB", f"{100 * error_of(found, what):+.2f} %"]
     for card in CARDS:
         said, real = found["sizes"].get(card, (None, None))
-        cells.append("-" if said is None else str(said) if said == real else f"{said} (real {real})")
+        cells.append("-" if real is None else str(said) if said == real else f"{said} (real {real})")
     return "| " + " | ".join(cells) + " |"
 
 
 def figures_of(measured: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the result in numbers."""
-    sizes = [pair for found in measured for pair in found["sizes"].values()]
+    sizes = [pair for found in measured for pair in found["sizes"].values() if pair[1] is not None]
     return {
         "rows": len(measured),
         "max_allocated_error": round(max((abs(error_of(found, "allocated")) for found in measured), default=0), 4),
