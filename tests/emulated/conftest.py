@@ -26,11 +26,11 @@ def llama_1b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from torchtune.models.llama3_2 import llama3_2_1b
 
-    from tests.emulated.checkpoints import write_zeros
+    from tests.support.sparse_checkpoint import write_in_format_of_hugging_face
 
     folder = tmp_path_factory.mktemp("checkpoints") / "1B"
     with torch.device("meta"):
-        write_zeros(folder, llama3_2_1b())
+        write_in_format_of_hugging_face(folder, llama3_2_1b())
     return folder
 
 
