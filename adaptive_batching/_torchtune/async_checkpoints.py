@@ -99,14 +99,8 @@ class ThroughClient:
 class AsyncCheckpoint:
     """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
 
-    Args:
-        client: The recipe's checkpoint client, which saves asynchronously.
-        by_step: Name checkpoints by optimizer steps, ``dist_step_N``, rather than by epochs. Then the last one alone
-            keeps its state, as where they are not asynchronous.
-        resumes: The run goes on from the last one.
-
-    Raises:
-        ConfigError: If that has no state to go on from.
+    With ``by_step`` they are named by optimizer steps, ``dist_step_N``, rather than by epochs, and the last one alone
+    keeps its state, as where they are not asynchronous.
     """
 
     def __init__(self, client: Any, *, by_step: bool, resumes: bool) -> None:
@@ -146,11 +140,7 @@ class AsyncCheckpoint:
             checkpointer._checkpoint_future.add_done_callback(partial(_supersede, folder))
 
     def load(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Give the optimizers the rates that a schedule starts from.
-
-        Returns:
-            The loader's state that was saved with the last checkpoint; nothing if stock's recipe saved it.
-        """
+        """Give the optimizers the rates that a schedule starts from; return the loader's state, if it is stored."""
         if self._last is None or not (self._last / _NOT_READ_BACK).exists():
             return {}
         stored = torch.load(self._last / _NOT_READ_BACK, weights_only=True)
@@ -161,11 +151,7 @@ class AsyncCheckpoint:
 
 
 def check_that_state_is_there(folder: Path) -> None:
-    """Refuse to go on from a checkpoint of a step that has been left with its weights alone.
-
-    Raises:
-        ConfigError: If ``folder`` is one.
-    """
+    """Refuse to go on from a checkpoint of a step that has been left with its weights alone."""
     if not (folder / _NOT_READ_BACK).exists():
         raise ConfigError(
             f"resume_from_checkpoint=True, and the last checkpoint in output_dir={str(folder.parent)!r}, "

@@ -14,11 +14,7 @@ _STATES = {"Adam": 2, "AdamW": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 
 
 
 def without_kernels(optimizer: DictConfig) -> DictConfig:
-    """Return ``optimizer`` of a config, or the component that stands in for one of bitsandbytes.
-
-    Raises:
-        ConfigError: If it is one of bitsandbytes whose states are not known.
-    """
+    """Return ``optimizer`` of a config, or the component that stands in for one of bitsandbytes."""
     component = str(optimizer["_component_"])
     if not component.startswith("bitsandbytes."):
         return optimizer

@@ -38,10 +38,8 @@ def kept_if_disk_is_full(output_dir: Path, epoch: int) -> Iterator[None]:
     """Keep the last checkpoint usable while stock saves that of ``epoch``: weights first, then state over the old one.
 
     The old state is put aside meanwhile, if there is room for both, so that weights and state of the last checkpoint
-    belong together whatever happens; after a kill :func:`restore_state` puts it back.
-
-    Raises:
-        CheckpointError: If the disk is full; what was written of this checkpoint is gone then.
+    belong together whatever happens; after a kill :func:`restore_state` puts it back. If the disk is full, what was
+    written of this checkpoint is gone.
     """
     folder, last = output_dir / f"epoch_{epoch}", output_dir / f"epoch_{epoch - 1}"
     state = _state_in(output_dir)

@@ -50,12 +50,7 @@ def recipes_folder() -> Path:
 
 
 def add_commands(subparsers: Any, prog: str) -> None:
-    """Add torchtune's commands to a command line.
-
-    Args:
-        subparsers: What ``argparse.ArgumentParser.add_subparsers`` returned.
-        prog: Name of the command line, for help and errors.
-    """
+    """Add torchtune's commands to ``subparsers`` of argparse; help and errors call the command line ``prog``."""
     registry._ALL_RECIPES[:] = _ours()
     for name, command in _COMMANDS.items():
         command.create(subparsers)
@@ -74,7 +69,6 @@ def add_commands(subparsers: Any, prog: str) -> None:
 
 
 def add_quickstart(subparsers: Any, prog: str) -> None:
-    """Add ``quickstart``: make small inputs, and fine-tune on them through a recipe."""
     text = "Make real data, a tokenizer and a small model, then probe, grow and train on the CPU. No download."
     parser = subparsers.add_parser("quickstart", prog=f"{prog} quickstart", help=text, description=text)
     parser.add_argument("--data_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")

@@ -40,10 +40,8 @@ def compiles_each_size(dataset: Any) -> bool:
 def prepare(host: Host, *, sizes_vary: bool) -> None:
     """Tell the compiler what sizes to expect, and forget what it has compiled.
 
-    Args:
-        host: The recipe.
-        sizes_vary: The number of samples in a forward changes from step to step, or with growth. Packs have one length
-            and few sizes of forwards, so each size is best compiled for itself all the same.
+    With ``sizes_vary`` the number of samples in a forward changes from step to step, or with growth. Packs have one
+    length and few sizes of forwards, so each size is best compiled for itself all the same.
     """
     dataset = host.loader.dataset
     if compiles_each_size(dataset):
@@ -76,13 +74,7 @@ def is_cut_by_inductor(host: Host) -> bool:
 
 
 def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module], objective: Objective) -> None:
-    """Have copied models and their objective run as compiled by Inductor, on fake tensors.
-
-    Args:
-        models: The copies, which are no longer compiled.
-        originals: The models, whose layers are.
-        objective: A copy, whose loss may still be compiled.
-    """
+    """Have copied models and their objective, which are not compiled, run as Inductor's code does, on fake tensors."""
     for model, original in zip(models, originals, strict=True):
         copied = dict(model.named_modules())
         compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
@@ -100,8 +92,6 @@ def _loss_as_compiled(loss: Any) -> Any:
 
 
 class _CompiledLoss:
-    """A loss that is compiled as a whole."""
-
     def __init__(self, loss: Any) -> None:
         self.ignore_index = loss.ignore_index
         self._run = compile_function(loss)

@@ -69,12 +69,9 @@ class Execution:
 
 
 class Cutter:
-    """Cuts batches, and learns what a forward costs.
+    """Cuts batches as ``execution`` says, within its ``limit``, and adds what a forward costs to its ``cost``.
 
-    Args:
-        host: The recipe.
-        execution: The way to cut. Timings are added to its ``cost``; its ``limit`` is respected.
-        learns: Time every forward, even where the cut does not depend on it.
+    With ``learns`` every forward is timed, even where the cut does not depend on it.
     """
 
     def __init__(self, host: Host, execution: Execution, *, learns: bool = False) -> None:
@@ -91,13 +88,10 @@ class Cutter:
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
     def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches of ``batch``; together they have its gradient.
+        """Return the micro-batches of ``batch``, at least ``min_parts`` where it has as many samples.
 
-        Args:
-            batch: The samples, in the random order of the data.
-            min_parts: Least number of micro-batches, where there are as many samples.
-            in_order: Keep the samples in their order when a part is cut smaller for want of memory, so that all
-                micro-batches are drawn alike.
+        Together they have its gradient. With ``in_order`` the samples keep their order when a part is cut smaller for
+        want of memory, so that all micro-batches are drawn alike.
         """
         parts = self._parts(batch, min_parts, in_order=in_order)
         micro_batches = [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
@@ -108,10 +102,7 @@ class Cutter:
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
 
     def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
-        """Return the micro-batches of all batches of an optimizer step, their samples sorted together.
-
-        That goes as far as it is exact; see :func:`_of_equal_share`.
-        """
+        """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows."""
         micro_batches = [each for group in _of_equal_share(self._counted(window)) for each in self._cut_group(group)]
         return self._as_many_on_every_rank(micro_batches, window[0])
 
@@ -233,7 +224,6 @@ class Cutter:
         self._events.append((tokens, begin, end))
 
     def read_timings(self) -> None:
-        """Learn from the timings of a step that is over."""
         for tokens, begin, end in self._events:
             end.synchronize()
             self._execution.cost.observe(tokens, begin.elapsed_time(end) / 1000)

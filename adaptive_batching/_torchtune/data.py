@@ -27,12 +27,9 @@ _PACKED_KEYS = frozenset({"input_pos", "seq_lens"})
 class SampleLoader:
     """A stock loader that yields lists of *samples*, which are collated later, when they run.
 
-    The order of the samples is that of the stock loader, whatever the batch size.
-
-    Args:
-        stock: The loader that the stock recipe built: its data set, sampler and collate function are used.
-        extra_state: Returns what a checkpoint holds in addition to the loader's own state, or None.
-        drops_last: Leave out a last batch that is not full, as nearly all of stock's loaders do.
+    Their order is that of the stock loader, whatever the batch size. ``extra_state`` returns what a checkpoint holds in
+    addition to the loader's own state, or None. ``drops_last`` leaves out a last batch that is not full, as nearly all
+    of stock's loaders do.
     """
 
     def __init__(
@@ -121,7 +118,6 @@ class _IndexedSample(Sample):
 
 
 def indexed(sample: Sample, index: int | None) -> Sample:
-    """Return a copy of ``sample`` that knows its number in the data set."""
     copied = _IndexedSample(sample)
     copied.index = index
     return copied
@@ -138,11 +134,6 @@ def is_text(sample: Sample) -> bool:
 
 
 def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:
-    """Refuse data that would not fill one optimizer step.
-
-    Raises:
-        ConfigError: If there are fewer samples than one optimizer step takes.
-    """
     if num_samples == 0:
         raise ConfigError("dataset is empty; check its source, split and filters")
     if num_samples < batch_size * accumulation:
@@ -167,16 +158,8 @@ def worst_case_sample(
 ) -> Sample:
     """Return a sample as long as training can meet.
 
-    Args:
-        dataset: The training data; packed data have one length only.
-        objective: Knows the tokens of a sample, and how to stretch one.
-        sequence_length: The length asked for. None for ``tokenizer_max``, else the length of the longest sample.
-        tokenizer_max: The length that the tokenizer truncates to, if any.
-        model_max: The longest sample that the model takes, if it has a limit.
-
-    Raises:
-        ConfigError: If ``sequence_length`` is asked for where the length of the data is fixed, or if the sample is
-            longer than the model takes.
+    That is ``sequence_length``, else ``tokenizer_max``, else the length of the longest. A ``sequence_length`` where the
+    length of the data is fixed, as in packs and with images, and any length above ``model_max`` are refused.
     """
     sample = dict(dataset[0])
     packed = is_packed(dataset)
@@ -202,10 +185,7 @@ def worst_case_sample(
 
 
 def stretch(sample: Sample, length: int) -> Sample | None:
-    """Return a copy of ``sample`` with its tokens repeated or cut to ``length``, at least one of them a target.
-
-    None if ``sample`` is a pack, or has more than text.
-    """
+    """Return ``sample`` with ``length`` tokens, at least one of them a target; None of a pack or of more than text."""
     if not set(sample) <= TEXT_KEYS:
         return None
 
@@ -216,7 +196,6 @@ def stretch(sample: Sample, length: int) -> Sample | None:
 
 
 def repeat_to(values: Sequence[Any], length: int) -> list[Any]:
-    """Return ``values`` repeated or cut to ``length``."""
     repeated: list[Any] = list(values) * (length // len(values) + 1)
     return repeated[:length]
 

@@ -25,8 +25,6 @@ class NotAtHandError(RuntimeError):
 
 @dataclass(frozen=True)
 class DataAtHand:
-    """The samples of a config, as far as plans depend on them."""
-
     lengths: Sequence[int]
     """Tokens of each sample, in the order of the data."""
 
@@ -37,16 +35,11 @@ class DataAtHand:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
         return max(self.lengths)
 
 
 def read_data(cfg: DictConfig) -> DataAtHand:
-    """Build the tokenizer and the data set of a config as the recipe does, without a network, and measure all samples.
-
-    Raises:
-        NotAtHandError: If a file is missing, or whatever else stops stock from reading them.
-    """
+    """Build tokenizer and data set of a config as the recipe does, but without a network, and measure all samples."""
     try:
         with _offline():
             tokenizer = config.instantiate(cfg.tokenizer)

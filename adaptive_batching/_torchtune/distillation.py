@@ -20,12 +20,8 @@ class Distillation(NextToken):
     shrinks with the number of tokens. With a field set, means are multiplied by their tokens first, as in supervised
     fine-tuning; without one the gradient is stock's.
 
-    Args:
-        arguments: Those of :class:`NextToken`.
-        teacher: The model to learn from.
-        teacher_loss: Mean divergence of logits from the teacher's, over the labels that are not ignored.
-        teacher_share: Share of the divergence in the loss.
-        num_ranks: Ranks, each with samples of its own.
+    ``teacher_loss`` is the mean divergence of logits from the teacher's, over the labels that are not ignored, and
+    ``teacher_share`` its share in the loss. ``arguments`` are those of :class:`NextToken`.
     """
 
     saves_memory_by = frozenset({"lora"})  # stock's recipes offload no activations

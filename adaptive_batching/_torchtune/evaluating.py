@@ -192,14 +192,9 @@ class BatchesThatFit:
     def _run_in_parts(
         self, kind: str, lengths: Sequence[int], forward: Forward[Result], at_worst: Forward[Any], disable_tqdm: bool
     ) -> list[Result]:
-        """Return a result for each row.
+        """Return a result for each row; ``lengths`` are tokens, the longest first.
 
-        Args:
-            kind: Type of the requests.
-            lengths: Tokens of each row, the longest first.
-            forward: Runs a range of the rows.
-            at_worst: Runs as many rows, from the first on, in as much memory as they can take.
-            disable_tqdm: Show no progress.
+        ``at_worst`` runs as many rows as ``forward``, from the first on, in as much memory as they can take.
         """
         before = self._batch_size
         self.model.requires_grad_(False)  # stock has a graph made of what it scores

@@ -52,20 +52,7 @@ def settle_micro_batch_size(
     stored: Mapping[str, Any],
     report: Report,
 ) -> CutSize:
-    """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest.
-
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        controller: Knows the sizes that the batch can have.
-        accumulation: How optimizer steps are made up.
-        execution: The capacity of a forward. What a forward costs is learned.
-        stored: State of the run that is resumed, or an empty mapping.
-        report: Records the result, and takes it into its folder.
-
-    Raises:
-        DoesNotFitError: If every candidate runs out of memory.
-    """
+    """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest."""
     most = execution.most_samples
     assert most is not None, "explored without a probe"
     chosen = stored.get("explored")
@@ -95,19 +82,9 @@ def _cut_size(candidate: int | str) -> CutSize:
 def explore_micro_batches(
     host: Host, batch_size: int, batches: int, execution: Execution, meter: MemoryMeter
 ) -> Exploration:
-    """Time each candidate on the same samples and find the fastest.
+    """Time each candidate on the same samples and find the fastest, for steps of so many ``batches`` of ``batch_size``.
 
-    Weights, gradients, random state and data order are left as they were.
-
-    Args:
-        host: A recipe that has been probed.
-        batch_size: The batch size to run; micro-batches divide it.
-        batches: Batches of an optimizer step.
-        execution: The capacity of a forward. What a forward costs is learned.
-        meter: The device's memory.
-
-    Raises:
-        DoesNotFitError: If every candidate runs out of memory.
+    Weights, gradients, random state and data order are left as they were; what a forward costs is learned.
     """
     most = execution.most_samples
     assert most is not None, "explored without a probe"
@@ -154,10 +131,7 @@ def explore_micro_batches(
 
 
 def _seconds(host: Host, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
-    """Return the time of forward and backward of all ``micro_batches`` on the slowest rank.
-
-    None if one ran out of memory.
-    """
+    """Return the seconds of all ``micro_batches`` on the slowest rank; None if one ran out of memory."""
     meter.synchronize()
     start = time.perf_counter()
     with held_back(host, is_last=False):
@@ -187,7 +161,6 @@ def _windows(dataset: Any, batch_size: int, accumulation: int, rank: int) -> Ite
 
 
 def table(result: Exploration) -> list[str]:
-    """Return a line for each candidate."""
     lines = [f"  {'micro_batch_size':>16} {'s/step':>8} {'x base':>7} {'runs':>5}  confidence"]
     for estimate in result.estimates:
         mark = "  <- recommended" if estimate is result.recommended else ""

@@ -48,15 +48,10 @@ def discard(host: Host) -> None:
 
 
 def forward_backward(host: Host, batch: Batch, weight: float | None = None) -> Sums:
-    """Run one micro-batch.
+    """Run one micro-batch, which may still be on the host, and return its sums.
 
-    Args:
-        host: The recipe.
-        batch: The collated samples, on the host or the device.
-        weight: Share of a part of a batch; see :meth:`Objective.loss`.
-
-    Returns:
-        Its sums. With optimizers in the backward pass of several ranks, those of all ranks.
+    ``weight`` is the share of a part of a batch; see :meth:`Objective.loss`. With optimizers in the backward pass of
+    several ranks, the sums are those of all ranks.
     """
     to_device(batch, host.device)
     loss, sums = host.objective.loss(host.model, batch, weight)
@@ -76,16 +71,13 @@ def gather_gradients(
     *,
     counts_retries: bool = True,
 ) -> Outcome[Sums]:
-    """Run forward and backward of each micro-batch, up to the first that runs out of memory on some rank.
+    """Run forward and backward of each micro-batch of this rank, up to the first that runs out of memory on some rank.
 
     Nothing in between waits for the device: it computes while the next micro-batch is collated. Only the masks of flex
     attention are made on the device itself, which has to be waited for; so packs are collated before any of them runs.
 
-    Args:
-        host: The recipe.
-        micro_batches: The micro-batches of this rank.
-        around: Gives the context that each of them runs in.
-        counts_retries: Notice when the allocator frees its cache to find room, which takes time to ask for.
+    Each runs in a context of ``around``. With ``counts_retries`` it is noticed when the allocator frees its cache to
+    find room, which takes time to ask for.
     """
     collated: list[Batch] = []
 
@@ -129,15 +121,10 @@ def sum_over_ranks(sums: Sums, ranks: Ranks) -> Sums:
 
 
 def apply_gradients(host: Host, sums: Sums, before_clipping: Callable[[], None] = lambda: None) -> torch.Tensor | None:
-    """Take the optimizer step on the gathered gradients, and drop them.
+    """Take the optimizer step on the gathered gradients, with the sums of all ranks, and drop them.
 
-    Args:
-        host: The recipe.
-        sums: Those of the step, of all ranks.
-        before_clipping: Called when the mean gradient is complete.
-
-    Returns:
-        The norm of the gradient before clipping, or None where the config does not clip.
+    ``before_clipping`` is called when the mean gradient is complete. Returned is its norm before clipping, or None
+    where the config does not clip.
     """
     if host.steps_in_backward:
         return None  # done already, parameter by parameter

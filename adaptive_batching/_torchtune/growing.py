@@ -50,16 +50,9 @@ class _Interval:
 
 
 class Growth:
-    """Makes loader and learning rate follow the course of a run.
+    """Makes loader and learning rate follow the course of a run, and Adam's beta2 unless ``second_moment`` is None.
 
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        course: The batch sizes of the run.
-        execution: The way in which batches are cut, and what a forward costs.
-        noise: Measures the gradient noise scale; None for no measurement.
-        second_moment: Has Adam's beta2 follow the global batch; None to leave it.
-        stored: The :meth:`state_dict` of the run that is resumed, or an empty mapping.
+    ``noise`` is None for no measurement. ``stored`` is the :meth:`state_dict` of the run that is resumed, or empty.
     """
 
     def __init__(
@@ -127,11 +120,7 @@ class Growth:
             return self._loader.iter_from(self.course.seen_in_epoch)
 
     def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
-        """Advance the course and the schedule by an optimizer step on ``num_tokens`` targets of all devices.
-
-        Returns:
-            The estimate of the gradient's noise, if this step was measured.
-        """
+        """Move course and schedule by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
         shown = None if self.noise is None else self.noise.estimate(num_tokens, self.global_batch_size)
         self.learning_rate.advance(self.course.take_step())
         return shown
@@ -176,7 +165,6 @@ class Growth:
         return metrics if noise_scale is None else {**metrics, "gradient_noise_scale_samples": noise_scale}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
         return {
             "samples_seen": self.course.samples_seen,
             "within_epoch": self.course.progress(),
@@ -196,7 +184,6 @@ class Growth:
             log.info("about %d optimizer steps are left, if the size stays", course.steps_left())
 
     def _follow(self) -> None:
-        """Have loader and learning rate follow the present size."""
         self._loader.set_batch_size(self.course.controller.batch_size)
         self.learning_rate.set_scale(self.course.lr_scale)
         if self._second_moment is not None:

@@ -58,8 +58,6 @@ class Host:
     """Collectives of a sharded model, known so that a rank can issue them for the others."""
 
     tensor_parallel: bool = False
-    """True if layers are split over ranks."""
-
     why_no_recovery: str = ""
     """Reason why several ranks cannot recover from running out of memory, if there is one."""
 
@@ -97,12 +95,8 @@ class StockRun:
     steps_per_epoch: int
     max_steps_per_epoch: int | None = None
     first_epoch: int = 0
-    """Greater than 0 for a resumed run."""
-
     first_step: int = 0
     scheduler: Any = None
-    """Learning-rate scheduler, if the config names one."""
-
     rates: tuple[float, ...] = (1.0,)
     """Learning rate before each step of the whole run, and after the last."""
 
@@ -125,20 +119,15 @@ class StockRun:
 class Outlet(Protocol):
     """Takes what stock itself must see of a run: its progress, its metrics and the moments to save it."""
 
-    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
-        """Let stock know how far the run is."""
+    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None: ...
 
-    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
-        """Hand the metrics of a step to stock's logger."""
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None: ...
 
-    def save_epoch(self, epoch: int) -> None:
-        """Save the checkpoint that ends ``epoch``."""
+    def save_epoch(self, epoch: int) -> None: ...
 
-    def save_step(self, step: int, *, is_last: bool) -> None:
-        """Save the checkpoint after the ``step``-th optimizer step of the run, which may be the last."""
+    def save_step(self, step: int, *, is_last: bool) -> None: ...
 
-    def learning_rate(self) -> float:
-        """Return the learning rate that stock would log."""
+    def learning_rate(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -199,14 +188,7 @@ def fake_quantized(parts: StockParts) -> FakeQuantized:
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
-    """Read a stock recipe that has been set up.
-
-    Args:
-        recipe: The recipe.
-        ranks: The ranks of the run.
-        gate: Holds the optimizers back, if they step in the backward pass.
-        make_objective: Makes the recipe's objective from its parts.
-    """
+    """Read a stock recipe that has been set up."""
     loader: SampleLoader = recipe._dataloader
     clip_norm = getattr(recipe, "_clip_grad_norm", None)
     return Host(
@@ -247,13 +229,7 @@ def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
 
 
 def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> StockRun:
-    """Read how stock has laid the run out.
-
-    Args:
-        recipe: A recipe that has been set up.
-        configured_batch_size: ``batch_size`` of the config.
-        rates: See :attr:`StockRun.rates`.
-    """
+    """Read how stock has laid out the run of a recipe that has been set up."""
     history = None
     # Only the first rank of a stock recipe knows its profiler's settings.
     if getattr(recipe, "profiler_profile_memory", False) and recipe._device.type == "cuda":
@@ -278,7 +254,6 @@ def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> S
 
 
 def optimizers_of(recipe: Any) -> list[Optimizer]:
-    """Return the recipe's optimizer, or the optimizers of its parameters."""
     return list(recipe._optim_ckpt_wrapper.optim_map.values()) if _steps_in_backward(recipe) else [recipe._optimizer]
 
 
@@ -299,7 +274,6 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
 
 
 def checkpointer_of(recipe: Any) -> Any:
-    """Return the checkpointer that the recipe saves with, directly or through a client."""
     client = getattr(recipe, "_checkpoint_client", None)
     return recipe._checkpointer if client is None else client._get_checkpointer()
 

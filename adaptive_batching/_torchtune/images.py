@@ -28,8 +28,6 @@ COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"
 
 @dataclass(frozen=True)
 class Image:
-    """An image as a model takes it."""
-
     tiles: int
     """Most that it is cut into."""
 
@@ -41,10 +39,7 @@ class Image:
     """One for each patch, and one for the class."""
 
     def fields(self, length: int) -> dict[str, Any]:
-        """Return what a sample of ``length`` tokens has besides its text, of the type that torchtune's transform gives.
-
-        Shapes are all that there is: pixels and mask are on the meta device.
-        """
+        """Return what a sample of ``length`` tokens has besides text, of the type that torchtune's transform gives."""
         with torch.device("meta"):
             pixels = torch.empty(self.tiles, self.channels, self.size, self.size, dtype=torch.bfloat16)
             mask = torch.empty(length, self.tiles * self.tokens_per_tile, dtype=torch.bool)
@@ -90,10 +85,7 @@ def run_without_values(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_torchvision() -> Iterator[None]:
-    """Let torchtune's models with images be imported where torchvision is not installed.
-
-    They import it with their transforms, which a plan does not use.
-    """
+    """Let torchtune's models with images be imported without torchvision, which only their transforms use."""
     names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
     if find_spec("torchvision") is not None:
         yield

@@ -39,11 +39,9 @@ class Gate:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Optimizers of all parameters."""
         return list(self._optimizers.values())
 
     def optimizer_of(self, parameter: torch.Tensor) -> Optimizer:
-        """Return the optimizer that steps ``parameter``."""
         return self._optimizers[parameter]
 
     @contextlib.contextmanager

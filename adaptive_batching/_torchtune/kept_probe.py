@@ -45,19 +45,10 @@ def kept_probe(
     path: Path,
     find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
 ) -> ProbeResult:
-    """Take the result that an earlier run has stored, or find one and store it.
+    """Take the result that an earlier run has stored at ``path``, or find one and store it.
 
-    Args:
-        host: The recipe.
-        settings: The user's settings.
-        circumstances: Other facts that memory depends on.
-        facts: And those of this probe alone.
-        path: Where the result is kept.
-        find: Finds a result within the limits of the settings that it is given.
-
-    Raises:
-        ConfigError: If the device's memory cannot be measured, or if the limits leave none of it.
-        DoesNotFitError: If a batch of one sample does not fit.
+    ``facts`` are what memory depends on in this probe alone; ``find`` keeps within the settings that it is given. A
+    device whose memory cannot be measured, or limits that leave none of it, are a :class:`ConfigError`.
     """
     try:
         meter = memory_meter(host.device)
@@ -110,7 +101,6 @@ def only_cuts(settings: AdaptiveBatchingConfig) -> bool:
 
 
 def runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
-    """Return True if a batch runs in several forwards."""
     return settings.fills_memory or isinstance(settings.micro_batch_size, Fixed)
 
 

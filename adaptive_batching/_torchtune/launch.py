@@ -143,9 +143,7 @@ def run_evaluation(
 def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
     """Show our log, and end the process with one line where the user can do something about an error.
 
-    Args:
-        recovered: What runs again where it runs out of memory.
-        kept: What an error leaves as it was.
+    ``recovered`` names what runs again where it runs out of memory, ``kept`` what an error leaves as it was.
     """
     _log_for_people()
     try:

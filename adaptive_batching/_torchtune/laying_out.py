@@ -45,12 +45,7 @@ class Increase:
 
 
 def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
-    """Import the increase function of a config.
-
-    Raises:
-        IncreaseFunctionError: If it cannot be imported or called.
-        ConfigError: If it decides on the global batch, which is kept.
-    """
+    """Import the increase function of a config; one that decides on the global batch is refused where that is kept."""
     every = settings.noise_scale_every if settings.enabled else None
     if settings.batch_increase_function is None:
         return Increase(noise_scale_every=every)
@@ -66,7 +61,6 @@ def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
 
 
 def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
-    """Return how optimizer steps are made up as the batch grows."""
     return KeepGlobal(run.window) if settings.keep_global_batch else FixedAccumulation(run.accumulation)
 
 
@@ -79,17 +73,7 @@ def make_controller(
     probed: Probed,
     stored: Mapping[str, Any],
 ) -> BatchController:
-    """Return the controller that decides on batch sizes within the maximum.
-
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        settings: The user's settings.
-        increase: The increase function, if there is one.
-        accumulation: How optimizer steps are made up.
-        probed: The maximum.
-        stored: State of the run that is resumed, or an empty mapping.
-    """
+    """Return the controller that decides on batch sizes within the maximum, from where a resumed run has been."""
     configured, reason = run.batch_size, probed.reason
     maximum = accumulation.allowed(probed.maximum)
     if increase.function is None:
@@ -121,7 +105,7 @@ def make_growth(
     execution: Execution,
     stored: Mapping[str, Any],
 ) -> Growth:
-    """Lay out the course of a run, and return what follows it; the arguments are those of :func:`make_controller`."""
+    """Lay out the course of a run, and return what follows it."""
     shape = RunShape(
         epochs=run.epochs,
         samples=host.samples_per_rank,
@@ -153,13 +137,7 @@ def make_growth(
 
 
 def warn_of_lora(host: Host, largest: int, configured: int) -> None:
-    """Say what is known of LoRA where the optimizer will see more samples in a step than configured.
-
-    Args:
-        host: The recipe.
-        largest: The most samples of a step on this device.
-        configured: Those of a step of the configured run.
-    """
+    """Say what is known of LoRA where steps on this device will have more samples than configured."""
     if largest > configured and get_adapter_params(host.model):
         log.warning(
             "the batch grows to as much as %.3g times the configured one, and LoRA loses more to a large batch than "

@@ -15,14 +15,10 @@ from torchtune import config
 
 
 class LearningRate:
-    """Moves a schedule and multiplies its rate by a factor.
+    """Moves a schedule of torch, None for a constant rate, and multiplies its rate by a factor.
 
     The schedule never sees the factor: many schedulers compute a rate from the last one. So the rate that it has set is
     put back before each of its steps, and multiplied after it; and checkpoints hold the rate without the factor.
-
-    Args:
-        scheduler: One of torch's schedulers; None for a constant rate.
-        optimizers: Those whose rate it sets.
     """
 
     def __init__(self, scheduler: Any, optimizers: Sequence[Optimizer]) -> None:
@@ -34,7 +30,6 @@ class LearningRate:
         self._scheduled: list[Any] = []
 
     def advance(self, steps: int) -> None:
-        """Let the schedule take ``steps`` steps."""
         if self._scheduler is None or (steps == 0 and self._have_one_rate):
             return
         with self.unscaled():
@@ -46,7 +41,6 @@ class LearningRate:
         self._have_one_rate = True
 
     def set_scale(self, scale: float) -> None:
-        """Multiply the scheduled rate by ``scale`` from now on."""
         self._remove()
         self._scale = scale
         self._apply()
@@ -98,7 +92,6 @@ def _copy(rate: Any) -> Any:
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:
-    """Give a parameter group of an optimizer a learning rate."""
     if isinstance(group["lr"], torch.Tensor):  # compiled optimizers keep it on the device
         group["lr"].copy_(rate)
     else:
@@ -106,13 +99,7 @@ def set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def scheduled_steps(epochs_run: int, stored: Mapping[str, Any], steps_per_epoch: int) -> int:
-    """Return how many steps the schedule of a resumed run has taken.
-
-    Args:
-        epochs_run: Epochs that are complete.
-        stored: What the checkpoint holds of the batch, or an empty mapping.
-        steps_per_epoch: Steps of the schedule in an epoch.
-    """
+    """Return how many steps the schedule of a resumed run has taken; ``stored`` may tell of a part of an epoch."""
     within_epoch = stored.get("growth", {}).get("within_epoch")
     part = Fraction(0) if within_epoch is None else Fraction(*within_epoch["schedule"])
     return int((epochs_run + part) * steps_per_epoch)

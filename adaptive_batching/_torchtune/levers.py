@@ -36,12 +36,7 @@ class Lever:
 
 
 def levers(question: Question, length: int) -> Iterator[Lever]:
-    """Yield the changes that ``question`` leaves, in no order.
-
-    Args:
-        question: The run.
-        length: Tokens of its samples.
-    """
+    """Yield the changes that ``question`` leaves, in no order, for samples of ``length`` tokens."""
     cfg, recipe = question.cfg, question.recipe
     full, single = recipe in _TRAIN_ALL, recipe.endswith("single_device")
     checkpoints = bool(cfg.get("enable_activation_checkpointing", False))

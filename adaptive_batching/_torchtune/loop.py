@@ -36,20 +36,10 @@ class TrainingLoop:
     With it on, an epoch ends with its last full window.
 
     A *window* is the batches of one optimizer step. Each runs as one micro-batch or several, which changes the gradient
-    by no more than rounding.
+    by no more than rounding. With ``together`` the samples of all its batches are sorted and cut together.
 
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        outlet: Takes what stock itself must see.
-        cutter: Cuts batches into micro-batches.
-        recovery: Decides what runs again.
-        growth: Makes the batch follow its course; None for the batches of stock.
-        together: Sort the samples of all batches of a step and cut them together.
-        watchers: Are told what happens.
-        limited: Gives a context for training, in which memory is limited; checkpoints are saved outside of it.
-        save_every: Optimizer steps from one checkpoint to the next; None for one at the end of each epoch.
-        validation: Computes the loss on data that are held out; None for no validation.
+    Without ``growth`` the batches are those of stock. ``limited`` gives a context in which memory is limited;
+    checkpoints are saved outside of it, every ``save_every`` optimizer steps, or at the end of each epoch if None.
     """
 
     def __init__(
@@ -84,7 +74,6 @@ class TrainingLoop:
 
     @property
     def accumulation(self) -> int:
-        """Batches of an optimizer step."""
         return self._run.accumulation if self._growth is None else self._growth.course.accumulation
 
     @property
@@ -93,7 +82,6 @@ class TrainingLoop:
         return self._run.steps_per_epoch if self._growth is None else self._growth.course.steps_per_epoch
 
     def run(self) -> None:
-        """Train all epochs that are left, and save checkpoints."""
         host, run = self._host, self._run
         if host.ranks.size > 1 and host.device.type != "cpu":
             training.cleanup_before_training()  # as stock does on many devices
@@ -121,7 +109,6 @@ class TrainingLoop:
             run.profiler.stop()
 
     def _save_if_due(self, epoch: int, *, is_over: bool) -> None:
-        """Save a checkpoint at the end of ``epoch``, or within it."""
         by_steps, is_last = self._save_every is not None, is_over and epoch + 1 == self._run.epochs
         if by_steps and not is_last and not self._is_step_to_save:
             return
@@ -186,7 +173,6 @@ class TrainingLoop:
                     self._window_start = time.perf_counter()
 
     def _start_window(self) -> None:
-        """Begin the batches of an optimizer step."""
         self._window: list[list[Sample]] = []
         self._window_start = time.perf_counter()
         self._sums: Sums | None = None
@@ -247,7 +233,6 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Time and watch a forward and backward."""
         watch = contextlib.nullcontext() if self._noise is None else self._noise.watch(micro_batch)
         with self._cutter.timed(micro_batch), watch:
             yield

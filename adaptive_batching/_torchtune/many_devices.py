@@ -79,18 +79,8 @@ def record_collectives(
     """Make running out of memory survivable on every rank, if that is possible and wanted; say so if it is not.
 
     The sequence of collectives is recorded in a forward and backward of a few tokens, which leaves nothing behind.
-
-    Args:
-        host: A recipe on several ranks.
-        settings: The user's settings.
-        measures_noise: The gradient noise scale is to be measured.
-
-    Returns:
-        The collectives, and nothing; or None, and the reason if there is one.
-
-    Raises:
-        ConfigError: If a probe is asked for that could not survive running out of memory.
-        DoesNotFitError: If not even that forward and backward fit.
+    Returned are the collectives, or None and the reason if there is one. What could not go on without, such as a probe,
+    is refused.
     """
     why = _why_not_possible(host)
     if why and settings.probes:

@@ -19,13 +19,7 @@ class MemoryHistory:
 
 @contextlib.contextmanager
 def recorded_memory(history: MemoryHistory | None, epoch: int, index: int) -> Iterator[None]:
-    """Record CUDA's allocations while the profiler is active in the first epoch, if it is asked to.
-
-    Args:
-        history: When to record; None for never.
-        epoch: The epoch, from 0.
-        index: Number of the batch that runs inside, from 0 in each epoch.
-    """
+    """Record CUDA's allocations inside, if batch number ``index`` of ``epoch``, both from 0, is one to record."""
     if history is None or epoch > 0:
         yield
         return

@@ -34,11 +34,6 @@ class NoiseMeter:
 
     Micro-batches cut by length are not alike. There the first samples of the step run before the rest, each of the two
     parts cut by length, and the gradient gathered up to then is compared with the whole.
-
-    Args:
-        host: The recipe.
-        every: Optimizer steps from one measurement to the next.
-        steps_per_epoch: Optimizer steps of an epoch of the stock run.
     """
 
     def __init__(self, host: Host, every: int, steps_per_epoch: int) -> None:
@@ -55,7 +50,6 @@ class NoiseMeter:
         self._norm_squared = 0.0
 
     def start_step(self, step: int) -> None:
-        """Begin an optimizer step, the ``step``-th of the run."""
         self.forget()
         self._measures = step % self._every == 0
 
@@ -68,7 +62,6 @@ class NoiseMeter:
 
     @property
     def measures(self) -> bool:
-        """True if this step is measured."""
         return self._measures
 
     def samples_apart(self, window: int) -> int:
@@ -86,7 +79,6 @@ class NoiseMeter:
 
     @contextlib.contextmanager
     def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Watch the forward and backward of ``micro_batch``, which run inside."""
         if not self._measures or self._apart or micro_batch.is_filler:
             yield
             return
@@ -114,12 +106,7 @@ class NoiseMeter:
             self._norm_squared = self._gradient_here()
 
     def estimate(self, num_tokens: torch.Tensor, num_samples: int) -> NoiseEstimate | None:
-        """Return the estimate from the step that is done, or None if nothing was measured.
-
-        Args:
-            num_tokens: Targets of the step, on all devices.
-            num_samples: Samples of the step, on all devices.
-        """
+        """Return the estimate from the step that is done; targets and samples are those of all devices."""
         if not self._measures:
             return None
         here = (
@@ -151,11 +138,7 @@ class NoiseMeter:
 
 
 def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:
-    """Refuse settings that leave nothing to compare; ``reader`` names what needs the noise scale.
-
-    Raises:
-        ConfigError: If it is set.
-    """
+    """Refuse settings that leave nothing to compare; ``reader`` names what needs the noise scale."""
     what = f"the gradient noise scale, which {reader} needs, cannot be measured"
     if cfg.get("optimizer_in_bwd", False):
         raise ConfigError(

@@ -121,28 +121,16 @@ class Tokenizer:
 class NoLogger:
     """Stands in for a logger of metrics."""
 
-    def log_config(self, config: DictConfig) -> None:
-        """Log nothing."""
+    def log_config(self, config: DictConfig) -> None: ...
 
 
 def set_up(
     recipe: str, cfg: DictConfig, data: Data, devices: int = 1, allocations: Allocations | None = None
 ) -> tuple[hosts.Host, hosts.StockRun]:
-    """Set a stock recipe up on the meta device.
+    """Set a stock recipe of :data:`RECIPES` up on the meta device; what stock raises about the config comes through.
 
-    Args:
-        recipe: One of :data:`RECIPES`.
-        cfg: Its config; a ``device`` other than ``cpu`` stands for a CUDA device.
-        data: The data to train on.
-        devices: Number of devices, each of which a process group of that size stands for while the host is used; a
-            group must be there, see :func:`on_devices`.
-        allocations: Filled with those of the set-up.
-
-    Returns:
-        The recipe and its run. The model is on the meta device.
-
-    Raises:
-        Exception: Whatever stock raises about the config.
+    A ``device`` other than ``cpu`` in the config stands for a CUDA device. For several ``devices`` a process group of
+    that size must be there while the host is used; see :func:`on_devices`. The set-up is noted in ``allocations``.
     """
     stock, make_objective = load_stock(recipe), RECIPES[recipe]
     [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]

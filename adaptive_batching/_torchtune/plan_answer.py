@@ -35,8 +35,6 @@ class Asked:
     """Why the length is not known, where it is not."""
 
     data: DataAtHand | None
-    """The samples, where they were read."""
-
     memory_bytes: int | None
     gpu: Gpu | None
     mfu: float | None
@@ -47,8 +45,6 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Found:
-    """Contents of a plan."""
-
     made: Sketch
     need: Need
     verdict: Verdict
@@ -60,12 +56,7 @@ class _Found:
 
 
 def answer(asked: Asked, *, as_json: bool) -> int:
-    """Print the plan that is asked for, and return the exit code.
-
-    Raises:
-        TraceError, NotPlannedError: If the step cannot be traced.
-        Exception: Whatever stock raises about the config.
-    """
+    """Print the plan that is asked for, and return the exit code."""
     if asked.length is None or asked.table or asked.levers:
         start_processes()
     if asked.length is None:

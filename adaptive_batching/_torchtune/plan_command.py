@@ -35,7 +35,6 @@ _USAGE_ERROR = 2
 
 
 def add_plan(subparsers: Any, prog: str) -> None:
-    """Add ``plan`` to a command line."""
     help_text = "Say whether a config fits on a GPU, what takes the memory, and what would help. Needs no GPU."
     parser = subparsers.add_parser(
         "plan", prog=f"{prog} plan", help=help_text, description=help_text,
@@ -62,7 +61,6 @@ def add_plan(subparsers: Any, prog: str) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print a plan, and return the exit code."""
     warnings.simplefilter("ignore")
     try:
         asked = _read(args)
@@ -125,12 +123,6 @@ def _read(args: argparse.Namespace) -> Asked:
 
 
 def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Return the recipe that the command line names, if it does, and the overrides.
-
-    Raises:
-        ConfigError: If what should be an override is none.
-        NotPlannedError: If the recipe is not covered.
-    """
     recipe, overrides = args.recipe, list(args.overrides)
     if overrides and _is_no_override(overrides[0]):
         named = Path(overrides[0]).stem
@@ -160,12 +152,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
-    """Return the recipe, the file and the config that a name or path and overrides stand for.
-
-    Raises:
-        ConfigError: If there is no such config, or an override cannot be read.
-        NotPlannedError: If the config is of a recipe that is not covered.
-    """
+    """Return the recipe, the file and the config that a name or path and overrides stand for."""
     found = [
         (stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs if config.name == name
     ]
@@ -192,11 +179,7 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
 
 
 def _recipe_of(path: Path, cfg: DictConfig) -> str:
-    """Return the recipe that a config names in its launch command, or else the one that its keys are for.
-
-    Raises:
-        NotPlannedError: If that one is not covered.
-    """
+    """Return the recipe that a config names in its launch command, or else the one that its keys are for."""
     launched = re.findall(LAUNCHED, path.read_text())
     for name in launched:
         if name in RECIPES:
@@ -216,11 +199,7 @@ def _recipe_of(path: Path, cfg: DictConfig) -> str:
 
 
 def _on_so_many(recipe: str, devices: int) -> str:
-    """Return the recipe that does on so many devices what ``recipe`` does.
-
-    Raises:
-        ConfigError: If there is none for one device.
-    """
+    """Return the recipe that does on so many devices what ``recipe`` does."""
     several = recipe.replace("single_device", "distributed")
     if devices > 1:
         return several
@@ -235,7 +214,6 @@ def _not_covered(config: str, recipe: str) -> str:
 
 
 def _devices_of(recipe: str, path: Path) -> int:
-    """Return the number of devices that a config says it is launched with, or 1."""
     if recipe.endswith("single_device"):
         return 1
     said = re.search(r"--nproc_per_node (\d+)", path.read_text())

@@ -65,16 +65,9 @@ def show_levers(found: Sequence[dict[str, Any]], made: Sketch) -> list[str]:
 
 
 def over_lengths(question: Question, longest: int | None, memory_bytes: int | None) -> list[dict[str, Any]]:
-    """Return what forwards of many shapes need.
+    """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known.
 
-    Args:
-        question: The run.
-        longest: Tokens of the longest sample; None where that is not known.
-        memory_bytes: Memory of a device, if that is known.
-
-    Returns:
-        For each length that the model takes the least forward that the config asks for, what it needs, what those of
-        :data:`BATCHES` need, and the largest that fits.
+    That is the least forward that the config asks for, those of :data:`BATCHES`, and the largest that fits.
     """
     lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
     found = _in_parallel(_at_length, [(question, length, memory_bytes) for length in lengths])

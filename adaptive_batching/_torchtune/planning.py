@@ -50,8 +50,6 @@ class Question:
     """A run to plan."""
 
     recipe: str
-    """Name of the stock recipe."""
-
     cfg: DictConfig
     devices: int = 1
     samples: int | None = None
@@ -79,8 +77,6 @@ class Sketch:
     """Samples of a forward that the config asks for at least."""
 
     accumulation: int
-    """Batches of an optimizer step."""
-
     devices: int
     paged_bytes: int
     """Optimizer states that lie in managed memory, beside all others."""
@@ -91,8 +87,6 @@ class Sketch:
     """Of the reference model or the teacher, if there is one."""
 
     assumes: str | None
-    """Of the data, in words; None if their length says all."""
-
     has_images: bool
     """True if samples have images, so that their tokens say little of their memory."""
 
@@ -100,15 +94,8 @@ class Sketch:
 def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
     """Set a run up on paper and trace its step on samples of ``length`` tokens.
 
-    Args:
-        question: The run.
-        length: Tokens of a sample.
-        whole: Where gradients add up, trace two forwards and not the last one alone.
-
-    Raises:
-        TooLongError: If the model takes no samples of that length.
-        TraceError: If the step cannot be traced.
-        Exception: Whatever stock raises about the config.
+    Where gradients add up, two forwards are traced if ``whole``, else the last one alone. Samples longer than the model
+    takes are a :class:`TooLongError`; whatever stock raises about the config comes through.
     """
     allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
@@ -150,16 +137,7 @@ class Outlook:
 
 
 def look_out(question: Question, length: int, largest: int) -> Outlook:
-    """Return the epochs of a run, planned as the run itself plans them.
-
-    Args:
-        question: The run; its samples are known.
-        length: Tokens of a sample.
-        largest: Largest forward that fits.
-
-    Raises:
-        Exception: Whatever stock raises about the config.
-    """
+    """Return the epochs of a run, planned as it plans them itself, if ``largest`` samples of ``length`` tokens fit."""
     with _set_up(question, length) as (host, run, settings):
         increase = resolve_increase(settings)
         upper, reason = upper_bound(host, run, settings)
@@ -184,22 +162,10 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
 def as_they_come(
     question: Question, made: Sketch, data: DataAtHand, outlook: Outlook, largest: int, memory_bytes: int
 ) -> Varying | None:
-    """Replay the first optimizer steps of an epoch with the lengths that its samples have.
+    """Replay the first steps of an epoch with the lengths that its samples have; None if all forwards have one shape.
 
-    Args:
-        question: The run.
-        made: The run traced at the longest length.
-        data: The samples.
-        outlook: The epochs of the run.
-        largest: Largest forward of the longest samples that fits.
-        memory_bytes: Memory of a device.
-
-    Returns:
-        What is reserved, or None where all forwards have one shape.
-
-    Raises:
-        TraceError: If the order of allocations depends on the length.
-        Exception: Whatever stock raises about the config.
+    ``made`` is traced at the longest length, of which ``largest`` samples fit. It is a :class:`TraceError` if the order
+    of allocations depends on the length.
     """
     if not cuts_by_length(question.cfg) or data.packed or made.has_images or made.length < 2 * _SHORTEST:
         return None
@@ -225,16 +191,11 @@ def as_they_come(
 
 
 def cuts_by_length(cfg: DictConfig) -> bool:
-    """Return True if a config has its batches cut by the length of their samples."""
     return isinstance(read_settings(cfg, warns=False).micro_batch_size, ByLength)
 
 
 def _check_covered(question: Question) -> None:
-    """Refuse what would be planned wrongly, or ends in the first step.
-
-    Raises:
-        NotPlannedError: If images come in batches that are not known, or tensor parallelism would not train.
-    """
+    """Refuse what would be planned wrongly, or ends in the first step."""
     cfg = question.cfg
     collate = str(cfg.get("collate_fn", ""))
     if "image" in collate and collate != COLLATE:

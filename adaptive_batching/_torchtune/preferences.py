@@ -25,21 +25,16 @@ class _OfLast(Sums):
         return _OfLast(self.loss + other.loss, self.tokens + other.tokens, other.metrics)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Sums:
-        """Apply ``function`` to each of the values."""
         return _OfLast(*vars(super().map(function)).values())
 
 
 class Preferences(Objective):
     """The mean loss over pairs, as stock's DPO recipes compute it.
 
-    A pair is two sequences of one forward, which are padded alike; its length is that of the longer one.
-
-    Args:
-        collate: Collate function of stock's loader: pairs -> (tokens, labels), both [2b, s], all chosen answers first.
-        loss: Loss of each pair, and the rewards of its answers, from log probabilities of policy and reference.
-        activations: Context of the forward, which may offload activations.
-        reference: The model to stay close to; None for the policy without its adapters.
-        num_ranks: Ranks, each with pairs of its own.
+    A pair is two sequences of one forward, which are padded alike; its length is that of the longer one. ``collate``
+    makes (tokens, labels) of pairs, both [2b, s], all chosen answers first. ``loss`` takes the log probabilities of
+    policy and reference, and returns the loss of each pair and the rewards of its answers. ``reference`` is None for
+    the policy without its adapters.
     """
 
     sums_gradients = False

@@ -67,7 +67,6 @@ class Probed:
 
 
 def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
-    """Read from a config what the memory of a step depends on."""
 
     def make_optimizers(groups: Any) -> Any:
         traced = without_kernels(cfg.optimizer)
@@ -79,19 +78,7 @@ def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
 def find_maximum(
     host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances, report: Report
 ) -> Probed:
-    """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data.
-
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        settings: The user's settings.
-        circumstances: Other facts that memory depends on.
-        report: Records the result, and keeps it in its folder for the next run.
-
-    Raises:
-        ConfigError: If a probe is needed, and the device's memory cannot be measured.
-        DoesNotFitError: If a batch of one sample does not fit.
-    """
+    """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data."""
     size = settings.micro_batch_size
     upper, reason = upper_bound(host, run, settings)
     if not settings.probes:
@@ -134,14 +121,7 @@ def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> 
 
 
 def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason: str) -> Probed:
-    """Return what a run makes of the largest size that fits.
-
-    Args:
-        settings: The user's settings.
-        found: The size, as searched for.
-        upper: The bound that does not come from memory.
-        reason: What gives it.
-    """
+    """Return what a run makes of the largest size that fits; ``upper`` is the bound that does not come from memory."""
     maximum, bound, size = found.maximum, found.reason, found.micro_batch_size
     if isinstance(size, Fixed):
         if size.samples > maximum:
@@ -165,21 +145,9 @@ def probe_or_stored(
     reason: str,
     folder: Path,
 ) -> ProbeResult:
-    """Find the largest batch of copies of ``sample``, or take the result that an earlier run has stored.
+    """Find the largest batch of copies of ``sample``, or take the result that an earlier run has stored in ``folder``.
 
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        settings: The user's settings.
-        circumstances: Other facts that memory depends on.
-        sample: As long as training can meet.
-        upper: No size above it is tried.
-        reason: The bound that gives ``upper``.
-        folder: Where the result is kept.
-
-    Raises:
-        ConfigError: If the device's memory cannot be measured, or if the limits leave none of it.
-        DoesNotFitError: If a batch of one sample does not fit.
+    The sample is as long as training can meet. No size above ``upper`` is tried, a bound given by ``reason``.
     """
     # What a forward may take is no size to round.
     settings = replace(settings, round_to_power_of_two=settings.round_to_power_of_two and not settings.fills_memory)
@@ -205,7 +173,6 @@ def _probe(
     include: int | None,
     meter: MemoryMeter,
 ) -> ProbeResult:
-    """Find the largest batch of copies of ``sample``; see :func:`probe_or_stored`."""
     dataset = host.loader.dataset
     find = partial(
         find_maximum_batch_size,

@@ -15,15 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class FakeQuantized(NextToken):
-    """Next tokens, with rounding that can begin some steps into the training.
+    """Next tokens, with rounding that begins with optimizer step ``first_step``, from 0; None for the first.
 
-    A probe runs before the first step, with rounding on, which takes the most memory.
-
-    Args:
-        arguments: Those of :class:`NextToken`.
-        model: The model whose layers round.
-        first_step: Optimizer step, from 0, that rounding begins with; None for the first.
-        mode: Kind of the quantizer, as torchtune names it.
+    A probe runs before the first step, with rounding on, which takes the most memory. ``mode`` is the kind of the
+    quantizer, as torchtune names it; ``arguments`` are those of :class:`NextToken`.
     """
 
     def __init__(self, *arguments: Any, model: nn.Module, first_step: int | None, mode: str | None) -> None:

@@ -141,9 +141,8 @@ def _shorten(text: str, limit: int) -> str:
 def extract_pairs(stdlib: Path, seed: int = SEED) -> list[dict[str, str]]:
     """Read instruction data out of the Python sources below ``stdlib``, which are parsed and never imported.
 
-    Returns:
-        ``{"instruction": signature, "output": docstring}`` for the public functions, methods and classes that have a
-        docstring, shuffled with ``seed``. No instruction and no output occurs twice.
+    They are ``{"instruction": signature, "output": docstring}`` for the public functions, methods and classes that have
+    a docstring, shuffled with ``seed``. No instruction and no output occurs twice.
     """
     pairs = set()
     for module, path in _find_modules(stdlib):
@@ -181,10 +180,7 @@ def train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: int
     """Train a SentencePiece model on ``pairs`` in the manner of Llama 2 and write it to ``path``.
 
     Every text can be encoded and comes back unchanged: what has no piece of its own becomes bytes, and neither blanks
-    nor Unicode are normalised.
-
-    Raises:
-        RuntimeError: From SentencePiece, when the text is too little for ``vocab_size`` pieces.
+    nor Unicode are normalised. Text that is too little for ``vocab_size`` pieces is SentencePiece's RuntimeError.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -211,10 +207,7 @@ def train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: int
 
 
 def build_model(architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> TransformerDecoder:
-    """Return a Llama with weights drawn from N(0, 0.02), so that its first loss is close to ``ln(vocab_size)``.
-
-    The global random state is left as it was.
-    """
+    """Return a Llama with weights drawn from N(0, 0.02), so that its first loss is close to ``ln(vocab_size)``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: TransformerDecoder = llama2(**asdict(architecture))
@@ -255,15 +248,8 @@ def build(
 ) -> None:
     """Build data, tokenizer and model in ``output_dir``, or do nothing where the same build is there already.
 
-    Args:
-        output_dir: Folder to create. It appears under this name only when it is complete.
-        stdlib: Folder of Python sources; None for the standard library of the running interpreter.
-        architecture: The model; its ``vocab_size`` is also the tokenizer's.
-        seed: Seed of the weights and of the order of the pairs.
-
-    Raises:
-        FileExistsError: If ``output_dir`` holds anything but the complete result of the same settings.
-        ValueError: If ``stdlib`` holds no documented sources.
+    The folder appears under this name only when it is complete; one that holds anything else is a FileExistsError.
+    ``stdlib`` is a folder of Python sources, None for the standard library of the running interpreter.
     """
     stdlib = stdlib or Path(sysconfig.get_paths()["stdlib"])
     settings = {"python": platform.python_version(), "stdlib": str(stdlib), "seed": seed, **asdict(architecture)}
@@ -298,7 +284,6 @@ def build(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of this module."""
     parser = argparse.ArgumentParser(description="Make small but real inputs for a first fine-tuning run.")
     parser.add_argument("--output_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
     args = parser.parse_args(argv)

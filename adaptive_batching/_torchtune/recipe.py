@@ -127,7 +127,6 @@ class AdaptiveBatching:
             self._settle(cfg, self._report)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
-        """Settle on everything that a run needs, now that stock has set up."""
         settings = self._settings
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
@@ -140,7 +139,6 @@ class AdaptiveBatching:
         self.global_step = self._session.run.first_step
 
     def _hold_out(self, host: hosts.Host) -> HeldOut | None:
-        """Return the data set to validate on, if there is one."""
         if self._validation is None or self._validation_loader is None:
             return None
         objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
@@ -241,11 +239,7 @@ class AdaptiveBatching:
         return loader if sampler is None else (sampler, loader)
 
     def _load_data(self, key: str, *args: Any, **kwargs: Any) -> tuple[Any, DataLoader[Any]]:
-        """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``.
-
-        Raises:
-            ConfigError: If there is no such data.
-        """
+        """Return the sampler, where the recipe returns one of its own, and the loader that stock makes of ``key``."""
         try:
             made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:

@@ -28,13 +28,9 @@ class Recovery:
     to the window's beginning, and the same samples run again, as they were or in smaller parts: see
     :class:`~adaptive_batching._micro_batches.limits.Attempts`.
 
-    Args:
-        host: The recipe.
-        limit: Lowered when a micro-batch runs out of memory.
-        batch_dependent_module: Names a module of the model that computes over the batch, or None.
-        enabled: False to raise an error instead.
-        probed_tokens: Padded tokens of the largest forward that the probe has seen to fit.
-        validates: The samples are those of a validation rather than of a step, which messages say.
+    ``batch_dependent_module`` names a module of the model that computes over the batch, or returns None.
+    ``probed_tokens`` are padded, of the largest forward that the probe has seen to fit. If not ``enabled``, an error is
+    raised instead.
     """
 
     def __init__(
@@ -69,7 +65,6 @@ class Recovery:
             self._random_state = random_state(self._host.device)
 
     def note(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
-        """Take note of micro-batches that have run."""
         self._attempts.note(max((each.tokens for each in micro_batches), default=0))
         if outcome.retried:
             self._unit = self._unit_of(micro_batches[0])
@@ -79,12 +74,7 @@ class Recovery:
     def recover(self, micro_batches: Sequence[MicroBatch], outcome: Outcome[Any]) -> None:
         """Decide how the window runs again, alike on every rank, now that its gradients have been discarded.
 
-        Args:
-            micro_batches: Those of this rank.
-            outcome: Their outcome: one ran out of memory, on this rank or another.
-
-        Raises:
-            DoesNotFitError: If they cannot run again in smaller parts.
+        Memory ran out on this rank or another. If smaller parts are no way out, that is a :class:`DoesNotFitError`.
         """
         failed = None if outcome.failed_here is None else micro_batches[outcome.failed_here]
         ranks = self._host.ranks
@@ -121,7 +111,6 @@ class Recovery:
         set_random_state(self._random_state, self._host.device)
 
     def end_step(self) -> None:
-        """Take note that an optimizer step is done."""
         if not self._attempts.shrank and not self._shrink_if_thrashing():
             self._limit.note_clean_step()
         self._attempts.end_step()
@@ -136,20 +125,14 @@ class Recovery:
 
     @property
     def num_recoveries(self) -> int:
-        """Number of times that a step has had to run again."""
         return self._limit.num_recoveries
 
     def metrics(self) -> dict[str, int]:
-        """Return what is logged in addition to stock's metrics."""
         return {"out_of_memory_recoveries": self.num_recoveries}
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
-        """Turn running out of memory inside into an error: parameters may be updated in part.
-
-        Raises:
-            DoesNotFitError: If it happens.
-        """
+        """Turn running out of memory inside into an error: parameters may be updated in part."""
         try:
             yield
         except Exception as error:
@@ -231,7 +214,6 @@ class Recovery:
 
 
 def size_of_gradients(host: Host) -> str:
-    """Return the memory of the gradients of all parameters that are trained, as text."""
     num_bytes = sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad)
     return f"{num_bytes / 2**20:,.0f} MiB"
 
@@ -242,7 +224,6 @@ def remedy(host: Host) -> str:
 
 
 def _next_setting(host: Host) -> str:
-    """Return the next setting that saves memory, of those that ``host`` does not use yet."""
     if not host.checkpoints_activations:
         return "enable_activation_checkpointing=True"
     ways = host.objective.saves_memory_by

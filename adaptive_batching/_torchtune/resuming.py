@@ -25,11 +25,7 @@ from adaptive_batching._values import ConfigError
 def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
     """Have stock's checkpointers load, inside, the last checkpoint, or the one that the config names.
 
-    Args:
-        cfg: The config of a run that is resumed. Entries of its ``checkpointer`` that are not set are.
-
-    Raises:
-        ConfigError: If there is none, or if the state of the one that is named is gone.
+    What the config's ``checkpointer`` needs for that is set in it.
     """
     own = cfg.checkpointer
     output_dir = Path(own.output_dir)
@@ -54,11 +50,7 @@ def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
 
 
 def refuse_step_checkpoints(cfg: DictConfig) -> None:
-    """Refuse to resume from a checkpoint within an epoch with the loop of stock, which would begin the epoch again.
-
-    Raises:
-        ConfigError: If the config names one, or if there are no others.
-    """
+    """Refuse to resume from a checkpoint within an epoch with the loop of stock, which would begin the epoch again."""
     output_dir, named = Path(cfg.checkpointer.output_dir), Path(cfg.checkpointer.get("recipe_checkpoint") or "").parent
     of_steps = states_of_steps(output_dir)
     if named.name.startswith("step_") or (of_steps and not _state_of_epoch(output_dir).exists()):
@@ -69,7 +61,6 @@ def refuse_step_checkpoints(cfg: DictConfig) -> None:
 
 
 def _named_folder(own: DictConfig, output_dir: Path) -> Path | None:
-    """Return the folder in ``output_dir`` that the config names, if it does."""
     files = own.get("checkpoint_files")
     names: Sequence[Any] = [own.get("adapter_checkpoint"), *(files if OmegaConf.is_list(files) else [])]
     for name in names:

@@ -27,12 +27,8 @@ class SecondMoment:
     When beta2 changes, the average is scaled so that this quotient stays what it was. A change of beta2 alone, from
     0.999 to ``0.999 ** 4`` after 50 steps, would make the next ones 1.9 times as large.
 
-    Checkpoints hold the configured beta2, as they hold the scheduled learning rate, and the average as it is.
-
-    Args:
-        optimizers: Those whose beta2 it sets.
-        stored: The :meth:`state_dict` of the run that is resumed, or an empty mapping.
-        follows: False to go back to the configured beta2, in a run that is resumed without the setting.
+    Checkpoints hold the configured beta2, as they hold the scheduled learning rate, and the average as it is. A run
+    that is resumed without the setting goes back to the configured beta2, if ``follows`` is False.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], stored: Mapping[str, Any], *, follows: bool = True) -> None:
@@ -62,7 +58,6 @@ class SecondMoment:
         self._set_betas(self._growth)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
         return {"growth": self._growth}
 
     def _set_betas(self, growth: float) -> None:
@@ -71,11 +66,7 @@ class SecondMoment:
 
 
 def check_that_beta2_can_follow(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers whose second moment is not kept as torch's Adam keeps it.
-
-    Raises:
-        ConfigError: If there is one.
-    """
+    """Refuse optimizers whose second moment is not kept as torch's Adam keeps it."""
     for optimizer in optimizers:
         if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)):
             raise ConfigError(

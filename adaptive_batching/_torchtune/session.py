@@ -49,22 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """Everything that a run has settled on before it trains.
-
-    Args:
-        host: The recipe.
-        run: The run as stock has laid it out.
-        settings: The user's settings.
-        increase: The increase function, if there is one.
-        circumstances: Other facts that memory depends on.
-        report: The record of the run; None with all fields unset.
-        stored: State of the run that is resumed, or an empty mapping.
-        held_out: The data set to validate on, if there is one.
-
-    Raises:
-        ConfigError: If the settings ask for something that the model cannot do.
-        DoesNotFitError: If a batch of one sample does not fit.
-    """
+    """Everything that a run has settled on before it trains; ``report`` is None with all fields unset."""
 
     def __init__(
         self,
@@ -134,20 +119,13 @@ class Session:
         report.plan(plan, decided=controller.decides_early)
 
     def _accumulation(self) -> Accumulation:
-        """Return how optimizer steps are made up as the batch grows."""
         return accumulation_of(self.settings, self.run)
 
     def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
-        """Find the largest batch size."""
         return find_maximum(self.host, self.run, self.settings, circumstances, report)
 
     def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> TrainingLoop:
-        """Return the loop that trains.
-
-        Args:
-            outlet: Takes what stock itself must see.
-            watchers: Are told what happens, after the record of the run.
-        """
+        """Return the loop that trains; the record of the run is told what happens before ``watchers`` are."""
         growth, execution = self.growth, self.execution
         probed_tokens = 0 if self._probed is None else self._probed.tokens
         times_forwards = growth is not None and not growth.course.controller.decides_early
@@ -184,7 +162,6 @@ class Session:
         )
 
     def finish(self) -> None:
-        """Show the record of a run that has ended."""
         if self._report is not None:
             self._report.finish()
 
@@ -213,7 +190,6 @@ class Session:
         }
 
     def _restore(self, stored: Mapping[str, Any]) -> None:
-        """Go on where the run that is resumed was."""
         self.execution.limit.load_state_dict(stored["token_limit"])
         self.execution.cost.load_state_dict(stored["forward_cost"])
         if "validation_limit" in stored:
@@ -230,11 +206,7 @@ class Session:
 
 
 def check_that_noise_has_a_meaning(host: Host, increase: Increase) -> None:
-    """Refuse to measure the gradient noise scale of an objective whose gradient is no sum over tokens.
-
-    Raises:
-        ConfigError: If it is asked for.
-    """
+    """Refuse to measure the gradient noise scale of an objective whose gradient is no sum over tokens."""
     if increase.noise_scale_every is not None and not host.objective.sums_gradients:
         raise ConfigError(
             f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; take an "
@@ -245,11 +217,7 @@ def check_that_noise_has_a_meaning(host: Host, increase: Increase) -> None:
 def check_that_cutting_is_exact(
     settings: AdaptiveBatchingConfig, increase: Increase, batch_dependent: Callable[[], str | None]
 ) -> None:
-    """Refuse to cut the batches of a model that computes over the batch dimension.
-
-    Raises:
-        ConfigError: If the settings ask for it.
-    """
+    """Refuse to cut the batches of a model that computes over the batch dimension."""
     if not isinstance(settings.micro_batch_size, Whole):
         what, remedy = f"micro_batch_size={settings.micro_batch_size}", "leave micro_batch_size unset"
     elif settings.fills_memory:

@@ -36,7 +36,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[Hashable, tuple[list[int], list[int]]] = {}
 
     def so_far(self, *, empties_cache: bool = False) -> SetUp:
-        """Return the set-up that has been seen."""
         return SetUp(tuple(self._events), tuple(self._sizes), empties_cache)
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -45,12 +44,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._hold(get_untyped_storages(tensor))
 
     def load(self, model: nn.Module, *, on_host: bool = False) -> None:
-        """Note what loading the weights of a model takes.
-
-        Args:
-            model: The model on the meta device; sharded, if its weights are DTensors.
-            on_host: Shards are kept on the host.
-        """
+        """Note what loading the weights of a model takes; ``on_host`` where its shards are kept there."""
         for _, parameter in sorted(model.named_parameters()):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             whole = None

@@ -43,15 +43,7 @@ _ELSEWHERE = {
 
 
 def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
-    """Read and validate what a config says about adaptive batching, without touching the model or the data.
-
-    Args:
-        cfg: The config.
-        warns: Warn of settings that do nothing.
-
-    Raises:
-        ConfigError: On the first setting that cannot be used.
-    """
+    """Read and validate what a config says about adaptive batching, without touching the model or the data."""
     for key in map(str, cfg):
         _check_place(key, cfg)
         close = difflib.get_close_matches(key, FIELDS + VALIDATION, n=1, cutoff=0.85)
@@ -88,15 +80,7 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
 
 
 def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
-    """Read and validate what the config of an evaluation says about adaptive batching.
-
-    Args:
-        cfg: The config.
-        warns: Warn of settings that do nothing.
-
-    Raises:
-        ConfigError: On a setting that cannot be used.
-    """
+    """Read and validate what the config of an evaluation says about adaptive batching."""
     for key in (*FIELDS[1:-1], *VALIDATION):
         value = _plain(cfg, key)
         if value not in (None, {"_component_": None}):
@@ -111,8 +95,6 @@ def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingC
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """The settings of a validation."""
-
     dataset: Any
     """A component, or a list of them, as ``dataset``."""
 
@@ -124,15 +106,7 @@ class ValidationSettings:
 
 
 def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSettings | None:
-    """Read and validate what a config says about validation; None for no validation.
-
-    Args:
-        cfg: The config.
-        warns: Warn of settings that do nothing.
-
-    Raises:
-        ConfigError: On a setting that cannot be used.
-    """
+    """Read and validate what a config says about validation; None for no validation."""
     dataset, batch_size, every = (cfg.get(key) for key in VALIDATION)
     for key, value in (("batch_size_val", batch_size), ("run_val_every_n_steps", every)):
         if value is not None:
@@ -159,11 +133,7 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
 
 
 def _check_place(key: str, cfg: DictConfig) -> None:
-    """Refuse a setting of ours that stands outside its section, and names that other tools use.
-
-    Raises:
-        ConfigError: If ``key`` is one of them.
-    """
+    """Refuse a setting of ours that stands outside its section, and names that other tools use."""
     is_foreign = key in _SECTION or key in _ELSEWHERE
     if not is_foreign or f"${{{key}}}" in OmegaConf.to_yaml(cfg):  # a name that the config uses itself
         return
@@ -200,7 +170,6 @@ def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatc
 
 
 def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
-    """Return the folder for the record of a run."""
     return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
 
 

@@ -50,13 +50,9 @@ def training_step(
 ) -> TrainingStep:
     """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
 
-    Args:
-        host: The recipe.
-        sample: A worst-case sample.
-        accumulates: A forward and backward runs while the gradients of another are held, which is the costliest moment.
-        note: Told the samples and the seconds of each forward and backward of a real step.
-        traces_both: A trace runs the forward and backward that makes those gradients as well, instead of making them at
-            once: the peak is the same, but not what an allocator reserves for it.
+    If it ``accumulates``, a forward and backward runs while the gradients of another are held, which is the costliest
+    moment. A trace makes those gradients at once, unless it ``traces_both``: the peak is the same, but not what an
+    allocator reserves for it. ``note`` is told the samples and the seconds of each forward and backward of a real step.
     """
     num_samples = 0
 
@@ -108,14 +104,7 @@ def training_step(
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
-    """Return settings that are not used yet and could make a batch of one sample fit.
-
-    Args:
-        host: The recipe.
-        sample: The worst-case sample.
-        make_optimizers: Makes optimizers for copies of the model.
-        accumulates: As for :func:`training_step`.
-    """
+    """Return settings that are not used yet and could make a batch of one sample fit."""
     step = training_step(host, sample, accumulates=accumulates)
     found = []
     if not host.checkpoints_activations:

@@ -31,15 +31,9 @@ WITHIN_TRAINING = -1
 def saved_as_step(step: int, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
     """Have what checkpointers of stock save inside become folders ``step_<step>``, all of them or none.
 
-    The optimizer's state is moved into the first one's; the one in the folder before is deleted then, as stock keeps
-    only one. As that state makes a checkpoint, the folder that holds it is completed last.
-
-    Args:
-        step: Steps of the run so far.
-        checkpointers: Save one checkpoint each inside, with the folder that each saves into. The first saves the state.
-
-    Raises:
-        CheckpointError: If the disk is full. What was written is gone then, and the checkpoint before stands.
+    With each checkpointer comes the folder that it saves into. The optimizer's state is moved into the first one's; the
+    one in the folder before is deleted then, as stock keeps only one. As that state makes a checkpoint, the folder that
+    holds it is completed last. If the disk is full, what was written is gone, and the checkpoint before stands.
     """
     output_dirs = [output_dir for _, output_dir in checkpointers]
     own_dirs = [checkpointer._output_dir for checkpointer, _ in checkpointers]

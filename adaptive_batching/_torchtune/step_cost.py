@@ -15,11 +15,7 @@ from adaptive_batching._torchtune.host import Host
 
 
 class StepCosts:
-    """Tells what each optimizer step has taken; while training goes on, counters that others may read are left alone.
-
-    Args:
-        host: The recipe, when training begins.
-    """
+    """Tells what each optimizer step has taken; counters that others may read are left alone while training goes on."""
 
     def __init__(self, host: Host) -> None:
         self._objective = host.objective
@@ -30,7 +26,6 @@ class StepCosts:
             self._meter.reset_peak()  # what the probe took is its own
 
     def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
-        """Return what a step on ``samples`` took, that ran as ``micro_batches``."""
         objective = self._objective
         is_text = bool(samples) and objective.is_text(samples[0])
         return StepCost(

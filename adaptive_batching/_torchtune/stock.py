@@ -52,7 +52,6 @@ def replaced_in_torchtune(**functions: Callable[..., Any]) -> contextlib.Abstrac
 
 @contextlib.contextmanager
 def replaced_in(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of a module, or methods of an object."""
     replaced = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():
         setattr(owner, name, function)

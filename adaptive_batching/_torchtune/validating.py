@@ -56,8 +56,6 @@ class HeldOut:
     """The recipe's objective, with an own state, for batches of this data set."""
 
     every: int
-    """Optimizer steps from one validation to the next."""
-
     batch_size: int | None
     """Samples of a forward; None to follow the training batch."""
 
@@ -68,14 +66,7 @@ class HeldOut:
 def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Objective, model: nn.Module) -> HeldOut:
     """Return a data set to validate on. Each sample is read once, which takes less than a validation does.
 
-    Args:
-        settings: Those of the validation.
-        loader: Its samples.
-        objective: Computes their loss.
-        model: The model that is trained.
-
-    Raises:
-        ConfigError: If it is empty, without a single target, or has a sample that is longer than a model takes.
+    Refused is one that is empty, without a single target, or with a sample that is longer than a model takes.
     """
     size = len(loader.dataset)
     if size == 0:
@@ -101,11 +92,7 @@ def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Obje
 
 
 def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type) -> None:
-    """Refuse validation where a recipe has none, and what reads its loss where it is not configured.
-
-    Raises:
-        ConfigError: If that is so.
-    """
+    """Refuse validation where a recipe has none, and what reads its loss where it is not configured."""
     if settings is not None and not getattr(recipe, "validates", True):
         raise ConfigError(
             f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is no mean "
@@ -122,13 +109,7 @@ def execution_of(held_out: HeldOut, limit: TokenLimit, batch_size: int, probed_t
     """Return how a data set is cut into forwards.
 
     A forward without a backward takes less memory than a training step of the same size, so that what the probe has run
-    needs no probe of its own.
-
-    Args:
-        held_out: The data set.
-        limit: Limit on the tokens of a forward, learned from running out of memory.
-        batch_size: Of the config.
-        probed_tokens: Padded tokens that the training batch has been probed for; 0 if it keeps its size.
+    needs no probe of its own: ``probed_tokens``, padded, or 0 if the training batch keeps its size.
     """
     if held_out.batch_size is None and probed_tokens:
         return Execution(ByLength(), Capacity.of_tokens(probed_tokens), limit=limit, is_stock=False)
@@ -142,16 +123,8 @@ class Validation:
     for it with forwards of weight 0. A forward that runs out of memory runs again in smaller parts, and what has been
     learned from that is remembered, apart from what training learns.
 
-    Args:
-        host: The recipe.
-        held_out: The data set.
-        execution: How it is cut into forwards.
-        most_samples: Most samples of a forward, if all are long.
-        recovers: False to raise an error where memory runs out.
-        logs_peak_memory: Training logs peaks of memory, which are to be its own.
-
-    Raises:
-        GroupError: If several ranks cannot agree on the number of forwards.
+    A forward has at most ``most_samples``, if all are long. With ``logs_peak_memory`` training logs peaks of memory,
+    which are to be its own.
     """
 
     def __init__(
@@ -200,9 +173,6 @@ class Validation:
         """Run the longest sample alone, before training: nothing smaller could run in its place at a validation.
 
         A compiled model is left alone: what it compiles first has an effect on what it compiles for training.
-
-        Raises:
-            DoesNotFitError: If it runs out of memory.
         """
         if not self._host.is_compiled:
             with self._apart_from_training():
