@@ -159,11 +159,7 @@ _HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend
 
 
 def segments_by_settings(settings: str) -> Segments | None:
-    """Return how an allocator with ``settings`` reserves memory; None if one of them has unknown effects on that.
-
-    Args:
-        settings: As in ``PYTORCH_ALLOC_CONF``: ``key:value``, separated by commas.
-    """
+    """Return what settings, as in ``PYTORCH_ALLOC_CONF``, make of the allocator; None if one has unknown effects."""
     found = Segments.FIXED
     for setting in filter(None, settings.replace(" ", "").split(",")):
         key, _, value = setting.partition(":")
@@ -239,8 +235,7 @@ class MemoryMeter(Protocol):
     def segments(self) -> Segments | None:
         """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""
 
-    def release(self) -> None:
-        """Release memory that is cached but not in use."""
+    def release(self) -> None: ...
 
     def synchronize(self) -> None:
         """Wait for the device, so that a delayed error is raised here."""

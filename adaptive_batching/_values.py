@@ -25,9 +25,6 @@ class MemoryAmount:
         """Read ``1073741824``, ``1e9``, ``"40GiB"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
 
         A whole number is bytes; a number of at most 1 with a decimal point is a fraction of the device.
-
-        Raises:
-            ConfigError: If ``value`` is none of these, or a fraction outside [0, 1].
         """
         if isinstance(value, MemoryAmount):
             return value
@@ -52,7 +49,6 @@ class MemoryAmount:
         return memory_size(self.num_bytes or 0) if self.fraction is None else f"{100 * self.fraction:g}%"
 
     def of(self, total_bytes: int) -> int:
-        """Return the amount in bytes on a device that has ``total_bytes``."""
         return self.num_bytes if self.num_bytes is not None else int(total_bytes * (self.fraction or 0.0))
 
 
@@ -98,11 +94,7 @@ MicroBatchSize = CutSize | Explore
 
 
 def parse_micro_batch_size(value: Any) -> MicroBatchSize:
-    """Read ``None``, a whole number of at least 1, ``"auto"`` or ``"explore"``.
-
-    Raises:
-        ConfigError: If ``value`` is none of these.
-    """
+    """Read ``None``, a whole number of at least 1, ``"auto"`` or ``"explore"``; ConfigError if it is none of these."""
     if isinstance(value, (Whole, Fixed, ByLength, Explore)):
         return value
     if value is None:
@@ -117,21 +109,11 @@ def parse_micro_batch_size(value: Any) -> MicroBatchSize:
 
 
 def require_bool(key: str, value: Any) -> None:
-    """Refuse anything but True and False.
-
-    Raises:
-        ConfigError: If ``value`` is something else, such as a string.
-    """
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={value!r} must be True or False (without quotes)")
 
 
 def require_positive_int(key: str, value: Any) -> None:
-    """Refuse anything but a whole number of at least 1.
-
-    Raises:
-        ConfigError: If ``value`` is something else.
-    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
 

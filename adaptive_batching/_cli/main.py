@@ -32,7 +32,6 @@ COMMANDS: list[Callable[[Any, str], None]] = [add_torchtune, add_report]
 
 
 def main() -> None:
-    """Run the command that the command line names."""
     parser = argparse.ArgumentParser(
         prog=PROG,
         description="torchtune fine-tuning with the largest batch that fits: recipes, configs, and their runs.",

@@ -11,7 +11,6 @@ from adaptive_batching._report.page import PAGE, write_page
 
 
 def add_report(subparsers: Any, prog: str) -> None:
-    """Add ``report`` to a command line."""
     text = "Make the page of a run from its record, whether it has ended or not, or lay several runs side by side."
     parser = subparsers.add_parser("report", prog=f"{prog} report", help=text, description=text)
     parser.add_argument("output_dir", nargs="+", type=Path, help="of a run; or the folder of its record, or the record")

@@ -34,10 +34,7 @@ def build() -> Path:
     """Return the library, `libcuda.so.1`, for the torch that is installed; compiled at the first call.
 
     It is kept in `$XDG_CACHE_HOME/adaptive_batching` (`~/.cache`), in a folder of its own for each version of torch and
-    of this source.
-
-    Raises:
-        BuildError: torch is no CUDA build, or there is no C++ compiler.
+    of this source. BuildError if torch is no CUDA build, or there is no C++ compiler.
     """
     site, cuda = _torch()
     compiler = os.environ.get("CXX", "g++")

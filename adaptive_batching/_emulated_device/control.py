@@ -42,7 +42,6 @@ def _device() -> ctypes.CDLL:
 
 
 def counters() -> Counters:
-    """Return what this process has asked of the device so far."""
     library = _device()
     numbers = (ctypes.c_long * library.emulated_number_of_counters())()
     library.emulated_counters(numbers)

@@ -41,11 +41,7 @@ class EmulatedDevice:
             raise ConfigError(f"count={self.count}: an emulated machine has 1 to {MOST_DEVICES} devices; set another")
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return the environment variables of a program that is to run on the device, those inherited included.
-
-        Raises:
-            BuildError: The device cannot be built.
-        """
+        """Return the environment of a program on the device, what is inherited included; BuildError as from `build`."""
         library = build()
         major, minor = self.capability
         here = Path(__file__).parent / "site"

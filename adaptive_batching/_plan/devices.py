@@ -12,16 +12,13 @@ from adaptive_batching._values import ConfigError
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU."""
-
     name: str
     memory_gib: float
     """Memory that a program finds: less than the nominal amount by what error correction and the driver keep. Totals as
     out-of-memory messages of PyTorch state them; drivers differ by some 0.2 GiB, and the lower ones are taken."""
 
     peak_tflops: float
-    """Dense bfloat16 matrix products with accumulation in float32, from NVIDIA's data sheets; float16 on GPUs without
-    bfloat16."""
+    """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
 
     @property
     def memory_bytes(self) -> int:
@@ -53,16 +50,11 @@ NCCL = Outside("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864
 
 
 def outside_of_allocator(devices: int) -> list[Outside]:
-    """Return what is in use on each of ``devices`` in addition to the tensors."""
     return [CONTEXT, WORKSPACES] + ([NCCL] if devices > 1 else [])
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of that name.
-
-    Raises:
-        ConfigError: If there is none, or more than one.
-    """
+    """Return the GPU of that name; ConfigError if there is none, or more than one."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|pcie|sxm\d?", "", text.lower())

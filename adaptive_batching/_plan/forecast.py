@@ -45,11 +45,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A step whose memory is known at any batch size.
-
-    Raises:
-        TraceError: From any method, if the order of allocations depends on the batch size.
-    """
+    """A step at any batch size; methods raise TraceError if the order of allocations depends on the batch size."""
 
     step: TracedStep
     outside: Sequence[Outside]
@@ -58,7 +54,6 @@ class Forecast:
     """Forwards that the step has, each with its backward; floating-point operations are told of one."""
 
     def need(self, batch_size: int) -> Need:
-        """Return what the run takes with a step at ``batch_size``."""
         record = self.step.at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
         reserved = reserved_for(record, self.set_up)
@@ -78,7 +73,6 @@ class Forecast:
         return self._reserved(batch_size) + sum(each.most for each in self.outside)
 
     def judge(self, need: Need, memory_bytes: int | None) -> Verdict:
-        """Say whether a step fits."""
         return judge(need.reserved, self.outside, memory_bytes)
 
     def largest(self, memory_bytes: int) -> int:

@@ -18,13 +18,7 @@ def draw_plan(
 ) -> None:
     """Draw what is alive at the peak by kind, and what a card must have, over the batch size.
 
-    Args:
-        forecast: The step.
-        path: File to write, in a format of matplotlib's.
-        title: The run.
-        asked: Samples of a forward that the config asks for.
-        largest: Most samples that fit, if that is known.
-        memory_bytes: Memory of the device, if that is known.
+    ``asked`` counts the samples of a forward that the config asks for, ``largest`` the most that fit.
     """
     last = max(2 * asked, 8) if largest is None else max(asked, largest + largest // 4, 8)
     sizes = sorted({1, asked, largest or 1, *(1 + (last - 1) * step // (_POINTS - 1) for step in range(_POINTS))})

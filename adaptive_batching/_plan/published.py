@@ -62,6 +62,5 @@ class Band:
 
 
 def error_band(peaks: Sequence[Peak] = PEAKS) -> Band:
-    """Return how far the plan was from published peaks."""
     errors = [abs(peak.error) for peak in peaks]
     return Band(len(errors), round(statistics.median(errors), 3), round(max(errors), 3))

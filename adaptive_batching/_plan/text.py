@@ -20,14 +20,12 @@ _ANSWERS = {
 
 
 def size(num_bytes: float) -> str:
-    """Return an amount of memory as people read it."""
     if abs(num_bytes) >= GIB / 10:
         return f"{num_bytes / GIB:.2f} GiB"
     return f"{num_bytes / MIB:.1f} MiB"
 
 
 def work(flops: float) -> str:
-    """Return a number of floating-point operations as people read it."""
     for unit, name in ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs")):
         if flops >= unit:
             return f"{flops / unit:.1f} {name}"
@@ -43,13 +41,7 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
 
 
 def first_line(verdict: Verdict, what: str, where: str) -> str:
-    """Return the answer, on how much memory, and how much is left.
-
-    Args:
-        verdict: The answer.
-        what: The forward that is meant.
-        where: The device.
-    """
+    """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
     answer, left, memory = _ANSWERS[verdict.answer], verdict.left_bytes, verdict.memory_bytes
     if memory is None or left is None:
         return (
@@ -94,7 +86,6 @@ def what_counts(need: Need, outside: Sequence[Outside], paged_bytes: int) -> lis
 
 
 def what_sets_the_peak(need: Need) -> list[str]:
-    """Return what is alive at the peak, and when that is."""
     rows = [
         [kind, size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in need.kinds.items() if each >= MIB
     ]
@@ -103,5 +94,4 @@ def what_sets_the_peak(need: Need) -> list[str]:
 
 
 def how_sure(agreement: Agreement, band: Band) -> str:
-    """Return how far plans were from what PyTorch's allocator takes, and from what others measured."""
     return f"How sure: {agreement}; {band}"

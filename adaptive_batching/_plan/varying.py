@@ -30,11 +30,7 @@ class TracedLengths:
         assert self._lengths[0] != self._lengths[1], self._lengths
 
     def at(self, shape: Shape) -> StepRecord:
-        """Return the record of a step whose forward has ``shape``.
-
-        Raises:
-            TraceError: If the order of allocations depends on the shape, or if a step keeps what has a shape.
-        """
+        """Return the record of a step whose forward has ``shape``; TraceError if it does not follow from the two."""
         samples, length = shape
         one, other = (step.at(samples) for step in self._steps)
         if one.kept_bytes:
@@ -53,8 +49,6 @@ class Varying:
     """Bytes that are reserved while optimizer steps run as they come."""
 
     steps: int
-    """Optimizer steps replayed."""
-
     forwards: int
     longest: int
     """Tokens of the longest sample met."""
@@ -71,15 +65,9 @@ class Varying:
 
 
 def replay_shapes(traced: TracedLengths, steps: Sequence[Sequence[Shape]], limit: int | None = None) -> Varying:
-    """Replay optimizer steps through models of the caching allocator.
+    """Replay optimizer steps, the shapes of the forwards of each, through models of the caching allocator.
 
-    Args:
-        traced: The training step, traced with the gradients of earlier forwards held.
-        steps: The shapes of the forwards of each optimizer step.
-        limit: Bytes that may be reserved; None for no limit.
-
-    Raises:
-        TraceError: If the order of allocations depends on the shape.
+    ``traced`` holds the gradients of earlier forwards; ``limit`` is in bytes. TraceError as from ``traced.at``.
     """
     record = cache(traced.at)
 

@@ -21,8 +21,6 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run fits in an amount of memory."""
-
     answer: Answer
     least_bytes: int
     """Without this much it cannot run: the least limit of the allocator, with expandable segments or without, and the
@@ -40,7 +38,6 @@ class Verdict:
 
 
 def judge(reserved: Reserved, outside: Sequence[Outside], memory_bytes: int | None) -> Verdict:
-    """Say whether what is reserved, and what is in use beside it, fits in ``memory_bytes``."""
     least = min(reserved.least, reserved.least_expandable) + sum(each.least for each in outside)
     most = reserved.by_default + sum(each.most for each in outside)
     if memory_bytes is None:

@@ -20,11 +20,7 @@ print(write_page([Path(sys.argv[2])]))
 
 
 def start_page(directory: Path) -> subprocess.Popen[str]:
-    """Start a process that writes the page of the record in ``directory``, and prints its path.
-
-    Raises:
-        OSError: If no process can be started.
-    """
+    """Start a process that writes the page of the record in ``directory``, and prints its path."""
     return subprocess.Popen(
         [sys.executable, "-I", "-c", _CODE, str(_PACKAGE), str(directory)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -43,9 +39,7 @@ def stop_page(process: subprocess.Popen[str], directory: Path) -> None:
 def finish_page(process: subprocess.Popen[str], seconds: float) -> str:
     """Wait for a process, and return the path of the page.
 
-    Raises:
-        RuntimeError: If it has failed, with the last line that it has said.
-        subprocess.TimeoutExpired: If it takes longer than ``seconds``; it is ended then.
+    RuntimeError with its last line if it has failed; after ``seconds`` it is ended, and TimeoutExpired raised.
     """
     try:
         said, errors = process.communicate(timeout=seconds)

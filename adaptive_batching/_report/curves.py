@@ -41,7 +41,6 @@ class Curves:
 
 
 def curves_of(events: Events, most_points: int) -> Curves:
-    """Return the curves of a record's steps, in at most ``most_points`` points."""
     steps = events["step"]
     seen = list(accumulate(step["samples"] for step in steps))
     size = max(1, math.ceil(len(steps) / most_points))

@@ -39,22 +39,15 @@ class Run:
 
     name: str
     path: Path
-    """The record."""
-
     events: Events = field(repr=False)
     """By kind, in order; see :func:`read_events`."""
 
     def last(self, kind: str) -> Event | None:
-        """Return the last event of a kind, or None if there is none."""
         return self.events[kind][-1] if self.events[kind] else None
 
 
 def find_record(path: Path) -> Path:
-    """Return the record of a run, given its output directory, the folder of the record, or the record.
-
-    Raises:
-        RecordError: If there is none.
-    """
+    """Return the record of a run, given its output directory, the record's folder or the record; else RecordError."""
     tried = [path, path / RECORD, path / FOLDER / RECORD]
     for found in tried:
         if found.is_file():
@@ -66,11 +59,7 @@ def find_record(path: Path) -> Path:
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Read the records of runs, each under a name that tells it from the others.
-
-    Raises:
-        RecordError: If one cannot be read.
-    """
+    """Read the records of runs, each under a name that tells it from the others."""
     records = [find_record(path) for path in paths]
     return [Run(name, path, read_events(path)) for name, path in zip(_names(records), records, strict=True)]
 
@@ -92,10 +81,7 @@ def read_events(path: Path) -> Events:
     """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts.
 
     Lines that cannot be read, because a full disk or a killed process cut them off, are skipped, and so are events of
-    a kind that is not known.
-
-    Raises:
-        RecordError: If a later version wrote it.
+    a kind that is not known. RecordError if a later version wrote it.
     """
     events: Events = {kind: [] for kind in KINDS}
     for kind, values in lines_that_count(path):
@@ -109,10 +95,7 @@ def read_events(path: Path) -> Events:
 
 
 def lines_that_count(path: Path) -> list[tuple[str, Event]]:
-    """Return (kind, values) of each event, in order, without those of epochs and steps that ran again.
-
-    An end after which the run was resumed is none.
-    """
+    """Return (kind, values) of each event, in order, without what ran again and ends that a resume has followed."""
     events: list[tuple[str, Event]] = []
     for kind, values in lines(path):
         if kind in ("run", "epoch", "resume"):
@@ -143,5 +126,4 @@ def lines(path: Path) -> Iterator[tuple[str, Event]]:
 
 
 def written(kind: str, values: Mapping[str, Any]) -> str:
-    """Return the line of an event."""
     return json.dumps({"event": kind, **values}, default=str) + "\n"

@@ -13,13 +13,7 @@ class Html(str):
 
 
 def tag(name: str, *contents: str, **attributes: str) -> Html:
-    """Return an element around HTML.
-
-    Args:
-        name: Of the element.
-        contents: Its HTML.
-        attributes: ``class_`` stands for ``class``, ``data_run`` for ``data-run``; empty ones are left out.
-    """
+    """Return an element around HTML: ``class_`` is ``class``, ``data_run`` ``data-run``; empty ones are left out."""
     given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items() if value
     )
@@ -39,14 +33,9 @@ def table(
     caption: str = "",
     class_: str = "",
 ) -> Html:
-    """Return a table, which scrolls by itself where it is too wide.
+    """Return a table of plain text or :class:`Html`, which scrolls by itself where it is too wide.
 
-    Args:
-        header: Of each column, plain text or :class:`Html`.
-        rows: Cells of each row.
-        words: Columns that hold words; the others hold numbers, and line up at the right.
-        caption: What the table shows.
-        class_: Of the table.
+    Columns in ``words`` hold words; the others hold numbers, and line up at the right.
     """
 
     def cell(name: str, column: int, content: str, scope: str = "") -> Html:

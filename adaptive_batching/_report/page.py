@@ -25,18 +25,10 @@ _GIB = 2**30
 
 
 def write_page(paths: list[Path], output: Path | None = None) -> Path:
-    """Write the page of runs, in place of an older one, all at once.
+    """Write the page of runs, in place of an older one, all at once, and return its path.
 
-    Args:
-        paths: The output directory of each run, the folder of its record, or the record.
-        output: File to write; None for one next to the record, of a single run.
-
-    Returns:
-        The file.
-
-    Raises:
-        RecordError: If a record cannot be read, or holds nothing.
-        OSError: If the page cannot be written.
+    ``paths`` are as for :func:`find_record`. Without ``output`` the page goes next to the record, of a single run.
+    RecordError if a record cannot be read, or holds nothing.
     """
     runs = read_runs(paths)
     for run in runs:
@@ -53,7 +45,6 @@ def write_page(paths: list[Path], output: Path | None = None) -> Path:
 
 
 def page_of(runs: list[Run]) -> str:
-    """Return the HTML of a page."""
     most = MOST_POINTS if len(runs) <= 3 else max(3 * MOST_POINTS // len(runs), 100)
     curves = [curves_of(run.events, most) for run in runs]
     parts = [

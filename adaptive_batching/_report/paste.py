@@ -18,11 +18,10 @@ _READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 @dataclass(frozen=True)
 class Snippet:
-    """Lines of YAML, and what they spare the next run."""
+    """Lines of YAML, and a sentence on what they spare the next run."""
 
     yaml: str
     spares: str
-    """A sentence."""
 
 
 def snippet(run: Run) -> Snippet | None:

@@ -36,15 +36,9 @@ _LONGEST_MESSAGE = 4000
 class Report(Watcher):
     """Collects the decisions of a run, and writes them to ``report.jsonl`` as they are made.
 
-    Args:
-        directory: Folder for the record and the page; created if needed.
-        resume: True to append to an existing record. Otherwise the first event replaces it.
-        rank: Number of this process. The first writes the record; another adds no more than the error that ends it.
-        ranks: Number of processes; where there are several, others may wait for this one.
-        about: What the record says of the run before its first event, in JSON's types.
-
-    Raises:
-        ConfigError: If ``directory`` cannot be written.
+    With ``resume`` an existing record is appended to; otherwise the first event replaces it. The first rank writes the
+    record; another adds no more than the error that ends it. ``about`` is what the record says of the run before its
+    first event, in JSON's types. ConfigError if ``directory`` cannot be written.
     """
 
     def __init__(
@@ -142,16 +136,10 @@ class Report(Watcher):
             self._start_page()
 
     def change(self, **values: Any) -> None:
-        """Record a decision for the rest of an epoch."""
         self._write("change", **values)
 
     def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
-        """Record and log what each epoch is expected to do.
-
-        Args:
-            epochs: The remaining epochs of the run.
-            decided: True if the plan is final; otherwise the batch may grow during training.
-        """
+        """Record and log what each remaining epoch is expected to do; unless ``decided``, the batch may grow."""
         self._write("plan", decided=decided, epochs=[dataclasses.asdict(epoch) for epoch in epochs])
         header = ("epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr")
         rows = [
@@ -171,11 +159,7 @@ class Report(Watcher):
     def resume(self, step: int, *, epoch: float, batch_size: int, global_batch_size: int) -> None:
         """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again.
 
-        Args:
-            step: Optimizer steps that are behind.
-            epoch: How far the run is, in epochs.
-            batch_size: Its batch size from here on, a change if it was another one.
-            global_batch_size: And that of all devices and batches of a step.
+        ``epoch`` is how far the run is. The sizes are those from here on, a change if they were others.
         """
         self._write("resume", step=step)
         if not self._writes:
@@ -188,7 +172,6 @@ class Report(Watcher):
             self.change(epoch=epoch, step=step, reason="resumed with this size", **sizes)
 
     def exploration(self, result: Exploration) -> None:
-        """Record the timings of an exploration."""
         best, base = result.recommended, result.estimates[0]
         self._write("exploration", **dataclasses.asdict(result))
         found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
@@ -199,24 +182,20 @@ class Report(Watcher):
         self._cost = dataclasses.asdict(cost)
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
-        """Record an optimizer step on ``samples`` samples, and how many steps had to run again so far."""
         self._recoveries = recoveries
         cost, self._cost = self._cost, {}
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries, **cost)
 
     def validation(self, epoch: int, step: int, loss: float) -> None:
-        """Record the mean loss on the data that are held out, after optimizer step ``step``."""
         self._write("validation", epoch=epoch, step=step, loss=loss)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
-        """Record the noise estimates of an optimizer step, and the noise scale so far, in samples."""
         self._write(
             "noise", step=step, tokens=shown.tokens, variance=shown.variance, norm_squared=shown.norm_squared,
             noise_scale=noise_scale,
         )  # fmt: skip
 
     def end(self) -> None:
-        """Record that training has ended."""
         self._write("end", time=_now())
 
     def finish(self) -> None:

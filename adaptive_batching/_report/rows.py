@@ -44,7 +44,6 @@ class Row:
         return self.loss / max(self.samples, 1)
 
     def add(self, step: Mapping[str, Any]) -> None:
-        """Add an optimizer step."""
         self.steps += 1
         self.samples += step["samples"]
         self.loss += step["loss"] * step["samples"]
@@ -64,7 +63,6 @@ class Row:
 
 
 def rows_of(events: Events) -> list[Row]:
-    """Return a row for each decision of a record, in order."""
     decisions = sorted([*events["epoch"], *events["change"]], key=lambda each: (each["step"], each["epoch"]))
     rows = [Row.of(each) for each in decisions]
     starts = [each["step"] for each in decisions]

@@ -114,7 +114,6 @@ def _what_sets_the_peak(probe: Event) -> str:
 
 
 def explorations(runs: list[Run]) -> Html | None:
-    """Return what each exploration has timed."""
     return _cards(runs, lambda _, run: _exploration(run.last("exploration")))
 
 
@@ -196,7 +195,6 @@ def _ends(name: str, column: list[float | None], chart: str) -> str:
 
 
 def decisions(runs: list[Run]) -> Html | None:
-    """Return each decision on the batch size, and the steps that it was made for."""
     return _cards(runs, lambda _, run: _decisions(run), class_="cards wide")
 
 
@@ -223,8 +221,6 @@ def _decisions(run: Run) -> Html | None:
 
 
 def configs(runs: list[Run]) -> Html | None:
-    """Return the settings to paste of each run."""
-
     def card(_: int, run: Run) -> Html | None:
         found = snippet(run)
         if found is None:

@@ -15,12 +15,10 @@ NOT_RECORDED = "not recorded"
 
 
 def count(number: float) -> str:
-    """Return a whole number with its thousands apart."""
     return f"{number:,.0f}"
 
 
 def size(num_bytes: float) -> str:
-    """Return an amount of memory."""
     if abs(num_bytes) >= 10 * _GIB:
         return f"{num_bytes / _GIB:,.1f} GiB"
     if abs(num_bytes) >= _MIB:
@@ -40,22 +38,18 @@ def duration(seconds: float) -> str:
 
 
 def moment(iso: str) -> str:
-    """Return a time of day and date as it is written in a record, to the minute."""
     return f"{datetime.fromisoformat(iso):%Y-%m-%d %H:%M} UTC"
 
 
 def loss(value: float) -> str:
-    """Return a loss."""
     return f"{value:.3f}" if abs(value) >= 0.1 or not math.isfinite(value) else f"{value:.3g}"
 
 
 def rate(value: float) -> str:
-    """Return a learning rate."""
     return f"{value:.3g}"
 
 
 def of(number: int, noun: str) -> str:
-    """Return a number of things."""
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
@@ -210,10 +204,7 @@ def probe_in_words(probe: Event) -> list[str]:
 
 
 def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return the entries of the runs' configs that are not the same in all of them: (key, value in each run).
-
-    Where a run put its files is no difference.
-    """
+    """Return (key, value in each run) where the runs' configs differ, but for the folders that they put files in."""
     flat = []
     for run in runs:
         config = dict(_flattened((run.last("run") or {}).get("config")))

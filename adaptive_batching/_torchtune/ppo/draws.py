@@ -17,12 +17,7 @@ class Draws:
     the vocabulary, token by token. So the numbers of a row depend on the chunk that it is in, and on all chunks before.
     A part that is no such chunk draws for the whole of each chunk that it has rows of, and takes its own.
 
-    Args:
-        rng: Generator of the recipe, which is left as stock would leave it by :meth:`finish`.
-        num_rows: Rows of the batch.
-        chunk: Rows of a chunk; the last one may have fewer.
-        tokens: Draws for each chunk: one for each token generated.
-        vocabulary: Numbers of each row in a draw.
+    A chunk has ``chunk`` rows, the last one maybe fewer, and ``tokens`` draws of ``vocabulary`` numbers for each row.
     """
 
     def __init__(self, rng: torch.Generator, num_rows: int, chunk: int, tokens: int, vocabulary: int) -> None:

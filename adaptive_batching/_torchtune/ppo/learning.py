@@ -16,16 +16,7 @@ from adaptive_batching._torchtune.recovery import Recovery
 
 
 class Learning:
-    """Takes the optimizer steps that a batch of trajectories has.
-
-    Args:
-        host: The recipe.
-        objective: Its objective.
-        sizes: Optimizer steps and backward passes of a batch.
-        cutter: Cuts the rows of a backward pass into micro-batches.
-        recovery: Decides what runs again.
-        counts_retries: Notice when the allocator frees its cache to find room.
-    """
+    """Takes the optimizer steps of a batch; with ``counts_retries`` notices when the allocator empties its cache."""
 
     def __init__(
         self,
@@ -48,15 +39,10 @@ class Learning:
 
     @property
     def num_recoveries(self) -> int:
-        """Number of times that an optimizer step has had to run again."""
         return self._recovery.num_recoveries
 
     def run(self, experience: Experience) -> list[PPOStats]:
-        """Take all optimizer steps on ``experience``, in stock's order, and return the statistics of each.
-
-        Raises:
-            DoesNotFitError: If a single trajectory does not fit.
-        """
+        """Take all optimizer steps, in stock's order; DoesNotFitError if a single trajectory does not fit."""
         self._objective.see(experience)
         self.ran = []
         num_rows = len(experience.advantages)

@@ -37,8 +37,7 @@ class PPOOutlet(Protocol):
     global_step: int
     """Optimizer steps so far."""
 
-    def note_rollouts(self, *, epochs_run: int, rollouts: int) -> None:
-        """Let stock know how far the run is."""
+    def note_rollouts(self, *, epochs_run: int, rollouts: int) -> None: ...
 
     def log_rollout(
         self,
@@ -47,35 +46,22 @@ class PPOOutlet(Protocol):
         divergence: tuple[torch.Tensor, torch.Tensor],
         tokens_per_second: tuple[float, float],
         added: dict[str, float],
-    ) -> None:
-        """Log what stock logs of a rollout, and ``added``."""
+    ) -> None: ...
 
-    def save(self, epoch: int, *, is_last: bool) -> None:
-        """Save the checkpoint that ends ``epoch``."""
+    def save(self, epoch: int, *, is_last: bool) -> None: ...
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoint after the ``step``-th rollout of the run and what is learned from it."""
 
-    def learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
+    def learning_rate(self) -> float: ...
 
 
 class PPOLoop:
-    """Trains policy and value model.
+    """Trains policy and value model. With adaptive batching off it does what stock's loop does, operation by operation.
 
-    With adaptive batching off it does what stock's loop does, operation by operation.
-
-    Args:
-        host: The recipe.
-        stock: Stock's computation.
-        run: The run as stock has laid it out; its steps are rollouts.
-        outlet: Takes what stock itself must see.
-        rollout: Generates trajectories.
-        learning: Takes the optimizer steps.
-        growth: Makes the batch follow its course; None for the batches of stock.
-        watchers: Are told what happens.
-        limited: Gives a context for training, in which memory is limited; checkpoints are saved outside of it.
-        save_every: Rollouts from one checkpoint to the next; None for one at the end of each epoch.
+    Steps of ``run`` are rollouts. Without ``growth`` the batches are stock's. Memory is limited for training, in the
+    context of ``limited``; checkpoints are saved outside of it, every ``save_every`` rollouts or, if that is None, at
+    the end of each epoch.
     """
 
     def __init__(
@@ -128,7 +114,6 @@ class PPOLoop:
         run.profiler.stop()
 
     def _save_if_due(self, epoch: int, *, is_last: bool) -> None:
-        """Save a checkpoint at the end of ``epoch``, or within it."""
         by_steps = self._save_every is not None
         if by_steps and not is_last and not self._is_step_to_save:
             return

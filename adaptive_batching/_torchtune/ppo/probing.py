@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProbedSizes:
-    """The largest sizes of a run."""
-
     batch: Probed
     """Of a batch of trajectories, and of a backward pass."""
 
@@ -51,19 +49,9 @@ def find_sizes(
 ) -> ProbedSizes:
     """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
 
-    A batch that is not cut is as many backward passes as the config has in one, each of the largest size.
-
-    Args:
-        host: The recipe.
-        stock: Stock's computation.
-        run: The run as stock has laid it out.
-        settings: The user's settings.
-        circumstances: Other facts that memory depends on.
-        report: Records the results, and keeps them in its folder for the next run.
-
-    Raises:
-        ConfigError: If a probe is needed, and the device's memory cannot be measured.
-        DoesNotFitError: If a single trajectory does not fit.
+    A batch that is not cut is as many backward passes as the config has in one, each of the largest size. Results are
+    kept in the folder of ``report`` for the next run. ConfigError if a probe is needed, and the device's memory cannot
+    be measured; DoesNotFitError if a single trajectory does not fit.
     """
     parts = stock.sizes.parts
     upper, reason = upper_bound(host, run, settings)
@@ -142,15 +130,9 @@ def _probe_rollout(
 
 
 def rollout_step(host: Host, stock: StockPPO, context_length: int, held_bytes: int) -> TrainingStep:
-    """Return a rollout of prompts as long as can be, as a step to measure.
+    """Return a rollout of prompts as long as can be, to measure while ``held_bytes`` of trajectories are there.
 
     It is not traced: that takes as long as to run it, token by token.
-
-    Args:
-        host: The recipe.
-        stock: Stock's computation.
-        context_length: Tokens of a prompt.
-        held_bytes: Bytes of trajectories that are there already.
     """
 
     def make_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:

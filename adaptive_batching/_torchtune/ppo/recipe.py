@@ -123,5 +123,4 @@ class _Collected:
         self.metrics: dict[str, Any] = {}
 
     def log_dict(self, metrics: dict[str, Any], step: int) -> None:
-        """Keep ``metrics``."""
         self.metrics = metrics

@@ -12,12 +12,7 @@ from adaptive_batching._values import ConfigError
 def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
     """Have the value model go on from the checkpoint that the policy goes on from, unless the config names another.
 
-    Args:
-        policy: The policy's ``checkpointer``, whose ``checkpoint_files`` name the checkpoint.
-        value: The ``value_checkpointer``. Stock starts it from ``checkpoint_dir``, on resume as well.
-
-    Raises:
-        ConfigError: If the checkpoint has no value model.
+    Stock starts it from ``checkpoint_dir``, on resume as well. ConfigError if the checkpoint has no value model.
     """
     files = policy.checkpoint_files
     name = Path(str(files[0])).parent.name if OmegaConf.is_list(files) and files else ""

@@ -22,14 +22,8 @@ from adaptive_batching._torchtune.recovery import Recovery
 class Rollout:
     """Generates the trajectories of a batch.
 
-    A part that runs out of memory runs again in smaller ones; those before it stand.
-
-    Args:
-        host: The recipe.
-        stock: Stock's computation.
-        limit: Padded tokens of a forward, responses included; lowered when one runs out of memory.
-        recovery: Decides what runs again.
-        most_rows: Rows that fit in a forward, as a probe has found; None for those of the config.
+    A part that runs out of memory runs again in smaller ones; those before it stand. ``limit`` is in padded tokens of a
+    forward, responses included, and lowered then; ``most_rows`` is what a probe has found, None for the config's rows.
     """
 
     def __init__(
@@ -43,18 +37,12 @@ class Rollout:
 
     @property
     def num_recoveries(self) -> int:
-        """Number of times that a part has had to run again."""
         return self._recovery.num_recoveries
 
     def run(self, samples: Sequence[Sample], prompts: torch.Tensor) -> Trajectory:
-        """Return a trajectory for each prompt, without attention masks.
+        """Return a trajectory, without attention masks, for each of ``prompts``, [b, s] and padded on the left.
 
-        Args:
-            samples: The samples that the prompts are of.
-            prompts: [b, s], padded on the left.
-
-        Raises:
-            DoesNotFitError: If the trajectory of a single prompt does not fit.
+        DoesNotFitError if the trajectory of a single prompt does not fit.
         """
         stock, num_rows = self._stock, len(prompts)
         length = prompts.shape[1] + stock.max_generated_tokens

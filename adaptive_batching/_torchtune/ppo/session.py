@@ -27,11 +27,7 @@ from adaptive_batching._torchtune.session import Session
 
 
 class PPOSession(Session):
-    """Everything that a PPO run has settled on before it trains; see :class:`Session`.
-
-    Args:
-        stock: Stock's computation.
-    """
+    """Everything that a PPO run has settled on before it trains; see :class:`Session`."""
 
     def __init__(
         self,
@@ -58,7 +54,6 @@ class PPOSession(Session):
         return found.batch
 
     def ppo_loop(self, outlet: PPOOutlet, watchers: Sequence[Watcher] = ()) -> PPOLoop:
-        """Return the loop that trains; the arguments are those of :meth:`loop`."""
         host, stock, enabled = self.host, self.stock, self.settings.recover_from_oom
         objective = host.objective
         assert isinstance(objective, Trajectories)

@@ -70,12 +70,7 @@ class Sizes:
 
 
 class StockPPO:
-    """Stock's methods, run on any part of a batch.
-
-    Args:
-        recipe: A recipe that has been set up.
-        ppo_batch_size: The config's.
-    """
+    """Stock's methods of a recipe that has been set up, run on any part of a batch."""
 
     def __init__(self, recipe: Any, ppo_batch_size: int) -> None:
         self._recipe = recipe
@@ -108,8 +103,7 @@ class StockPPO:
     def generate(self, prompts: torch.Tensor) -> Trajectory:
         """Generate a trajectory for each of ``prompts``, [b, s], all in one forward.
 
-        The attention masks, [b, L, L], are left out: they take more than all else, and are made from the tokens again
-        where they are needed.
+        Attention masks, [b, L, L], take more than all else, and are left out: :meth:`masks` makes them again.
         """
         self._recipe._forward_batch_size = len(prompts)  # which caches of keys and values are made for
         with torch.no_grad():
@@ -117,10 +111,7 @@ class StockPPO:
         return trajectory._replace(masks=trajectory.masks.new_empty(len(prompts), 0))
 
     def masks(self, query_responses: torch.Tensor) -> torch.Tensor:
-        """Return the attention masks, [b, L, L], of trajectories.
-
-        They equal those of torchtune's ``get_causal_mask_from_padding_mask``, which waits for the device.
-        """
+        """Return attention masks, [b, L, L]: torchtune's ``get_causal_mask_from_padding_mask`` waits for the device."""
         is_token = query_responses != self.pad_id
         masks = is_token.new_ones(is_token.shape[1], is_token.shape[1]).tril() & is_token[:, None]
         masks.diagonal(dim1=1, dim2=2).fill_(True)
@@ -146,15 +137,9 @@ class StockPPO:
         context_length: int,
         share: Share | None,
     ) -> PPOStats:
-        """Run forward and backward of ``model``, the recipe's or a copy.
+        """Run forward and backward of ``model``, the recipe's or a copy, on a trajectory with attention masks.
 
-        Args:
-            model: The models to train.
-            trajectory: With attention masks.
-            advantages: [b, t]
-            returns: [b, t]
-            context_length: Tokens of a prompt.
-            share: That of a part; None for a whole batch, which is computed as in stock.
+        Advantages and returns are [b, t]. Without ``share`` the batch is a whole one, which is computed as in stock.
         """
         recipe = self._recipe
         if model is not self.model or share is not None:
@@ -195,15 +180,7 @@ class _LossOfPart:
 
 
 def host_of(recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, gate: Gate) -> Host:
-    """Read a stock PPO recipe that has been set up.
-
-    Args:
-        recipe: The recipe.
-        stock: Its computation.
-        objective: What it learns from.
-        ranks: The ranks of the run.
-        gate: Holds the optimizers back, if they step in the backward pass.
-    """
+    """Read a recipe that has been set up; ``gate`` holds the optimizers back, if they step in the backward pass."""
     in_backward = bool(recipe._optimizer_in_bwd)
     return Host(
         name=type(recipe).__name__,
@@ -223,10 +200,7 @@ def host_of(recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, ga
 def run_of(recipe: Any, num_samples: int, learning_rate: float) -> StockRun:
     """Read how stock has laid the run out; its steps are rollouts.
 
-    Args:
-        recipe: A recipe that has been set up.
-        num_samples: ``num_steps`` of the config, which counts trajectories.
-        learning_rate: The rate, which is constant.
+    ``num_samples`` is ``num_steps`` of the config, which counts trajectories; the learning rate is constant.
     """
     per_epoch, history = max(len(recipe._dataloader), 1), None
     if recipe.profiler_profile_memory and recipe._device.type == "cuda":
@@ -248,15 +222,12 @@ def run_of(recipe: Any, num_samples: int, learning_rate: float) -> StockRun:
 
 
 def checkpointers_of(recipe: Any) -> tuple[Any, Any]:
-    """Return the checkpointers of policy and value model."""
     return recipe._policy_checkpointer, recipe._value_checkpointer
 
 
 def note_progress(recipe: Any, *, epochs_run: int, rollouts: int) -> None:
-    """Let stock know how far the run is."""
     recipe._epochs_run, recipe._steps_run = epochs_run, rollouts
 
 
 def rollouts_of(recipe: Any) -> int:
-    """Return the rollouts that stock knows of."""
     return int(recipe._steps_run)

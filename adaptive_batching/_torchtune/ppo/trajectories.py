@@ -54,9 +54,6 @@ class Trajectories(Objective):
     Samples are rows of the trajectories that were seen last, as :meth:`rows` gives them; samples of the loader are
     prompts. The loss of the policy is a mean over the tokens of responses, that of the value model a mean over these
     and, where a response has ended, one more. So a part of a batch has two shares.
-
-    Args:
-        stock: Stock's computation.
     """
 
     sums_gradients = False
@@ -84,11 +81,9 @@ class Trajectories(Objective):
         ]
 
     def at_worst(self, context_length: int, held_bytes: Callable[[int], int]) -> Trajectories:
-        """Return a copy that has seen one trajectory, as long as can be.
+        """Return a copy that has seen one trajectory, as long as can be after a prompt of ``context_length`` tokens.
 
-        Args:
-            context_length: Tokens of its prompt.
-            held_bytes: Rows of a backward pass -> bytes of the whole batch of trajectories, held meanwhile.
+        ``held_bytes`` tells from the rows of a backward pass the bytes of all trajectories, which are held meanwhile.
         """
         worst = copy.copy(self)
         worst.see(longest(self._stock, context_length))
@@ -138,11 +133,7 @@ class Trajectories(Objective):
         return batch
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        """Run forward and backward, which stock has in one.
-
-        Returns:
-            A number without a model behind it, as the backward pass is over, and the sums.
-        """
+        """Run forward and backward, which stock has in one; the number returned has no model behind it any more."""
         assert isinstance(model, PolicyAndValue)
         tokens = batch["query_responses"]
         fields: dict[str, Any] = dict.fromkeys(Trajectory._fields)
@@ -169,7 +160,6 @@ class Trajectories(Objective):
 
 
 def stats_of(sums: Sums) -> PPOStats:
-    """Return the statistics of an optimizer step, as stock sums them up."""
     return PPOStats(loss=sums.loss, **sums.metrics)
 
 
@@ -198,5 +188,4 @@ def longest(stock: StockPPO, context_length: int) -> Experience:
 
 
 def bytes_of(experience: Experience) -> int:
-    """Return the bytes of all tensors of ``experience``."""
     return sum(tensor.nbytes for tensor in (*experience.trajectory, experience.advantages, experience.returns))
