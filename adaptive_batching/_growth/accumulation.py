@@ -66,19 +66,15 @@ class InParts:
     parts: int = 1
 
     def batches_at(self, batch_size: int) -> int:
-        """Return the batches of a step."""
         return 1
 
     def window(self, batch_size: int) -> int:
-        """Return the samples of a step on one replica."""
         return batch_size
 
     def allowed(self, batch_size: int) -> int:
-        """Return the largest possible size that is at most ``batch_size``."""
         return batch_size // self.parts * self.parts
 
     def room(self, samples: int) -> int | None:
-        """Return the largest size for which ``samples`` fill a step; None for no limit."""
         return self.allowed(samples)
 
 

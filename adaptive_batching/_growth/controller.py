@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """A batch size and the reason for it."""
-
     epoch: float
     """Time of the decision, in epochs."""
 

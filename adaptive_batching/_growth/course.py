@@ -20,8 +20,6 @@ from adaptive_batching._growth.increase import GrowthState
 
 @dataclass
 class PlannedEpoch:
-    """The expected course of an epoch."""
-
     epoch: int
     batch_sizes: list[int]
     """One after the other."""
@@ -254,11 +252,7 @@ class Course:
 def learning_rate_scale(rule: str, growth: float, at_most: float) -> float:
     """Return the factor of the learning rate where the global batch is ``growth`` times the configured one.
 
-    Args:
-        rule: ``"none"``, ``"linear"`` (Goyal et al. 2017, arXiv:1706.02677, for SGD) or ``"sqrt"`` (Malladi et al.
-            2022, arXiv:2205.10287, for Adam).
-        growth: The ratio of the global batches.
-        at_most: Upper bound.
+    Linear: Goyal et al. 2017, arXiv:1706.02677, for SGD. Sqrt: Malladi et al. 2022, arXiv:2205.10287, for Adam.
     """
     scales = {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}
     return min(scales[rule], at_most)

@@ -50,8 +50,6 @@ class RunShape:
 
 @dataclass
 class EpochProgress:
-    """Progress of an epoch in samples, optimizer steps and steps of the schedule."""
-
     shape: RunShape
     run_samples_left: int | None = None
     """Samples that the run may still take when the epoch begins, on one replica; None for no limit."""
@@ -73,13 +71,7 @@ class EpochProgress:
 
     @classmethod
     def resumed(cls, shape: RunShape, progress: Mapping[str, Any], left: int | None) -> EpochProgress:
-        """Return the epoch that stands where :meth:`to_resume` of another was read, at whatever size that was.
-
-        Args:
-            shape: The size of the run that goes on.
-            progress: What was read.
-            left: Samples that the run may still take, on one replica; None for no limit.
-        """
+        """Return the epoch where :meth:`to_resume` of another was read; the run may still take ``left`` samples."""
         used = Fraction(*progress["schedule"]) * shape.reference_steps
         seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
         epoch = cls(

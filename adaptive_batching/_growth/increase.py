@@ -88,7 +88,6 @@ def planned(function: IncreaseFunction) -> IncreaseFunction:
 
 
 def takes_state(function: IncreaseFunction) -> bool:
-    """Return True if a function accepts a third argument called ``state``."""
     try:
         return "state" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # some builtins have no signature
@@ -101,26 +100,17 @@ def is_planned(function: IncreaseFunction) -> bool:
 
 
 def reads_noise_scale(function: IncreaseFunction) -> bool:
-    """Return True if a function is known to read the noise scale, as some of :mod:`adaptive_batching.growth` do."""
     return getattr(function, "reads_noise_scale", False)
 
 
 def reads_val_loss(function: IncreaseFunction) -> bool:
-    """Return True if a function is known to read the losses of validations."""
     return getattr(function, "reads_val_loss", False)
 
 
 def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
-    """Import the increase function that a config names.
+    """Import the increase function that a config names, and return its name in messages, and the function.
 
-    Args:
-        value: ``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``.
-
-    Returns:
-        The name to use in messages, and the function.
-
-    Raises:
-        IncreaseFunctionError: If the path cannot be imported, is not callable, or has a different signature.
+    ``value`` is ``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``.
     """
     path = value if isinstance(value, str) else value["_component_"]
     key = f"batch_increase_function={path!r}"
@@ -188,15 +178,7 @@ def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str,
 
 
 def check_signature(key: str, function: Callable[..., Any]) -> None:
-    """Check that ``function`` can be called as increase functions are, and is not a factory of such functions.
-
-    Args:
-        key: Names it in a message.
-        function: What is to be called.
-
-    Raises:
-        IncreaseFunctionError: If it cannot.
-    """
+    """Raise IncreaseFunctionError if ``function`` cannot be called as increase functions are, or is their factory."""
     if getattr(function, "__module__", None) == _FACTORIES and "<locals>" not in function.__qualname__:
         raise IncreaseFunctionError(
             f"{key} is a factory, and what it returns is an increase function: write {function.__name__}(), with its "

@@ -35,14 +35,9 @@ class NoiseEstimate:
 
     @classmethod
     def of_groups(cls, groups: int, small: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
-        """Estimate from the norms of all groups.
+        """Estimate from the norms of all groups, of which there are at least 2.
 
-        Args:
-            groups: Number of groups; at least 2.
-            small: ``sum(|s_i|^2 / n_i) / N``.
-            big: ``|sum(s_i)|^2 / N^2``: the squared norm of the step's mean gradient, before clipping.
-            tokens: N.
-            samples: Number of samples in the step, on all devices.
+        ``small`` is ``sum(|s_i|^2 / n_i) / N``; ``big`` is ``|sum(s_i)|^2 / N^2``, before gradients are clipped.
         """
         variance = tokens * (small - big) / (groups - 1)
         return cls(variance, (groups * big - small) / (groups - 1), tokens, samples)
@@ -51,24 +46,16 @@ class NoiseEstimate:
     def of_part(cls, part: float, part_tokens: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
         """Estimate from the norms of one group and of the whole step; less certain than from all groups.
 
-        Args:
-            part: ``|s_1|^2 / n_1^2``.
-            part_tokens: ``n_1``; more than 0 and less than N.
-            big: ``|sum(s_i)|^2 / N^2``.
-            tokens: N.
-            samples: Number of samples in the step, on all devices.
+        ``part`` is ``|s_1|^2 / n_1^2``, and ``part_tokens`` is ``n_1``, between 0 and N; ``big`` is as for all groups.
         """
         variance = (part - big) / (1 / part_tokens - 1 / tokens)
         return cls(variance, (tokens * big - part_tokens * part) / (tokens - part_tokens), tokens, samples)
 
 
 class NoiseScale:
-    """Exponential moving averages of the estimates, and their ratio, which is the noise scale.
+    """Exponential moving averages of the estimates, over ``window`` measurements, and their ratio, the noise scale.
 
     Numerator and denominator are averaged separately, because the mean of a ratio would be far too high.
-
-    Args:
-        window: Number of measurements to average over.
     """
 
     def __init__(self, window: float = 20) -> None:
@@ -80,7 +67,6 @@ class NoiseScale:
         self._samples = 0.0
 
     def add(self, step: NoiseEstimate) -> None:
-        """Add the estimates of one step to the averages."""
         keep, new = self._keep, 1 - self._keep
         self._count += 1
         self._variance = keep * self._variance + new * step.variance
@@ -90,10 +76,7 @@ class NoiseScale:
 
     @property
     def tokens(self) -> float | None:
-        """Noise scale in target tokens; None if not known yet.
-
-        All averages start at 0, so that their bias cancels in the ratio.
-        """
+        """Noise scale in target tokens; None if not known yet. Averages start at 0: their bias cancels in the ratio."""
         if self._count < MIN_MEASUREMENTS or self._norm_squared <= 0:
             return None
         return max(self._variance, 0.0) / self._norm_squared
@@ -104,7 +87,6 @@ class NoiseScale:
         return None if self.tokens is None else self.tokens * self._samples / self._tokens
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
         return {
             "count": self._count,
             "variance": self._variance,
@@ -114,7 +96,6 @@ class NoiseScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Load a state returned by :meth:`state_dict`."""
         self._count = int(state["count"])
         self._variance, self._norm_squared = state["variance"], state["norm_squared"]
         self._tokens, self._samples = state["tokens"], state["samples"]

@@ -30,9 +30,6 @@ def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor,
     """Return the sum of the losses of ``batch`` and their number, both scalars.
 
     The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
-
-    Raises:
-        ConfigError: If ``loss`` returns something else.
     """
     device = device_of(model)
     returned = loss(model, tree_map(partial(_moved, device), batch))
@@ -56,7 +53,6 @@ def _moved(device: torch.device, value: Any) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device that the parameters of ``model`` are on."""
     return next(model.parameters()).device
 
 

@@ -22,15 +22,6 @@ log = logging.getLogger(__name__)
 
 
 class Recovery(Generic[Sample]):
-    """Decides how the samples of a step run again after a part of them ran out of memory.
-
-    Args:
-        model: The model.
-        loss: Runs its forward pass.
-        collate: Turns a list of samples into a batch.
-        length: Tokens of a sample; None where each counts as one.
-    """
-
     def __init__(
         self,
         model: nn.Module,
@@ -61,19 +52,13 @@ class Recovery(Generic[Sample]):
             ) from None
 
     def start_step(self) -> None:
-        """Begin with the samples of the next step."""
         self._attempts.start_step()
 
     def note_fit(self, tokens: int) -> None:
-        """Record that a part of ``tokens`` padded tokens has run."""
         self._attempts.note(tokens)
 
     def recover(self, samples: list[Sample], failed: list[Sample], error: Exception) -> None:
-        """Lower the limit on parts after ``failed`` ran out of memory.
-
-        Raises:
-            DoesNotFitError: If ``samples`` cannot run in smaller parts.
-        """
+        """Lower the limit on parts after ``failed`` ran out of memory; raise DoesNotFitError if that cannot help."""
         tokens = self.tokens(failed)
         what = f"out of memory with {len(failed)} sample{'s' if len(failed) > 1 else ''}"
         if self._length is not None:
@@ -99,13 +84,7 @@ class Recovery(Generic[Sample]):
         )
 
     def end_step(self, samples: list[Sample], parts: list[list[Sample]], *, retried: bool) -> None:
-        """End a step whose samples have run.
-
-        Args:
-            samples: Those of the step.
-            parts: As they have run.
-            retried: The allocator has had to empty its cache meanwhile.
-        """
+        """End a step whose samples have run, in ``parts``; ``retried`` if the allocator emptied its cache meanwhile."""
         largest = max(parts, key=self.tokens)
         self._attempts.note(self.tokens(largest))
         if retried:

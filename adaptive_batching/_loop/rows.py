@@ -24,13 +24,9 @@ class Rows:
     A part that runs out of memory runs again in two, and those after it are no larger until many have run: no row is
     lost, and none counts twice. One that has fitted before first runs again as it was, and then with an eighth less.
 
-    Args:
-        capacity: Rows of a given length that fit in a part.
-        discard: Drops what a part leaves behind that broke off, and really releases its memory.
-        most: Most rows of a part, however short they are; None for no limit.
-        has_fitted: The capacity has been seen to fit.
-        recovers: False to raise an error where memory runs out.
-        remedy: What to do where a single row does not fit, for the message.
+    ``discard`` drops what a part leaves behind that broke off, and really releases its memory. A part has at most
+    ``most`` rows, however short they are. With ``has_fitted``, the capacity has been seen to fit. ``remedy`` says what
+    to do where a single row does not fit.
     """
 
     def __init__(
@@ -53,18 +49,13 @@ class Rows:
 
     @property
     def num_recoveries(self) -> int:
-        """Number of times that rows have had to run again."""
         return self._limit.num_recoveries
 
     def run(self, lengths: Sequence[int], forward: Callable[[range], Sequence[Result]]) -> list[Result]:
-        """Return what ``forward`` gives for each row, in their order.
+        """Return what ``forward`` gives for each row, in their order; ``lengths`` are their tokens, the longest first.
 
-        Args:
-            lengths: Tokens of each row, the longest first.
-            forward: Runs a range of the rows, each padded to the longest of them, and returns a result for each.
-
-        Raises:
-            DoesNotFitError: If memory runs out and rows cannot run in smaller parts.
+        ``forward`` runs a range of the rows, each padded to the longest of them, and returns a result for each. If
+        memory runs out and rows cannot run in smaller parts, raise DoesNotFitError.
         """
         results: list[Result] = []
         while len(results) < len(lengths):

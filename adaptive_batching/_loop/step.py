@@ -280,5 +280,4 @@ def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> 
 
 
 def _divisor(number: torch.Tensor) -> torch.Tensor:
-    """Return ``number``, or 1 for 0."""
     return number + (number == 0)

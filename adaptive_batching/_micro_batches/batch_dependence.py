@@ -42,24 +42,16 @@ def find_batch_dependent_module(
 ) -> str | None:
     """Find the first module through which a sample's values depend on the other samples of its batch.
 
+    Return its qualified name and type, such as ``layers.1.norm (BatchNorm1d)``, or None. It is the one that computes
+    over the batch itself, not a child or parent of it; if its tensors do not have the samples in dimension 0, the
+    closest parent whose tensors do. Batch normalisation in evaluation mode is not a dependence.
+
+    ``first`` and ``second`` are batches of one shape with the samples in dimension 0, sample 0 the same and the others
+    different. Samples should be short, because one token's change is lost among thousands. The batch size should be one
+    that no other dimension has, such as 3 or 5; ``num_samples`` gives it if a batch's class may hide its tensors.
+
     The model, the random state and the training mode are left unchanged, and no gradients are computed. On the host,
     the runs take the memory of one sample's activations, twice.
-
-    Args:
-        model: The model, in the mode to check: batch normalisation in evaluation mode is not a dependence.
-        run: Runs the forward pass on a batch; called with each of the batches.
-        first: A batch of tensors with the samples in dimension 0. Samples should be short, because one token's change
-            is lost among thousands. The batch size should be one that no other dimension has, such as 3 or 5.
-        second: A batch of the same shapes, with the same sample 0 and different other samples.
-        num_samples: Samples of a batch, if its class may hide its tensors; None to read it off a tensor.
-
-    Returns:
-        The module's qualified name and type, e.g. ``layers.1.norm (BatchNorm1d)``, or None. The named module is the one
-        that computes over the batch itself, not a child or parent of it. If its tensors do not have the samples in
-        dimension 0, the closest parent whose tensors do is named.
-
-    Raises:
-        Exception: Any error that ``run`` raises.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():  # including modules that these batches may not reach
@@ -85,25 +77,15 @@ def find_batch_dependence_of_loss(
     one: Sample,
     other: Sample,
 ) -> str | None:
-    """Find out whether the loss of a batch is the sum of what its samples add, each by itself.
+    """Name the loss, for a message, unless that of a batch is the sum of what its samples add, each by itself.
 
     Each of two places of a batch has ``one`` or ``other``, in all four ways. If the loss is a sum, what one place
     changes is the same whatever is in the other place. Shapes and random numbers are the same in all of them, so that
     dropout makes no difference. Where nothing is drawn, the same sample twice must also count twice, as no mean does.
     The model and the random state are left unchanged.
 
-    Args:
-        model: The model.
-        run: Returns the sum of the losses of samples and their number.
-        first: A sample that is at least as long as the others, so that all are padded alike.
-        one: A sample.
-        other: Another; the four ways show nothing if both are the same.
-
-    Returns:
-        The loss, as the subject of a sentence, or None.
-
-    Raises:
-        Exception: Any error that ``run`` raises.
+    ``run`` returns the sum of the losses of samples and their number. ``first`` is at least as long as the others, so
+    that all are padded alike. If ``one`` and ``other`` are the same, the four ways show nothing.
     """
     drawn = False
 
@@ -182,10 +164,7 @@ def _unchanged_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _rows_of_sample_0(values: Any, batch_size: int) -> _Rows:
-    """Return sample 0 of every batched tensor.
-
-    These are copies on the host, because values can be changed in place and device memory may be short.
-    """
+    """Return sample 0 of batched tensors, as copies on the host: values may change in place, memory may be short."""
     tensors = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
     return [t[0].detach().to("cpu", copy=True) for t in tensors if t.dim() > 0 and t.shape[0] == batch_size]
 

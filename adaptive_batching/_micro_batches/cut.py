@@ -46,7 +46,6 @@ class Capacity:
 
     @classmethod
     def of_tokens(cls, max_tokens: int) -> Capacity:
-        """Return a capacity of at most ``max_tokens`` padded tokens."""
         return cls(((max_tokens, 1),))
 
     @property
@@ -85,18 +84,11 @@ def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[in
 
 
 def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Cut:
-    """Sort samples by length and cut them into micro-batches that fit, at the lowest cost.
+    """Sort samples by length and cut them into micro-batches that fit, at the lowest cost, the longest samples first.
 
-    The cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest
-    cut consists of runs of neighbours. Dynamic programming over the start of the last run finds it exactly.
-
-    Args:
-        lengths: Tokens of each sample.
-        capacity: Limit of a micro-batch; a sample that does not fit is alone in its micro-batch.
-        forward_cost: Fixed cost of a forward and backward, in tokens.
-
-    Returns:
-        Micro-batches, the longest samples first, so that one that does not fit fails before work is done.
+    So one that does not fit fails before work is done. A sample above the capacity is alone in its micro-batch. The
+    cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest cut
+    consists of runs of neighbours. Dynamic programming over the start of the last run finds it exactly.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even cut costs no more

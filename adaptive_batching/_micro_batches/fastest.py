@@ -44,8 +44,6 @@ class NothingRanError(ValueError):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimates for one candidate."""
-
     candidate: Candidate
     runs: int
     seconds: float
@@ -63,8 +61,6 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Exploration:
-    """Result of :func:`explore`, and the evidence for it."""
-
     recommended: Estimate
     estimates: list[Estimate]
     """All candidates that ran, in the given order."""
@@ -79,21 +75,14 @@ def explore(
     confidence: float = ENOUGH_CONFIDENCE,
     max_rounds: int = MAX_ROUNDS,
 ) -> Exploration:
-    """Find the fastest candidate; stop as soon as more measurements are unlikely to change the answer.
+    """Find the fastest candidate; stop when that is right with a probability of ``confidence``, or at ``max_rounds``.
 
     The first round measures all candidates in order. Later rounds measure only those that could still be the fastest,
     in alternating order. The recommendation so far is logged after each measurement.
 
-    Args:
-        candidates: Ways to run the same work, with similar ones adjacent. Speed is relative to the first.
-        measure: (candidate, round) -> seconds that the round's work took, or None if the candidate ran out of memory,
-            which rules it out. A round is the same work for every candidate.
-        confidence: Stop when the recommendation is right with this probability.
-        max_rounds: Stop after this many rounds in any case.
-
-    Raises:
-        ValueError: If there are no candidates.
-        NothingRanError: If all candidates run out of memory.
+    Candidates run the same work, similar ones being adjacent; speed is relative to the first. ``measure`` takes one and
+    the round, whose work is the same for all, and returns seconds, or None if it ran out of memory, which rules it out.
+    If all do, NothingRanError is raised.
     """
     timings = Timings(len(candidates))
     possible = list(range(len(candidates)))
@@ -125,11 +114,7 @@ def explore(
 
 
 class Timings:
-    """Times measured so far, and the estimates that they give.
-
-    Args:
-        num_candidates: Number of candidates. Those with neighbouring numbers are expected to be similar.
-    """
+    """Times measured so far, and the estimates that they give. Neighbouring candidates are expected to be similar."""
 
     def __init__(self, num_candidates: int) -> None:
         if num_candidates < 1:
@@ -138,7 +123,6 @@ class Timings:
         self._measured: list[tuple[int, int, float]] = []  # candidate, round, logarithm of seconds
 
     def add(self, index: int, round_: int, seconds: float) -> None:
-        """Record that candidate number ``index`` took ``seconds`` for the work of ``round_``."""
         self._measured.append((index, round_, math.log(seconds)))
 
     def rivals(self, possible: Sequence[int]) -> list[int]:
@@ -150,12 +134,7 @@ class Timings:
         return sorted(possible[i] for i in chosen)
 
     def evaluate(self, candidates: Sequence[Candidate], possible: Sequence[int]) -> Exploration:
-        """Return the fastest of the candidates that have been measured, and how certain that is.
-
-        Args:
-            candidates: The candidates by number.
-            possible: Numbers of the candidates to consider; those not measured yet still count as rivals.
-        """
+        """Return the fastest ``possible`` one that has run, and how certain that is; those that have not are rivals."""
         draws, noise = self._draw()
         runs = [sum(index == i for i, _, _ in self._measured) for index in range(self._num_candidates)]
         expected = draws.mean(axis=0)

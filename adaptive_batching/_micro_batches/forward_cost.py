@@ -27,13 +27,10 @@ _OUTLIER = 4.0
 class ForwardCost:
     """Time of a forward and backward: a fixed part and a part per padded token, fitted to measurements.
 
-    The fit is a least-squares line through (padded tokens, seconds), in which older measurements count less.
-    Measurements that include something else, such as compiling, are left out: those that took several times as long as
-    another one shows to be possible, either for at least as many tokens or at the same time per token.
-
-    Args:
-        decay: Factor that each new measurement applies to the weight of the earlier ones.
-        warm_up: Number of initial measurements to skip, because they include one-time setup.
+    The fit is a least-squares line through (padded tokens, seconds), in which each measurement multiplies the weight of
+    those before it by ``decay``. The first ``warm_up`` ones, which include one-time setup, are left out, as are others
+    that include something else, such as compiling: those that took several times as long as another one shows to be
+    possible, either for at least as many tokens or at the same time per token.
     """
 
     def __init__(self, decay: float = 0.98, warm_up: int = 3) -> None:
@@ -42,7 +39,6 @@ class ForwardCost:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_MEASUREMENTS_KEPT)  # (padded tokens, seconds)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Record that a micro-batch of ``tokens`` padded tokens took ``seconds``."""
         if self._to_skip > 0:
             self._to_skip -= 1
             return
@@ -72,11 +68,9 @@ class ForwardCost:
         return default if line is None else line[0] / line[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"to_skip": self._to_skip, "recent": [list(measurement) for measurement in self._recent]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by :meth:`state_dict`."""
         self._to_skip = state["to_skip"]
         self._recent.extend((tokens, seconds) for tokens, seconds in state["recent"])
 

@@ -17,12 +17,9 @@ class TokenLimit:
     """Limit on the padded tokens of a micro-batch, learned from running out of memory.
 
     There is no limit until a micro-batch runs out of memory. Each time one does, the limit falls to half of that
-    micro-batch. After a number of clean steps the limit doubles, but never to a size that has failed twice; once beyond
-    what failed, it is lifted. Each failure after the first doubles the number of clean steps required, so that a run of
-    any length has few failures.
-
-    Args:
-        steps_to_recover: Clean steps after which the limit is raised for the first time.
+    micro-batch. After ``steps_to_recover`` clean steps the limit doubles, but never to a size that has failed twice;
+    once beyond what failed, it is lifted. Each failure after the first doubles the number of clean steps required, so
+    that a run of any length has few failures.
     """
 
     def __init__(self, steps_to_recover: int = 50) -> None:
@@ -36,7 +33,6 @@ class TokenLimit:
         self._failed: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {
             "max_tokens": self.max_tokens,
             "num_recoveries": self.num_recoveries,
@@ -47,14 +43,12 @@ class TokenLimit:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by :meth:`state_dict`."""
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
         self._clean_steps, self._failed = state["clean_steps"], list(state["failed"])
         self._steps_to_recover = state["steps_to_recover"]
         self.largest_that_ran = state.get("largest_that_ran", 0)
 
     def note(self, tokens: int) -> None:
-        """Record that a micro-batch of ``tokens`` padded tokens has run."""
         self.largest_that_ran = max(self.largest_that_ran, tokens)
 
     def keep(self) -> None:
@@ -62,10 +56,7 @@ class TokenLimit:
         self.num_recoveries += 1
 
     def shrink(self, tokens: int, *, fitted_before: bool = False) -> None:
-        """Lower the limit after a micro-batch of ``tokens`` padded tokens ran out of memory.
-
-        The limit becomes half of ``tokens``, or an eighth less than ``tokens`` if as many have fitted before.
-        """
+        """Lower the limit after ``tokens`` ran out of memory: to half, or an eighth less if as many fitted before."""
         self.num_recoveries += 1
         if fitted_before:
             self.lower(tokens)
@@ -84,7 +75,6 @@ class TokenLimit:
         self.max_tokens = max(max_tokens, 1)
 
     def note_clean_step(self) -> None:
-        """Record that an optimizer step ended without running out of memory."""
         if self.max_tokens is None:
             return
         self._clean_steps += 1
@@ -112,10 +102,7 @@ class Attempts:
     Where the allocator has had to empty its cache to find room in several steps in a row, later ones are to run with an
     eighth less; a step that runs again as it was counts as one of these.
 
-    Args:
-        limit: Lowered when samples run again in smaller micro-batches, and by :meth:`lower_for_retries`. It knows what
-            has run, before a resume as well.
-        largest_that_ran: Padded tokens of the largest micro-batch that a probe has run.
+    ``limit`` knows what has run, before a resume as well; a probe has run ``largest_that_ran`` padded tokens.
     """
 
     def __init__(self, limit: TokenLimit, largest_that_ran: int = 0) -> None:
@@ -136,7 +123,6 @@ class Attempts:
         self.failures = 0
 
     def note(self, tokens: int) -> None:
-        """Record that a micro-batch of ``tokens`` padded tokens has run."""
         self._limit.note(tokens)
 
     def note_retry(self, tokens: int, *, can_be_cut: bool) -> None:
@@ -149,16 +135,7 @@ class Attempts:
         return tokens <= self._limit.largest_that_ran and self.failures < 2
 
     def fail(self, tokens: int, *, fitted_before: bool, can_be_cut: bool) -> bool:
-        """Record that a micro-batch of ``tokens`` ran out of memory.
-
-        Args:
-            tokens: Its padded tokens.
-            fitted_before: As many have run before.
-            can_be_cut: It holds more than one sample.
-
-        Returns:
-            True if the samples run again as they were, False if in smaller micro-batches.
-        """
+        """Count a failed micro-batch; return True if its samples run again as they were, False if in smaller ones."""
         self.failures += 1
         if fitted_before and self.failures == 1:
             self._limit.keep()
@@ -171,9 +148,7 @@ class Attempts:
     def count_retries(self) -> int | None:
         """Count a step that has not shrunk, at its end.
 
-        Returns:
-            The padded tokens below which forwards are to become, as the allocator has emptied its cache in several
-            steps in a row; 0 if there is nothing to cut. None where it has not.
+        If several in a row emptied the cache, return the tokens that forwards are to stay below; 0 if none can be cut.
         """
         self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
         if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
@@ -188,14 +163,7 @@ class Attempts:
         self._tokens_retried = 0
 
     def lower_for_retries(self, tokens: int, *, unit: str, device: object, advice: str | None) -> None:
-        """Lower the limit below what :meth:`count_retries` has returned, and say so.
-
-        Args:
-            tokens: What it returned, above 0.
-            unit: Of the limit, in words.
-            device: The device that is short of memory.
-            advice: An environment variable by which its allocator would need less, if there is one.
-        """
+        """Lower the limit below the ``tokens`` that :meth:`count_retries` has returned, above 0, and say so."""
         self._limit.lower(tokens)
         more = "" if advice is None else f". It may need less with the environment variable {advice}"
         log.warning(

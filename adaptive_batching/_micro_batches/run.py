@@ -15,8 +15,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """Outcome of a sequence of micro-batches."""
-
     results: list[T]
     """Results of the micro-batches that ran on this rank."""
 
@@ -42,23 +40,15 @@ def run_micro_batches(
 ) -> Outcome[T]:
     """Run forward and backward of each micro-batch, and stop if memory runs out.
 
-    If the model is sharded, a rank that runs out of memory issues the collectives that its peers wait for, so that
-    all ranks come to the end. All ranks run the same number of micro-batches.
+    If the model is sharded, a rank that runs out of memory issues the collectives that its peers wait for, so that all
+    ranks come to the end. All ranks run the same number of micro-batches. ``collectives`` is None if there are none, or
+    if they cannot be issued for the other ranks. These then do not come to the end, and the rank that failed has to end
+    the run. If memory runs out in a micro-batch whose collectives differ from the recorded ones, in a collective that
+    may have been issued or not, or again while only collectives are issued, raise CannotRecoverError.
 
-    Args:
-        micro_batches: Functions that each run one forward and backward.
-        ranks: The ranks of the run.
-        collectives: Collectives of a sharded model. None if there are none, or if they cannot be issued for the other
-            ranks. These then do not come to the end, and the rank that failed has to end the run.
-        discard: Drops gradients and anything else that an aborted step leaves behind, and really releases its memory.
-            After a failure it is called on all ranks at the end, and on the rank that failed also before that rank
-            issues any more collectives.
-        count_retries: Returns how often this rank's allocator has had to empty its cache.
-
-    Raises:
-        CannotRecoverError: If memory runs out in a micro-batch whose collectives differ from the recorded ones, in a
-            collective that may have been issued or not, or again while only collectives are issued.
-        Exception: Any other error of a micro-batch. Out-of-memory errors are returned instead.
+    ``discard`` drops gradients and anything else that an aborted step leaves behind, and really releases its memory.
+    After a failure it is called on all ranks at the end, and on the rank that failed also before that rank issues any
+    more collectives. ``count_retries`` returns how often this rank's allocator has had to empty its cache.
     """
     results: list[T] = []
     retries_before = count_retries()

@@ -45,11 +45,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Bytes reserved and allocated, with default settings.
-
-    Args:
-        limit: Bound of what is reserved.
-    """
+    """Bytes reserved and allocated, with default settings; ``limit`` bounds what is reserved."""
 
     full: type[Exception] = AllocatorFullError
 
@@ -61,11 +57,7 @@ class CachingAllocator:
         self._mapped = 0
 
     def take(self, num_bytes: int, stream: int = 0) -> Block:
-        """Allocate, for use on a stream.
-
-        Raises:
-            AllocatorFullError: If there is no room, even with the cache emptied; or what ``full`` names.
-        """
+        """Allocate for use on a stream; raise ``full`` if there is no room, even with the cache emptied."""
         size = max(-(-num_bytes // 512), 1) * 512
         small = size <= MIB
         keys = self._free[small, stream]
@@ -84,7 +76,6 @@ class CachingAllocator:
         return block
 
     def give_back(self, block: Block) -> None:
-        """Free a block into the cache."""
         self.allocated -= block.size
         if block.after is not None and block.after.free:
             self._withdraw(block.after)
@@ -109,7 +100,6 @@ class CachingAllocator:
             self.reserved -= block.size
 
     def reset_peak(self) -> None:
-        """Count peaks from here."""
         self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
 
     def copy(self, used: Sequence[Block], limit: float) -> tuple[CachingAllocator, list[Block]]:
@@ -151,13 +141,9 @@ class CachingAllocator:
 
 
 class ExpandableAllocator:
-    """The same with ``expandable_segments:True``: a segment for each pool of a stream, partly
-    backed by memory.
+    """The same with ``expandable_segments:True``: a segment for each pool of a stream, partly backed by memory.
 
     A segment grows by pieces of 2 MiB (small) or 20 MiB; under pressure, pieces that are wholly free are unmapped.
-
-    Args:
-        limit: Bound of what is reserved.
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
@@ -168,11 +154,6 @@ class ExpandableAllocator:
         self._mapped: defaultdict[Pool, set[int]] = defaultdict(set)
 
     def take(self, num_bytes: int, stream: int = 0) -> Any:
-        """Allocate for use on a stream, and return a handle.
-
-        Raises:
-            AllocatorFullError: If there is no room, even with free pieces unmapped.
-        """
         size = max(-(-num_bytes // 512), 1) * 512
         pool = size <= MIB, stream
         at = self._place(size, pool)
@@ -194,7 +175,6 @@ class ExpandableAllocator:
         return pool, start, size
 
     def give_back(self, handle: Any) -> None:
-        """Free what :meth:`take` gave."""
         pool, start, size = handle
         self.allocated -= size
         gaps = self._gaps[pool]
@@ -206,7 +186,6 @@ class ExpandableAllocator:
             gaps[at - 1][1] = gaps.pop(at)[1]
 
     def empty_cache(self) -> None:
-        """Give back the pieces that are wholly free."""
         for pool, gaps in self._gaps.items():
             piece = self._piece[pool[0]]
             free = {n for n in self._mapped[pool] if any(a <= n * piece and (n + 1) * piece <= b for a, b in gaps)}
@@ -214,7 +193,6 @@ class ExpandableAllocator:
             self.reserved -= len(free) * piece
 
     def copy(self, used: Sequence[Any], limit: float) -> tuple[ExpandableAllocator, list[Any]]:
-        """Return an allocator in the same state with another limit, and its handles for all those in use."""
         made = type(self)(limit)
         made.reserved = made.peak_reserved = self.reserved
         made.allocated = made.peak_allocated = self.allocated

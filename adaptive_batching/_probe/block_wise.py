@@ -22,15 +22,7 @@ _SMALLEST_OF_8_BITS, _SMALLEST_PAGED, _BLOCK = 4096, 100_000, 256
 
 
 class BlockWise(Optimizer):
-    """Stands in for an optimizer of bitsandbytes.
-
-    Args:
-        params: Parameters, or groups of them.
-        num_states: States for each element.
-        bits: Of a state.
-        paged: True to keep large states in managed memory.
-        arguments: Of the original; they do not matter to memory.
-    """
+    """Stands in for an optimizer of bitsandbytes that has, for each element, ``num_states`` states of ``bits`` bits."""
 
     def __init__(self, params: Any, num_states: int = 2, bits: int = 32, paged: bool = False, **arguments: Any) -> None:
         defaults = {"lr": arguments.get("lr", 1e-3), "num_states": num_states, "bits": bits, "paged": paged}

@@ -15,16 +15,13 @@ from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
 
 def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
-    """Return the peak memory in bytes that training may take: memory in use plus free memory, within the limits.
-
-    ``memory_limit`` caps it; without one, ``headroom`` is subtracted.
-    """
+    """Return the peak bytes that training may take: used plus free, within ``memory_limit``, else less ``headroom``."""
     headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
     return max(memory_available(config, meter) - headroom, 0)
 
 
 def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
-    """Return memory in use plus free memory in bytes, within ``memory_limit``."""
+    """Return the bytes in use plus those free, within ``memory_limit``."""
     available = meter.used_bytes() + _free_bytes(meter)
     return available if config.memory_limit is None else min(_allowed(config.memory_limit, meter), available)
 
@@ -42,12 +39,7 @@ def _free_bytes(meter: MemoryMeter) -> int:
 
 @contextlib.contextmanager
 def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) -> Iterator[None]:
-    """Have this process run out of memory at ``memory_limit``, as a probe does, rather than take it from others.
-
-    Args:
-        config: Provides ``memory_limit``; without one, nothing is limited.
-        device: The device; on one that cannot be limited, nothing is.
-    """
+    """Have this process run out of memory at ``memory_limit``, if there is one and the device can be limited."""
     with contextlib.ExitStack() as stack:
         if config.memory_limit is not None:
             with contextlib.suppress(NotImplementedError):
@@ -57,17 +49,7 @@ def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) ->
 
 
 def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks = ALONE, *, added: int = 0) -> None:
-    """Refuse limits that leave nothing beyond what is in use, on any rank.
-
-    Args:
-        config: Provides ``memory_limit`` and ``headroom``.
-        meter: Memory meter of this rank's device.
-        ranks: All ranks of the run.
-        added: Bytes that training takes besides its steps.
-
-    Raises:
-        ConfigError: If there is no room for a step.
-    """
+    """Raise ConfigError if on any of the ranks the limits leave no room for a step, besides ``added`` bytes."""
     problem = _no_room(config, meter, added)
     problems = [each for each in ranks.gather(problem) if each]
     if problems:

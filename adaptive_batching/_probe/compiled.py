@@ -42,7 +42,6 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` of tensors, run as a compiled region."""
     region = _Region(lambda _, args, kwargs: function(*args, **kwargs))
 
     def run(*args: Any, **kwargs: Any) -> Any:

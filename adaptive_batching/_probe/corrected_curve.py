@@ -112,7 +112,6 @@ class CorrectedCurve:
         return float(1 - caution * (1 - peak / self._budget))
 
     def exceeds(self, index: int) -> bool:
-        """Return True if a candidate is predicted not to fit."""
         return self._predict is not None and self._peak(self._sizes.candidates[index], self._measured) > self._budget
 
     def surely_exceeds(self, index: int) -> bool:
@@ -173,7 +172,6 @@ class CorrectedCurve:
         return self._peak(size, self._measured)
 
     def _peak(self, size: int, measured: list[tuple[int, int]]) -> float:
-        """Return the expected peak in bytes at ``size``: the predicted curve through the measured points."""
         return self._correction(measured)(self._expected(size))
 
     def _correction(self, measured: list[tuple[int, int]]) -> Callable[[float], float]:
@@ -209,10 +207,7 @@ class CorrectedCurve:
         return self._predict(size + 1) - self._predict(size)
 
     def largest_that_fits(self, share: float = 1.0) -> int:
-        """Return the index of the largest candidate expected to fit in ``share`` of the budget.
-
-        The index may lie at or beyond either end of the bracket.
-        """
+        """Return the index, even off the bracket, of the largest candidate expected to fit ``share`` of the budget."""
         candidates = self._sizes.candidates
         if self._predict is None:
             return self._secant()

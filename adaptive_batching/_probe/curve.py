@@ -25,13 +25,7 @@ class PeakMemoryCurve:
     def __init__(self, lower: Sequence[int], upper: Sequence[int], *, kept_bytes: int = 0) -> None:
         """Build the curve from the bytes alive at the two traced sizes: before the step, then after every operation.
 
-        Args:
-            lower: Those at the smaller size.
-            upper: Those at the larger.
-            kept_bytes: Bytes before the step, at the smaller size, that an earlier step has made.
-
-        Raises:
-            TraceError: If the two traces differ in their number of operations.
+        Of the first of ``lower``, an earlier step has made ``kept_bytes``. Raise TraceError if the lengths differ.
         """
         if len(lower) != len(upper):
             small, large = TRACED_SIZES
@@ -62,11 +56,6 @@ class TracedStep:
     """A training step traced at two batch sizes, and what follows for every other."""
 
     def __init__(self, lower: StepRecord, upper: StepRecord) -> None:
-        """Combine the records at the two sizes.
-
-        Raises:
-            TraceError: If they differ in their number of operations.
-        """
         self.curve = PeakMemoryCurve(lower.log, upper.log, kept_bytes=lower.kept_bytes)
         self._lower, self._upper = lower, upper
 
@@ -80,11 +69,7 @@ class TracedStep:
         return resting and lower.events == upper.events and lower.kinds == upper.kinds
 
     def at(self, batch_size: int) -> StepRecord:
-        """Return the record of the step at ``batch_size``.
-
-        Raises:
-            TraceError: If the order of allocations depends on the batch size.
-        """
+        """Return the record of the step at ``batch_size``; raise TraceError unless it :attr:`is_uniform`."""
         if not self.is_uniform:
             raise TraceError("the order in which memory is allocated and freed depends on the batch size")
 

@@ -53,9 +53,7 @@ def explain(
 ) -> str:
     """Return why a batch of one does not fit and what would help, with predictions corrected by measurements.
 
-    Args:
-        curve: The predicted peaks; None if no trace was possible.
-        level: Bytes in use on the device in addition to the predicted ones.
+    ``level`` is the bytes in use on the device in addition to the predicted ones.
     """
     message = f"a batch of one sample does not fit in {memory_size(budget)}"
     measured = next((m for m in measurements if m.batch_size == 1), None)

@@ -34,17 +34,10 @@ _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: Expandable
 
 
 class _Measuring:
-    """Run trial steps on all ranks and combine their measurements.
+    """Run the steps of a :class:`Trial` on all ranks and combine their measurements.
 
     All ranks use the numbers of the rank with the least memory left. Its budget applies to every rank, and a rank with
-    a larger budget subtracts the difference from its peaks.
-
-    Args:
-        trial: Runs the steps on this rank.
-        config: Provides ``memory_limit`` and ``headroom``.
-        meter: Memory meter of this rank's device.
-        ranks: All ranks of the run.
-        expected: Steps that the search is likely to take, for messages; None if that cannot be said.
+    a larger budget subtracts the difference from its peaks. ``expected`` is the likely number of steps, for messages.
     """
 
     def __init__(
@@ -70,7 +63,6 @@ class _Measuring:
         self.spare_bytes = self._trial.budget_bytes - self.budget_bytes
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run a step at ``batch_size`` after releasing the memory of the previous step."""
         self._announce(batch_size)
         measured = self._trial.measure(batch_size)
         if self._is_first:
@@ -83,12 +75,10 @@ class _Measuring:
         return self._agreed(measured)
 
     def begin(self, batch_size: int) -> Measurement:
-        """Run a step as training begins."""
         self._announce(batch_size)
         return self._agreed(self._trial.begin(batch_size))
 
     def measure_again(self, batch_size: int) -> Measurement:
-        """Run another step at the same size as the previous one."""
         self._announce(batch_size)
         return self._agreed(self._trial.measure_again(batch_size))
 

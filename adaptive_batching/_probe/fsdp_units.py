@@ -25,8 +25,7 @@ from adaptive_batching._probe.recording import labelled, on_stream
 class Streams:
     """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root.
 
-    Args:
-        root: Number of the root. Each has streams of its own, whose memory no other takes.
+    Each root, by its number, has streams of its own, whose memory no other takes.
     """
 
     def __init__(self, root: int) -> None:
@@ -82,14 +81,8 @@ class Unit:
     """Simulates gathering and reducing for one module, as FSDP2 does by default.
 
     The order is that of ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, in ``unshard``,
-    ``wait_for_unshard``, ``pre_backward`` and ``post_backward``.
-
-    Args:
-        module: A module of the copy.
-        parameters: Its whole parameters, each with the shard that a rank keeps.
-        streams: Buffers of all units.
-        reshards: Whole parameters are freed after the forward.
-        offloads: Shards are on the host.
+    ``wait_for_unshard``, ``pre_backward`` and ``post_backward``. Each whole parameter comes with the shard that a rank
+    keeps. If it ``reshards``, whole ones are freed after the forward; if it ``offloads``, shards are on the host.
     """
 
     def __init__(

@@ -26,8 +26,6 @@ _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "var",
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the nodes of a graph are run."""
-
     order: list[Node]
     """All nodes but placeholders and the output."""
 
@@ -41,14 +39,7 @@ class Schedule:
 def schedule(
     graph: Graph, stored: set[Node], is_view: Callable[[Node], bool], is_library_call: Callable[[Node], bool]
 ) -> Schedule:
-    """Lay out a graph as Inductor would run it.
-
-    Args:
-        graph: Forward or backward of a compiled region, as AOTAutograd has cut it.
-        stored: Nodes whose results are written to memory.
-        is_view: True for a node that shares its input's memory.
-        is_library_call: True for a node that is a kernel of its own.
-    """
+    """Lay out the forward or backward of a compiled region, as AOTAutograd has cut it, as Inductor would run it."""
     return _Scheduler(graph, stored, is_view, is_library_call).schedule()
 
 

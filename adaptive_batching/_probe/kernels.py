@@ -22,7 +22,6 @@ _THREADS = 132 * 2048  # of an H100 at once, where the device is not known; most
 
 
 def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
-    """Return what the kernel of an operation takes on CUDA; None for nothing."""
     if func is _aten.embedding_dense_backward.default:
         gradient, indices = args[0], args[1]
         return Scratch("embedding", (indices.numel(), int(args[2]), gradient.shape[-1]))

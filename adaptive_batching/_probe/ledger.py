@@ -24,10 +24,7 @@ BETWEEN = "between steps"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The memory of one training step at one batch size.
-
-    Storages are known by number. Those alive before the step have the first ones.
-    """
+    """The memory of one training step at one batch size. Storages are numbered, those alive before the step first."""
 
     log: Sequence[int]
     """Bytes alive before the step, then after each operation."""
@@ -54,8 +51,7 @@ class StepRecord:
     """Number of the stream, by storage, of what is not allocated on the main one."""
 
     made: Mapping[int, int]
-    """By storage alive before the step that the first step makes, such as optimizer states: the number of events before
-    it does."""
+    """By resting storage that the first step makes, such as optimizer states: the number of events before it does."""
 
     scratch: Mapping[int, tuple[int, Scratch]]
     """By storage that an operation takes while it runs: its entry of ``log``, and what its size follows from. ``log``
@@ -86,10 +82,7 @@ class StepRecord:
 
 
 class Ledger:
-    """Bytes alive, and the allocations and ends of storages in the order in which they happen.
-
-    A storage is any ``torch.UntypedStorage``; it ends when nothing holds it any more.
-    """
+    """Bytes alive and, in order, the allocations and ends of storages. One ends when nothing holds it any more."""
 
     def __init__(self) -> None:
         self._current = 0
@@ -119,11 +112,9 @@ class Ledger:
 
     @property
     def current_bytes(self) -> int:
-        """Bytes alive now."""
         return self._current
 
     def record(self, *, kept_bytes: int, flops: int, recomputed_flops: int, attention_flops: int) -> StepRecord:
-        """Return what has happened since :meth:`begin`, with what else is known of the step."""
         return StepRecord(
             tuple(self._log), tuple(self._moments), tuple(self._marks), tuple(self._events), tuple(self._sizes),
             tuple(self._kinds), self._num_resting, self._streams, self._made, self._scratch, kept_bytes, flops,
@@ -131,11 +122,9 @@ class Ledger:
         )  # fmt: skip
 
     def knows(self, storage: Any) -> bool:
-        """Return True for a storage that is alive here."""
         return storage._cdata in self._seen
 
     def call_it(self, storage: Any, kind: str) -> None:
-        """Give a storage that is known another kind."""
         self._kinds[self._seen[storage._cdata][1]] = kind
 
     def allocate(self, storage: Any, kind: str, size: int, stream: int = 0) -> None:

@@ -46,7 +46,6 @@ def make_paged_states(optimizers: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def managed_states(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return those of ``values`` that are tensors in managed memory."""
     return [value for value in values if isinstance(value, torch.Tensor) and is_managed(value)]
 
 

@@ -49,10 +49,8 @@ class _Handle:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every storage that operations make under it, until it dies.
 
-    Args:
-        vocabulary: Sizes of the last dimension by which logits are known.
-        device_type: Device whose memory counts. What is on another takes none.
-        on_cuda: Count what kernels of CUDA take for the time of a call.
+    Logits are known by a last dimension that is in ``vocabulary``. Only memory on ``device_type`` counts, with
+    ``on_cuda`` also what kernels of CUDA take for the time of a call.
     """
 
     fused = False
@@ -86,11 +84,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self, *, kept_bytes: int = 0) -> None:
-        """Start the record of a step here. What is alive now rests between steps.
-
-        Args:
-            kept_bytes: Bytes of that which a step before has made.
-        """
+        """Start the record of a step. What is alive now rests between steps; one before made ``kept_bytes`` of it."""
         self._ledger.begin()
         self._kept_bytes = kept_bytes
         self._flops = self._recomputed_flops = self._attention_flops = 0
@@ -98,24 +92,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def current_bytes(self) -> int:
-        """Bytes alive now."""
         return self._ledger.current_bytes
 
     def record(self) -> StepRecord:
-        """Return what has been recorded since :meth:`begin`."""
         return self._ledger.record(
             kept_bytes=self._kept_bytes, flops=self._flops, recomputed_flops=self._recomputed_flops,
             attention_flops=self._attention_flops,
         )  # fmt: skip
 
     def hold(self, tensor: torch.Tensor, kind: str, *, counts: bool = True) -> None:
-        """Record the storage of ``tensor``, or give it another kind if it is known already.
-
-        Args:
-            tensor: Any tensor, of a subclass with tensors inside as well.
-            kind: One of :data:`KINDS`.
-            counts: False for a tensor that takes no memory.
-        """
+        """Record a tensor's storages, or change their kind if known; those that do not count take no memory."""
         counts = counts and _device_type(tensor) == self._device_type
         for storage in _storages(tensor):
             if self._ledger.knows(storage):
@@ -129,10 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Iterator[None]:
         """Tell forward, loss, backward and optimizer step apart, and gradients from what else a backward makes.
 
-        Args:
-            models: The model that is trained, and others that the loss needs.
-            parameters: What the optimizers step.
-            steps_elsewhere: The optimizers step on another device, whose memory does not count.
+        The optimizers step ``parameters``; ``steps_elsewhere`` is on another device, whose memory does not count.
         """
 
         def set_moment(moment: str) -> None:
@@ -254,14 +237,12 @@ def _called_by_autograd(frame: Any) -> bool:
 
 
 def state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """Return the tensors that optimizers keep from step to step."""
     values = [value for o in optimizers for state in o.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @contextlib.contextmanager
 def labelled(kind: str) -> Iterator[None]:
-    """Record what is allocated inside as of one kind."""
     before, Recorder.label = Recorder.label, kind
     try:
         yield
@@ -271,7 +252,6 @@ def labelled(kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_stream(number: int) -> Iterator[None]:
-    """Record what is allocated inside as of a stream of its own, whose memory no other takes."""
     before, Recorder.stream = Recorder.stream, number
     try:
         yield

@@ -54,8 +54,6 @@ class SetUp:
 
     sizes: Sequence[int] = ()
     empties_cache: bool = False
-    """The cache is emptied before the first step."""
-
     _states: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
@@ -105,8 +103,6 @@ class Reserved:
 
 
 def reserved_for(step: Recorded, set_up: SetUp = NO_SET_UP) -> Reserved:
-    """Replay a step and return what is reserved for it."""
-
     def found(kind: type) -> tuple[Any, int]:
         free = replay(kind, step, set_up)
         least = _least(lambda limit: replay(kind, step, set_up, limit), free.peak_allocated, free.peak_reserved)
@@ -122,11 +118,7 @@ def reserved_by_default(step: Recorded, set_up: SetUp = NO_SET_UP) -> int:
 
 
 def replay(kind: type, step: Recorded, set_up: SetUp = NO_SET_UP, limit: float = float("inf")) -> Any:
-    """Run :data:`STEPS` equal steps on an allocator of a kind, the first as that of a run, and return it.
-
-    Raises:
-        AllocatorFullError: If a step does not fit in ``limit`` bytes.
-    """
+    """Run :data:`STEPS` equal steps on an allocator of a kind, the first as that of a run, and return it."""
     allocator, at_hand = set_up.start(kind, limit)
     for _ in _steps(allocator, step, STEPS, step.made, at_hand):
         pass
@@ -143,13 +135,8 @@ def _steps(
     """Run ``count`` equal steps on ``allocator``, and stop after each.
 
     What a step leaves behind takes the place of as large a storage of those before that it frees, if there is one.
-
-    Args:
-        allocator: The allocator.
-        step: The step.
-        count: Number of steps.
-        made: By storage that is not there before the first step: the number of events before the step makes it.
-        at_hand: Blocks in use, by bytes: those of what rests between steps, and what ends before the first.
+    ``made`` has what is not there before the first step, with the number of events before the step makes it;
+    ``at_hand`` has blocks in use, by bytes: those of what rests between steps, and what ends before the first.
     """
     blocks = {size: list(each) for size, each in (at_hand or {}).items()}
 
@@ -213,11 +200,6 @@ class ReservedPeaks:
     What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
     search needs a curve that never falls. So each new value is moved to lie between those known of smaller and of
     larger sizes; what has been told is never taken back.
-
-    Args:
-        at: Returns the step at a batch size.
-        allocator: Makes an allocator that has reserved nothing, with a limit.
-        makes_states: The first step of training makes the optimizer states.
     """
 
     def __init__(
@@ -227,7 +209,6 @@ class ReservedPeaks:
         self._known: list[tuple[int, Needed]] = []  # (batch size, bytes), all of them ascending
 
     def __call__(self, batch_size: int) -> Needed:
-        """Return what the steps at a batch size need."""
         at = bisect_left(self._known, batch_size, key=lambda known: known[0])
         if at == len(self._known) or self._known[at][0] != batch_size:
             needed = self._replay(batch_size)

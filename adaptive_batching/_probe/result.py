@@ -75,10 +75,7 @@ class ProbeResult:
 
 
 def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
-    """Return the result stored at ``path`` under the same ``key``, or None.
-
-    The reason for ignoring a stored result is logged.
-    """
+    """Return the result stored at ``path`` under the same ``key``; else None, and log why a stored one is ignored."""
     if not path.exists():
         return None
     try:

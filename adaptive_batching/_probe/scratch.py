@@ -59,13 +59,9 @@ def of_attention(heads: int, length: int, width: int) -> int:
 def of_sum_of_rows(inputs: int, outputs: int, threads: int) -> int:
     """Return what a sum over the rows of a matrix takes, such as the gradient of a norm's scale or of a bias.
 
-    Where rows are many and columns few, several blocks of threads share a column, and each leaves its sums in memory
-    (``setReduceConfig`` and ``global_memory_size`` in ``aten/src/ATen/native/cuda/Reduce.cuh``).
-
-    Args:
-        inputs: Rows.
-        outputs: Columns.
-        threads: Those that the device runs at once.
+    Where rows (``inputs``) are many and columns (``outputs``) few, several blocks of threads share a column, and each
+    leaves its sums in memory (``setReduceConfig`` and ``global_memory_size`` in
+    ``aten/src/ATen/native/cuda/Reduce.cuh``). The device runs ``threads`` at once.
     """
     in_one_load = next(n for n in (4, 2, 1) if outputs % n == 0)
     most = 512 // in_one_load

@@ -42,12 +42,9 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Cou
     curve costs steps, but never gives a wrong answer. Without a curve, guesses follow the secant through the two
     largest sizes that fitted.
 
-    Args:
-        sizes: Candidates, measurements and budget; narrowed in place.
-        predict_peak: Returns the peak memory in bytes at a batch size, and never decreases with it; None if no trace
-            was possible.
-        count: Predicts what of that counts against the limit; None if the allocator's rules are not known. Then what
-            was last measured to be reserved beyond what is in use is taken to be reserved at any size.
+    ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
+    limit; None if the allocator's rules are not known. Then what was last measured to be reserved beyond what is in use
+    is taken to be reserved at any size.
     """
     curve = CorrectedCurve(sizes, predict_peak, count)
     if not sizes.measurements:
@@ -88,16 +85,10 @@ def settle_for_enough(
 ) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use.
 
-    Args:
-        sizes: Candidates, measurements and budget; narrowed in place.
-        predict_peak: Peak memory in bytes at a batch size; None if no trace was possible.
-        enough: Returns the size from which on a larger one is of no use, as far as measurements tell; else None.
-        count: As for :func:`predict`.
-
-    Returns:
-        The largest size up to that one which is predicted to fit by far, so that it need not run, if it is at least
-        a third of it: the time that larger sizes save is then at most three times what is of no use. Else None: the
-        search goes on, up to what is enough.
+    From the size that ``enough`` returns on, larger ones are of no use, as far as measurements tell. Return the largest
+    up to that one which is predicted to fit by far, so that it need not run, if it is at least a third of it: the time
+    that larger sizes save is then at most three times what is of no use. Else return None: the search goes on, up to
+    what is enough.
     """
     curve = CorrectedCurve(sizes, predict_peak, count)
     for index in range(min(2, len(sizes.candidates))):

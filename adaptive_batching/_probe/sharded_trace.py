@@ -28,12 +28,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class ShardedCopy:
-    """Fake copies of sharded models and of the optimizers, all on the CPU.
+    """Fake copies of sharded models and of the optimizers, which step the shards, all on the CPU.
 
-    Args:
-        model: The root FSDP module, or a list of several, each with all-gathers of its own.
-        optimizers: The optimizers; their copies step the shards.
-        fake: The fake tensor mode of the copies.
+    ``model`` is the root FSDP module, or a list of several, each with all-gathers of its own.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode) -> None:
@@ -69,14 +66,7 @@ class ShardedCopy:
             self._simulate(root, copied, of_copy, Streams(number))
 
     def _simulate(self, root: nn.Module, copied: nn.Module, shards: dict[int, nn.Parameter], streams: Streams) -> None:
-        """Have the copy of a root take what FSDP takes.
-
-        Args:
-            root: The FSDP module.
-            copied: Its copy.
-            shards: The shard of each whole parameter of the copy, by its id.
-            streams: Those of the root.
-        """
+        """Have the copy of a root take what FSDP takes; ``shards`` are by the ids of the copy's whole parameters."""
         units: dict[str, nn.Module] = {name: module for name, module in root.named_modules() if is_sharded(module)}
         modules = dict(copied.named_modules())
         managed: set[int] = set()
@@ -96,11 +86,7 @@ class ShardedCopy:
 
 
 def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) -> torch.Tensor:
-    """Return a fake tensor of the same type on the CPU, of another number of rows.
-
-    Raises:
-        NotImplementedError: If the type is one whose rows are not known.
-    """
+    """Return a fake tensor of the same type on the CPU, of another number of rows."""
     if not is_traceable_wrapper_subclass(original):
         with fake:
             return torch.empty(shape, dtype=original.dtype, device="cpu")

@@ -13,18 +13,11 @@ MAX_STEPS = 4
 
 
 def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
-    """Tell whether training can repeat the steps of a size, by what the first of them have asked of the allocator.
+    """Tell whether training can repeat the steps of a size, by how often each so far had the allocator empty its cache.
 
-    If it had to empty its cache in every step, each would have to wait for the device. That a first step had to says
-    little: it has met another layout than those after it.
-
-    Args:
-        retries: Times that the allocator emptied its cache to find room, in each step at the size so far.
-        makes_states: The first step has made the optimizer states, so that it had more room than those after it.
-
-    Returns:
-        True if the last two steps that found states had none; False if that can no longer be so within
-        :data:`MAX_STEPS`; None if another step has to tell.
+    If it had to in every step, each would have to wait for the device. That a first step had to says little: it has met
+    another layout than those after it, and with ``makes_states`` had more room. True if the last two steps that found
+    states did without; False if that can no longer be so within :data:`MAX_STEPS`; None if another step has to tell.
     """
     that_count = retries[1:] if makes_states else retries
     calm = next((index for index, had in enumerate(reversed(that_count)) if had), len(that_count))
@@ -51,8 +44,7 @@ class Measurement:
     steps: int = 1
     """Number of steps that ran or started."""
     freed_bytes: int = 0
-    """Most that the allocator gave back in a step to find room: without a limit, the step would have taken up to so
-    much more."""
+    """Most that the allocator gave back in a step to find room: without a limit, it would take up to that more."""
     step_peaks: list[int | None] = field(default_factory=list)
     """Peak of each of the last steps that ran in a row, the first of them on an empty cache."""
     step_retries: list[int] = field(default_factory=list)
@@ -93,18 +85,15 @@ Measure = Callable[[int], Measurement]
 class SizesRun:
     """All measurements of one search, and the bracket that they prove.
 
-    Args:
-        measure: Runs a step at a size, on memory that nothing has used before.
-        candidates: Sizes to consider, ascending.
-        budget: Returns the peak memory in bytes that a step may take; may change with a measurement.
-        measure_again: Runs another step at the size that ran last, on the allocator cache that it left; None for a
-            search whose answer need not run again.
-        avoids_failures: True to never run a size that measurements and curve put above the budget, not even to prove
-            it. For a device where a failed allocation can end the process.
-        trusts_prediction: False if a step takes memory that no trace sees, because kernels convert their inputs or
-            freed memory is kept. Half of the size that the first measurement allows then runs before that size.
-        begin: Runs the first step of training at a size, which meets and leaves memory as no other step does; None
-            where freed memory goes back, so that each step meets the same.
+    ``measure`` runs a step at a size, on memory that nothing has used before; ``measure_again`` another at the size
+    that ran last, on the allocator cache that it left, None for a search whose answer need not run again. ``begin``
+    runs the first step of training at a size, which meets and leaves memory as no other step does; None where freed
+    memory goes back, so that each step meets the same. ``candidates`` ascend. The budget may change with a measurement.
+
+    With ``avoids_failures``, for a device where a failed allocation can end the process, a size that measurements and
+    curve put above the budget never runs, not even to prove it. Without ``trusts_prediction``, because kernels convert
+    their inputs or freed memory is kept, which no trace sees, half of the size that the first measurement allows runs
+    before that size.
     """
 
     def __init__(
@@ -138,7 +127,6 @@ class SizesRun:
 
     @property
     def budget_bytes(self) -> int:
-        """Peak memory in bytes that a step may take."""
         return self._budget()
 
     def run(self, index: int) -> bool:
@@ -180,9 +168,6 @@ class SizesRun:
 
         The second step finds memory as training leaves it, not as the probe does. An allocator that keeps freed memory
         can need far more then. Where freed memory goes back at once, only the noise of a measurement is left.
-
-        Returns:
-            True if the answer stands, False if the search has to continue.
         """
         if self._measure_again is None:
             return True
@@ -246,12 +231,9 @@ def candidate_sizes(
 ) -> list[int] | range:
     """Return the batch sizes that a search may answer with, ascending, none above ``upper``.
 
-    Args:
-        upper: Largest size that bounds and data allow.
-        powers_of_two: Return only powers of two, and ``include``.
-        include: A size to add if it is at most ``upper``, such as the configured one that growth starts from.
-        coarse: Return only sizes with at most four significant binary digits, and ``upper``: from 8 on, each is at most
-            an eighth above the one before.
+    With ``powers_of_two`` only these; with ``coarse`` only those with at most four significant binary digits, and
+    ``upper``: from 8 on, each is at most an eighth above the one before. Either also has ``include``, such as the size
+    that growth starts from.
     """
     assert upper >= 1, upper
     if powers_of_two:

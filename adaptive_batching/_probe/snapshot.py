@@ -78,14 +78,8 @@ def _in_groups(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 class _Aside:
     """Copies of tensors, kept where they take no device memory: on the host or, for host tensors, in a file.
 
-    Copies of device tensors also go to the file if host memory is short.
-
-    Args:
-        tensors: The tensors to save.
-        scratch: Folder for the file if the one for temporary files has no room.
-
-    Raises:
-        ConfigError: If neither has room.
+    Copies of device tensors also go to the file if host memory is short. The file is in ``scratch`` if the folder for
+    temporary files has no room; if neither has, raise ConfigError.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], scratch: Path | None) -> None:
@@ -183,7 +177,6 @@ def _gib(num_bytes: int) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 

@@ -42,22 +42,14 @@ log = logging.getLogger(__name__)
 def trace_peak_memory(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> PeakMemoryCurve:
     """Trace ``step`` at two batch sizes, leaving model, optimizers and random state unchanged.
 
-    Args:
-        step: The training step; optimizer states need not exist yet.
-        change: Applied to the fake copy of the model before tracing, to predict the effect of a change.
-
-    Raises:
-        TraceError: If no trace is possible, because an operation has no fake implementation or depends on the data.
+    Optimizer states need not exist yet. To predict the effect of a ``change``, it is applied to the fake copy of the
+    model. If an operation has no fake implementation or depends on the data, raise TraceError.
     """
     return trace_step(step, change).curve
 
 
 def trace_step(step: TrainingStep, change: Callable[[nn.Module], None] | None = None) -> TracedStep:
-    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say.
-
-    Raises:
-        TraceError: If no trace is possible.
-    """
+    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say."""
     device = _device_of_trace(step.model)
     try:
         records = [_record_at(size, step, change, device) for size in TRACED_SIZES]

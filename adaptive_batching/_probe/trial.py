@@ -88,20 +88,11 @@ class Trial:
     Training makes these states in its first step, in memory that this step has freed. With an allocator that keeps
     freed memory, that is another layout, which :meth:`begin` brings about.
 
-    Args:
-        step: The training step to run.
-        meter: Reads and limits the memory of the device that the step runs on.
-        budget_bytes: Peak memory that a step may take.
-        scratch: Folder for the saved state if neither host memory nor the folder for temporary files has room.
-        all_ready: Takes True if this rank has the batch for a step, and returns True if all ranks do. If one rank
-            cannot begin a step, none does.
-        stopped_at_bytes: Memory at which a step is aborted; None for the budget. A step that takes more than the budget
-            but less than this runs to its end, and does not fit.
-
-    Raises:
-        ConfigError: On entry, if there is no room for the saved state.
-        torch.OutOfMemoryError, RuntimeError: On entry, if not even the optimizer states fit; see
-            :func:`~adaptive_batching._memory.is_out_of_memory`.
+    ``all_ready`` takes True if this rank has the batch for a step, and returns True if all ranks do: if one cannot
+    begin a step, none does. A step is aborted at ``stopped_at_bytes``, None for the budget; one that takes more than
+    the budget but less than this runs to its end, and does not fit. On entry, raise ConfigError if neither host memory,
+    the folder for temporary files nor ``scratch`` has room for the saved state, and an out-of-memory error if not even
+    the optimizer states fit.
     """
 
     def __init__(
@@ -142,11 +133,7 @@ class Trial:
         self._stack.close()
 
     def measure(self, batch_size: int) -> Measurement:
-        """Run one full training step at ``batch_size`` with an empty allocator cache, and return its measurement.
-
-        Raises:
-            Exception: Any error of the step other than running out of memory.
-        """
+        """Run one full training step at ``batch_size`` with an empty allocator cache."""
         if self._has_begun:
             self._drop_states()
             self._has_begun = False
@@ -154,22 +141,14 @@ class Trial:
         return self._measure(batch_size)
 
     def begin(self, batch_size: int) -> Measurement:
-        """Run a step as the first one of training does, which makes the optimizer states.
-
-        Raises:
-            Exception: Any error of the step other than running out of memory.
-        """
+        """Run a step as the first one of training does, which makes the optimizer states."""
         self._drop_states()
         self._has_begun = True
         self._clear()
         return replace(self._measure(batch_size), makes_states=bool(self._made))
 
     def measure_again(self, batch_size: int) -> Measurement:
-        """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do.
-
-        Raises:
-            Exception: Any error of the step other than running out of memory.
-        """
+        """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do."""
         return self._measure(batch_size)
 
     def _measure(self, batch_size: int) -> Measurement:
@@ -208,7 +187,6 @@ class Trial:
         self._meter.synchronize()
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
-        """Call ``function`` within the limit, and return True if it ran out of memory."""
         try:
             with self._meter.limit(self._limit_bytes):
                 function()
@@ -220,7 +198,6 @@ class Trial:
 
     @property
     def makes_states(self) -> bool:
-        """True if the first step of training makes optimizer states."""
         return bool(self._made)
 
     @property

@@ -46,11 +46,7 @@ class Ranks:
 
     They use a separate process group, so that an agreement neither waits for the device nor gets between its
     collectives. The group is created when the ranks first have something to agree on, because gloo cannot start on
-    every host where NCCL can.
-
-    Args:
-        device: Device over which the default process group communicates.
-        alone: True to ignore the default process group.
+    every host where NCCL can. The default group communicates over ``device``, and is ignored if ``alone``.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, alone: bool = False) -> None:
@@ -62,11 +58,7 @@ class Ranks:
         self._failure = ""
 
     def connect(self) -> str:
-        """Create the ranks' own group if there is none yet. All ranks have to call this together.
-
-        Returns:
-            An empty string, or why the group cannot be created; ``"on another rank"`` if nothing failed on this one.
-        """
+        """Create the ranks' own group if there is none; all must call this. Return why that failed, if it did."""
         if self.size == 1 or self._own_group is not None or self._failure:
             return self._failure
         # Start with what a rank can check alone: if that fails, the others would wait for it in vain.
@@ -109,23 +101,18 @@ class Ranks:
         return self.is_first or os.environ.get("GROUP_RANK") == "0"
 
     def largest(self, value: float) -> float:
-        """Return the largest ``value`` of all ranks."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
     def smallest(self, value: float) -> float:
-        """Return the smallest ``value`` of all ranks."""
         return self._reduced(value, dist.ReduceOp.MIN)
 
     def any(self, value: bool) -> bool:
-        """Return True if ``value`` is true on at least one rank."""
         return self.largest(float(value)) > 0
 
     def all(self, value: bool) -> bool:
-        """Return True if ``value`` is true on every rank."""
         return self.smallest(float(value)) > 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the ``value`` of every rank, in rank order."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -173,11 +160,7 @@ def _spans_hosts() -> bool:
 
 
 def _start_gloo() -> None:
-    """Look for the network interface that gloo will use, as far as a rank can check alone.
-
-    Raises:
-        RuntimeError, OSError: If there is none that other ranks can reach.
-    """
+    """Raise an error if, as far as a rank can tell alone, gloo has no network interface that others can reach."""
     if not dist.is_gloo_available():
         raise RuntimeError("this torch was built without gloo")
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")

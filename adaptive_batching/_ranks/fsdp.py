@@ -47,7 +47,6 @@ class CannotRecoverError(RuntimeError):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if ``model`` is an FSDP2 module."""
     return isinstance(model, FSDPModule)
 
 
@@ -60,8 +59,7 @@ def can_drain() -> bool:
 def end_forward(models: Sequence[nn.Module]) -> None:
     """Take back what a forward without a backward leaves of the sharded among ``models``.
 
-    That is parameters that have stayed gathered, and the order of the forward, by which the next backward would gather
-    parameters ahead.
+    That is gathered parameters, and the order of the forward, by which the next backward would gather them ahead.
     """
     for model in models:
         if not isinstance(model, FSDPModule):
@@ -140,11 +138,7 @@ def _of_gloo(num_bytes: int) -> int:
 
 
 class MicroBatchCollectives:
-    """Records the collectives of a sharded model's forward and backward, and issues the rest of them after a failure.
-
-    Args:
-        models: The root FSDP modules of a step, whose collectives are recorded from now on.
-    """
+    """Records the collectives of root FSDP modules in forward and backward, and issues the rest after a failure."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._roots = [model for model in models if isinstance(model, FSDPModule)]
@@ -163,7 +157,6 @@ class MicroBatchCollectives:
             yield from (module for module in root.modules() if isinstance(module, FSDPModule))
 
     def start(self) -> None:
-        """Begin to record the collectives of a forward and backward."""
         self._issued.clear()
 
     def finish(self) -> None:
@@ -209,11 +202,8 @@ class MicroBatchCollectives:
     def drain(self, num_micro_batches: int) -> None:
         """Issue the rest of the aborted micro-batch, and all of the ``num_micro_batches`` that will not run.
 
-        Do not call this in an ``except`` block: the traceback keeps the micro-batch's tensors alive.
-
-        Raises:
-            torch.OutOfMemoryError: If an accelerator has no room for the buffers, for example because another process
-                has taken the memory that this one released.
+        Do not call this in an ``except`` block: the traceback keeps the micro-batch's tensors alive. On an accelerator,
+        it runs out of memory itself if, for example, another process has taken what this one released.
         """
         assert self._sequence is not None and self.can_drain, "the rest of the micro-batch is not known"
         if self._room is None:
@@ -252,15 +242,8 @@ def _issue(issued: list[_Collective], collective: _Collective, call: Callable[[b
     On the host a call that is not asynchronous waits for the exchange, too: so it is made asynchronous, to be waited
     for here. An accelerator's returns when it has been issued.
 
-    Args:
-        issued: Collectives of this micro-batch so far.
-        collective: The one to add to them.
-        call: Issues it, asynchronously or not, and returns its handle.
-        async_op: The caller will wait for the handle.
-
-    Raises:
-        CannotRecoverError: If memory runs out when the group has counted the collective. Whether the other ranks get
-            what they wait for is not known then: issued again, it might be one too many, and left out, one too few.
+    If memory runs out when the group has counted the collective, raise CannotRecoverError: whether the other ranks get
+    what they wait for is not known then. Issued again, it might be one too many, and left out, one too few.
     """
     waits = not async_op and collective.device.type == "cpu"
     before = _num_issued(collective)
@@ -298,8 +281,6 @@ class _AllGather(_AllGatherBase):
 
 
 class _Norms:
-    """Destination of squared norms; None if they are not collected."""
-
     squares: list[torch.Tensor] | None = None
 
 
