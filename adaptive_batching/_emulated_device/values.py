@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from adaptive_batching._emulated_device import control
 
 MOST_ELEMENTS = 2**20
+MOST_BYTES = 2**16  # of a byte each: more are the packed numbers of quantized weights
 LONGEST_WAIT = 5000  # milliseconds; another rank may wait for this one
 # Overloads that have a kernel of CUDA's
 FUNCTIONS = (
@@ -105,8 +106,10 @@ def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _are_counts(tensors: list[torch.Tensor]) -> bool:
-    if any(type(x) is not torch.Tensor or x.numel() > MOST_ELEMENTS or x.device.type == "meta" for x in tensors):
-        return False
+    for x in tensors:
+        most = MOST_BYTES if x.dtype in (torch.uint8, torch.int8) else MOST_ELEMENTS
+        if type(x) is not torch.Tensor or x.numel() > most or x.device.type == "meta":
+            return False
     whole = all(not (x.is_floating_point() or x.is_complex()) for x in tensors)
     return whole or all(x.numel() == 1 for x in tensors)
 
