@@ -147,10 +147,6 @@ def set_up(
     host = hosts.host_of(
         made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
     )
-    for model in (host.model, *host.objective.frozen_models):
-        _build_rope(model, made._dtype)
-        if allocations is not None:
-            allocations.hold(model.buffers())
     if made.enabled:
         host.objective.leave_stock()
     if cfg.device == "cpu":
@@ -270,6 +266,7 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
 
     def load(model: nn.Module, *args: Any, cpu_offload: bool = False, **kwargs: Any) -> Any:
         if allocations is not None:
+            allocations.hold(model.buffers())  # of what is sharded, and was made without a device
             allocations.load(model, on_host=cpu_offload)
         return _IncompatibleKeys([], [])
 
@@ -292,8 +289,7 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
             mock.patch.object(utils, "get_device", lambda device=None: torch.device(device or "cuda")),
             mock.patch.object(nn.Module, "load_state_dict", load),
             mock.patch.object(DoRALinear, "initialize_dora_magnitude", start_dora),
-            # Left for later on the meta device; the plain embedding, without scaling by values, has the same shapes.
-            mock.patch.object(Llama3ScaledRoPE, "rope_init", RotaryPositionalEmbeddings.rope_init),
+            mock.patch.object(Llama3ScaledRoPE, "rope_init", _build_unscaled),
             mock.patch.object(_activation_offloading, "OffloadActivations", TracedOffloading),
         ]
         for name, replacement in (("init_process_group", ignore), ("init_device_mesh", cpu_mesh)):
@@ -306,18 +302,10 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
         yield
 
 
-def _build_rope(model: nn.Module, dtype: torch.dtype) -> None:
-    """Build the caches of rotary embeddings on the host: some take their shape from values, which meta tensors lack.
-
-    Only their shapes stay: a model can have a cache in each layer, of gigabytes together.
-    """
-    with training.set_default_dtype(dtype), torch.device("cpu"):
-        ropes: list[Any] = [module for module in model.modules() if hasattr(module, "rope_init")]
-        for rope in ropes:
-            rope.is_cache_built = False
-            rope.rope_init()
-            for name, buffer in rope.named_buffers():
-                setattr(rope, name, buffer.to(_META))
+def _build_unscaled(rope: Any) -> None:
+    """Build the cache of a rotary embedding without scaling it by values, which meta tensors lack."""
+    RotaryPositionalEmbeddings.rope_init(rope)
+    rope.is_cache_built = True
 
 
 def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:
