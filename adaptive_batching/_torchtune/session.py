@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.accumulation import Accumulation
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._probe.budget import within_memory_limit
+from adaptive_batching._probe.budget import require_room, within_memory_limit
 from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.watcher import Watcher
@@ -68,6 +69,9 @@ class Session:
         if host.ranks.size > 1:
             collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
             host = replace(host, collectives=collectives, why_no_recovery=why_not)
+        if settings.memory_limit is not None and (host.ranks.size == 1 or host.collectives is not None):
+            with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
+                require_room(settings, memory_meter(host.device), host.ranks)
         self.host = host
         self.run = run
         self.settings = settings

@@ -417,9 +417,10 @@ def runs_within_memory(run: Runner) -> None:
     if RANK == 1:
         resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + 300 * MIB, limits[1]))
     run("full", "unequal_memory", *probe, "adaptive_batching.memory_limit=4GiB")
-    run("full", "real_limit", *SGD, *few, "max_steps_per_epoch=2", "batch_size=128")
+    one = [*SGD, *few, "max_steps_per_epoch=2", "batch_size=128", "adaptive_batching.memory_limit=8GiB"]
+    run("full", "real_limit", *one)
     resource.setrlimit(resource.RLIMIT_DATA, limits)
-    run("full", "real_no_limit", *SGD, *few, "max_steps_per_epoch=2", "batch_size=128")
+    run("full", "real_no_limit", *one)
 
 
 def runs_of_short_samples(run: Runner) -> None:
