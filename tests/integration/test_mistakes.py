@@ -157,12 +157,6 @@ def test_a_mistaken_command_ends_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_limit_that_is_used_up_is_refused_where_nothing_is_probed(tmp_path: Path) -> None:
-    line = end_of("full", f"{OURS}.memory_limit=64MiB use_maximum_batch_size=False {FUNCTION}=null", tmp_path)
-    assert line.startswith("error: adaptive_batching.memory_limit=64MiB is used up before the first step")
-    assert "\n" not in line
-
-
 def test_preferences_are_not_validated(tmp_path: Path) -> None:
     line = end_of("lora_dpo", f"{VAL} run_val_every_n_steps=5", tmp_path)
     assert line.startswith("error: run_val_every_n_steps=5 cannot be used with LoRADPORecipeSingleDevice")

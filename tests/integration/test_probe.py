@@ -152,9 +152,11 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
     assert "trial step" in longer
 
 
-def test_a_limit_below_what_is_in_use_is_refused_as_such(tune_run: TuneRun) -> None:
+@pytest.mark.parametrize("probes", [True, False])
+def test_a_limit_below_what_is_in_use_is_refused_as_such(probes: bool, tune_run: TuneRun) -> None:
+    growth = [] if probes else ["batch_increase_function._component_=null"]
     with pytest.raises(SystemExit) as end:
-        tune_run("full", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=20MiB")
+        tune_run("full", f"use_maximum_batch_size={probes}", *growth, "adaptive_batching.memory_limit=20MiB")
     message = str(end.value)
     assert re.search(r"adaptive_batching\.memory_limit=20 MiB is used up before the first step", message), message
     assert re.search(r"in which [\d.]+ [MG]iB are taken already; write what training may take in all, of the", message)
