@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._probe.reserved import SetUp
 
@@ -45,7 +46,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def load(self, model: nn.Module, *, on_host: bool = False) -> None:
         """Note what loading the weights of a model takes; ``on_host`` where its shards are kept there."""
-        for _, parameter in sorted(model.named_parameters()):
+        adapters = get_adapter_params(model)
+        if not on_host:
+            self.hold(parameter.to_local() for parameter in adapters.values() if isinstance(parameter, DTensor))
+        for name, parameter in sorted(model.named_parameters()):
+            if name in adapters:  # not in the checkpoint
+                continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             whole = None
             if isinstance(local, NF4Tensor):
