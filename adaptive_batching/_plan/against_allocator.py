@@ -29,4 +29,4 @@ class Agreement:
         )
 
 
-AGREEMENT = Agreement(45, 0.0053, 0.0459, None)
+AGREEMENT = Agreement(45, 0.0007, 0.0177, 0.976)
