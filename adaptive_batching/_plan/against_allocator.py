@@ -24,8 +24,8 @@ class Agreement:
             f"{math.ceil(1000 * error) / 10:g} %" for error in (self.max_allocated_error, self.max_reserved_error)
         )
         return (
-            f"in {self.rows} runs on PyTorch's own allocator, tensors were within {allocated} of the plan, what it "
-            f"reserves within {reserved}"
+            f"in {self.rows} runs on PyTorch's own allocator, tensors were within {allocated} of the plan, and what it "
+            f"reserves at least, no stream being late, within {reserved}"
         )
 
 
