@@ -1,4 +1,4 @@
-"""What a set-up allocates on a device while it makes models and loads their weights."""
+"""Allocations of a set-up: models are made on a device, and their weights are loaded."""
 
 from __future__ import annotations
 
@@ -88,11 +88,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._known:
             with self:
                 function()
-            of_first = [event - first if event >= 0 else ~(~event - first) for event in self._events[start:]]
-            self._known[key] = of_first, self._sizes[first:]
+            self._known[key] = _shifted(self._events[start:], -first), self._sizes[first:]
             return
         events, sizes = self._known[key]
-        self._events += [event + first if event >= 0 else ~(~event + first) for event in events]
+        self._events += _shifted(events, first)
         self._sizes += sizes
 
     def _take(self, size: int) -> int:
@@ -110,6 +109,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int, number: int) -> None:
         self._seen.pop(key, None)
         self._events.append(~number)
+
+
+def _shifted(events: list[int], by: int) -> list[int]:
+    return [event + by if event >= 0 else event - by for event in events]
 
 
 def _quantize(shape: torch.Size, like: Any) -> None:
