@@ -147,6 +147,13 @@ def release_cached_memory(device: torch.device) -> None:
         empty_host_cache()
 
 
+def release_workspaces(device: torch.device) -> None:
+    """Release what cuBLAS works in: in an early segment, it keeps the allocator from giving that back."""
+    release = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if device.type == "cuda" and release is not None:
+        release()
+
+
 class Segments(Enum):
     """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching._probe.allocator`."""
 

@@ -256,15 +256,19 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
     """Replace, inside, what a set-up asks of devices, of other ranks and of stored weights."""
     cpu_mesh: Callable[..., Any] = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)  # noqa: E731
     shard_model = training.shard_model
+    on_device = contextlib.ExitStack()
 
     def shard(*args: Any, dp_mesh: Any = None, **kwargs: Any) -> None:
         mesh = dp_mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         shard_model(*args, dp_mesh=mesh, **kwargs)
+        if allocations is not None:  # from here until weights are loaded: rotary embeddings and adapters
+            on_device.enter_context(allocations)
 
     def ignore(*args: Any, **kwargs: Any) -> Any:
         return _IncompatibleKeys([], [])
 
     def load(model: nn.Module, *args: Any, cpu_offload: bool = False, **kwargs: Any) -> Any:
+        on_device.close()
         if allocations is not None:
             allocations.hold(model.buffers())  # of what is sharded, and was made without a device
             allocations.load(model, on_host=cpu_offload)
@@ -274,7 +278,7 @@ def _without_device(stock: ModuleType, allocations: Allocations | None) -> Itera
         if allocations is not None and not isinstance(layer.weight, DTensor):
             allocations.start_dora(layer)
 
-    with contextlib.ExitStack() as stack:
+    with on_device, contextlib.ExitStack() as stack:
         stack.enter_context(
             replaced_in_torchtune(
                 get_dtype=lambda dtype, device=None: training.precision.PRECISION_STR_TO_DTYPE[dtype or "fp32"],
