@@ -15,16 +15,15 @@ from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
-from adaptive_batching._loop.recovery import Recovery
+from adaptive_batching._loop.retry_step import StepRetry
 from adaptive_batching._memory import is_out_of_memory, memory_meter, num_allocation_retries, release_cached_memory
 from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, padded_tokens
-from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.result import ProbeResult
 from adaptive_batching._probe.snapshot import parameters_of
 from adaptive_batching._probe.trial import Run, TrainingStep
-from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._values import ConfigError
 
@@ -87,7 +86,7 @@ class AdaptiveStep(Generic[Sample]):
         self._collate = collate
         self._clip_norm = clip_norm
         self._backward = backward
-        self._recovery = Recovery(model, loss, collate, length)
+        self._retry = StepRetry(model, loss, collate, length)
 
     @property
     def max_tokens(self) -> int | None:
@@ -103,7 +102,7 @@ class AdaptiveStep(Generic[Sample]):
     @property
     def num_recoveries(self) -> int:
         """Number of times that samples have had to run again."""
-        return self._recovery.limit.num_recoveries
+        return self._retry.limit.num_recoveries
 
     def __call__(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Take one optimizer step on ``samples``, and leave no gradients behind.
@@ -144,25 +143,22 @@ class AdaptiveStep(Generic[Sample]):
         """
         samples = self._checked(samples)
         device = device_of(self._model)
-        state = random_state(device)
-        self._recovery.start_step()
-        while True:
+        self._retry.start_with(samples)
+
+        def attempt(again: bool) -> list[tuple[list[list[Sample]], Outcome[tuple[torch.Tensor, torch.Tensor]]]]:
             parts = self._cut(samples)
-            # Near the number of losses, so that half precision neither overflows nor vanishes.
-            divisor = None if len(parts) == 1 else len(samples)
+            divisor = _divisor_of_parts(parts)
             outcome = run_micro_batches(
                 [partial(self._forward_backward, part, divisor) for part in parts],
                 ALONE, None, self._discard, partial(num_allocation_retries, device),
             )  # fmt: skip
-            if not outcome.failed:
-                break
-            assert outcome.failed_here is not None and outcome.error is not None
-            self._recovery.recover(samples, parts[outcome.failed_here], outcome.error)
-            set_random_state(state, device)
-        self._recovery.end_step(samples, parts, retried=outcome.retried)
+            return [(parts, outcome)]
+
+        [(parts, outcome)] = self._retry.run_until_fits(attempt)
+        self._retry.end_step()
         total = torch.stack([loss for loss, _ in outcome.results]).sum()
         number = _divisor(reduce(operator.add, [number for _, number in outcome.results]))
-        if divisor is not None:
+        if (divisor := _divisor_of_parts(parts)) is not None:
             scale = divisor / number.item()
             for parameter in self._parameters():
                 if parameter.grad is not None:
@@ -217,7 +213,7 @@ class AdaptiveStep(Generic[Sample]):
             on_cuda=device.type == "cuda",
         )
         result = find_maximum_batch_size(step, settings, memory_meter(device), upper=upper)
-        self._recovery.note_fit(result.batch_size * self._recovery.tokens([sample]))
+        self._retry.limit.note(result.batch_size * self._retry.tokens([sample]))
         return result
 
     def _checked(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -241,16 +237,16 @@ class AdaptiveStep(Generic[Sample]):
 
     def _cut(self, samples: list[Sample]) -> list[list[Sample]]:
         """Return ``samples`` in parts that are expected to fit, the longest first."""
-        limits = [limit for limit in (self.max_tokens, self._recovery.limit.max_tokens) if limit is not None]
+        limits = [limit for limit in (self.max_tokens, self._retry.limit.max_tokens) if limit is not None]
         if not limits or len(samples) == 1:
             return [samples]
-        lengths = [self._recovery.tokens([sample]) for sample in samples]
+        lengths = [self._retry.tokens([sample]) for sample in samples]
         if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
             return [samples]
         # A high cost keeps the number of parts low where the user has not asked for any.
         forward_cost = limits[0] if self.max_tokens is None else _FORWARD_COST
         cut = cut_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
-        module = self._recovery.batch_dependent_module(samples) if len(cut) > 1 else None
+        module = self._retry.batch_dependent_module() if len(cut) > 1 else None
         if module is not None:
             raise ConfigError(
                 f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so that its "
@@ -277,6 +273,14 @@ def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> 
     for parameter in parameters:  # those that the optimizer does not have, too
         parameter.grad = None
     torch.clear_autocast_cache()  # copies of the weights before the step, where the caller's context is still open
+
+
+def _divisor_of_parts(parts: Sequence[Sequence[Any]]) -> int | None:
+    """Return what losses of parts are divided by; None if there is one part, whose number of losses is known.
+
+    It is near the number of losses, so that half precision neither overflows nor vanishes.
+    """
+    return None if len(parts) == 1 else sum(map(len, parts))
 
 
 def _divisor(number: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Limit on the size of a micro-batch, learned from running out of memory, and how a step runs again."""
+"""Limit on the size of a micro-batch, learned from running out of memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 log = logging.getLogger(__name__)
-
-# The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
-# training crawl.
-_RETRIES_IN_ROW_TO_SHRINK = 3
 
 
 class TokenLimit:
@@ -91,83 +87,3 @@ class TokenLimit:
         if wanted > self.max_tokens:
             log.info("limit on padded tokens per micro-batch raised to %d, was %d", wanted, self.max_tokens)
             self.max_tokens = wanted
-
-
-class Attempts:
-    """Attempts at the samples of an optimizer step, and how they run again after one has run out of memory.
-
-    If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
-    samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half.
-
-    Where the allocator has had to empty its cache to find room in several steps in a row, later ones are to run with an
-    eighth less; a step that runs again as it was counts as one of these.
-
-    ``limit`` knows what has run, before a resume as well; a probe has run ``largest_that_ran`` padded tokens.
-    """
-
-    def __init__(self, limit: TokenLimit, largest_that_ran: int = 0) -> None:
-        self.failures = 0
-        """How often the current step, or part of it, has run out of memory."""
-
-        self.shrank = False
-        """True if anything of the current step has run in smaller micro-batches since."""
-
-        self._limit = limit
-        limit.note(largest_that_ran)
-        self._retried = False
-        self._tokens_retried = 0
-        self._retried_in_row = 0
-
-    def start_step(self) -> None:
-        """Begin with the samples of the next step, or of a part of it that can run again by itself."""
-        self.failures = 0
-
-    def note(self, tokens: int) -> None:
-        self._limit.note(tokens)
-
-    def note_retry(self, tokens: int, *, can_be_cut: bool) -> None:
-        """Record that the allocator had to empty its cache in this step, whose largest micro-batch has ``tokens``."""
-        self._retried = True
-        self._tokens_retried = max(self._tokens_retried, tokens if can_be_cut else 0)
-
-    def has_fitted(self, tokens: int) -> bool:
-        """Return True if a micro-batch of ``tokens`` has run before, and has not failed twice in this step."""
-        return tokens <= self._limit.largest_that_ran and self.failures < 2
-
-    def fail(self, tokens: int, *, fitted_before: bool, can_be_cut: bool) -> bool:
-        """Count a failed micro-batch; return True if its samples run again as they were, False if in smaller ones."""
-        self.failures += 1
-        if fitted_before and self.failures == 1:
-            self._limit.keep()
-            self.note_retry(tokens, can_be_cut=can_be_cut)
-            return True
-        self._limit.shrink(tokens, fitted_before=fitted_before)
-        self.shrank = True
-        return False
-
-    def count_retries(self) -> int | None:
-        """Count a step that has not shrunk, at its end.
-
-        If several in a row emptied the cache, return the tokens that forwards are to stay below; 0 if none can be cut.
-        """
-        self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
-        if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
-            return None
-        self._retried_in_row = 0
-        return self._tokens_retried
-
-    def end_step(self) -> None:
-        """End a step, all of whose samples have run."""
-        self.shrank = False
-        self._retried = False
-        self._tokens_retried = 0
-
-    def lower_for_retries(self, tokens: int, *, unit: str, device: object, advice: str | None) -> None:
-        """Lower the limit below the ``tokens`` that :meth:`count_retries` has returned, above 0, and say so."""
-        self._limit.lower(tokens)
-        more = "" if advice is None else f". It may need less with the environment variable {advice}"
-        log.warning(
-            "memory of %s is so short that every step frees the allocator's cache to find room (num_alloc_retries); "
-            "from now on a forward takes at most %d %s, an eighth less than the largest%s",
-            device, self._limit.max_tokens, unit, more,
-        )  # fmt: skip

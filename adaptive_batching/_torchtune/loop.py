@@ -12,6 +12,7 @@ import torch
 from torchtune import training
 from tqdm import tqdm
 
+from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._report.watcher import StepCost, Watcher
 from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching._torchtune.data import Sample
@@ -181,23 +182,25 @@ class TrainingLoop:
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
-            self._recovery.remember()
+            self._recovery.start()
             self._host.objective.begin_step(self.global_step, self.accumulation * len(batch))
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
         self._window.append(batch)
-        waiting = [batch]
-        if self._together:
+        if not self._together:
+            waiting = [batch]
+        elif ends_window:
             waiting = self._window
-            if not ends_window:
-                return
-        while not self._gather(waiting):
-            self._sums = None
-            self._ran = []
-            waiting = self._window
+        else:
+            return
+        self._recovery.run_until_fits(lambda again: self._gather(waiting, again=again))
 
-    def _gather(self, batches: list[list[Sample]]) -> bool:
-        """Run forward and backward of each micro-batch; False if one ran out of memory and all must run again."""
+    def _gather(
+        self, batches: list[list[Sample]], *, again: bool
+    ) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
+        """Run forward and backward of each micro-batch of ``batches``, or ``again`` of all in the window."""
+        if again:
+            batches, self._sums, self._ran = self._window, None, []
         noise = self._noise if self._noise is not None and self._noise.measures else None
         apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and self._together else 0
         if apart:
@@ -219,13 +222,10 @@ class TrainingLoop:
                 self._cutter.forget_timings()
                 if noise is not None:
                     noise.forget()
-                self._recovery.recover(micro_batches, outcome)
-                return False
-            self._recovery.note(micro_batches, outcome)
+            yield micro_batches, outcome
             self._ran += micro_batches
             for sums in outcome.results:
                 self._sums = sums if self._sums is None else self._sums + sums
-        return True
 
     @property
     def _noise(self) -> NoiseMeter | None:

@@ -142,7 +142,7 @@ class Session:
                 self.host,
                 execution.limit,
                 self._batch_dependent,
-                enabled=self.settings.recover_from_oom,
+                recovers=self.settings.recover_from_oom,
                 probed_tokens=probed_tokens,
             ),
             growth,

@@ -34,7 +34,7 @@ from adaptive_batching._torchtune.gradients import to_device
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.laying_out import Increase
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
-from adaptive_batching._torchtune.recovery import Recovery
+from adaptive_batching._torchtune.recovery import ValidationRecovery
 from adaptive_batching._torchtune.settings import ValidationSettings
 from adaptive_batching._torchtune.step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
@@ -153,13 +153,12 @@ class Validation:
         self._filler = self._objective.filler([sample])
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
         self._cutter = Cutter(host, execution)
-        self._recovery = Recovery(
+        self._recovery = ValidationRecovery(
             host,
             execution.limit,
             functools.cache(partial(batch_dependent_module, host)),  # of the model in evaluation mode
-            enabled=recovers,
+            recovers=recovers,
             probed_tokens=execution.capacity.tokens if execution.capacity is not None else 0,
-            validates=True,
         )
         self._logs_peak_memory = logs_peak_memory
         self._peaks: dict[str, float] = {}
@@ -203,14 +202,13 @@ class Validation:
     def _run_window(self, indices: Sequence[int]) -> Sums:
         """Run samples of this rank, in smaller parts if memory runs out, and return their sums on the host."""
         samples = self._loader.load(indices)
-        self._recovery.remember()
-        while True:
+        self._recovery.start()
+
+        def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
             micro_batches = self._cut(samples)
-            outcome = self._run(micro_batches)
-            if not outcome.failed:
-                break
-            self._recovery.recover(micro_batches, outcome)
-        self._recovery.note(micro_batches, outcome)
+            return [(micro_batches, self._run(micro_batches))]
+
+        [(_, outcome)] = self._recovery.run_until_fits(attempt)
         on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
         return functools.reduce(operator.add, on_host)
 

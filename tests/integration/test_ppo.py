@@ -190,7 +190,7 @@ def test_a_trajectory_that_does_not_fit_alone_ends_the_run_in_one_line(
 ) -> None:
     without_trying_out(monkeypatch)
     plan.update(without_gradients=phase == "rollout", times=10**6)
-    with pytest.raises(SystemExit, match=r"error: out of memory with a single sample.*number \d+ of the dataset"):
+    with pytest.raises(SystemExit, match=r"error: out of memory with 1 sample.*number \d+ of the dataset"):
         run(*FAULTY)
 
 

@@ -177,7 +177,9 @@ def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
 
 def test_a_single_sample_that_does_not_fit_is_named(tune_run: TuneRun) -> None:
     plan.update(times=10**6)
-    with pytest.raises(SystemExit, match=r"single sample, or pack, of \d+ tokens: number \d+ .*max_seq_len below"):
+    with pytest.raises(
+        SystemExit, match=r"1 sample of up to \d+ tokens, which cannot be cut: number \d+ .*max_seq_len below"
+    ):
         tune_run("full", "model._component_=tests.integration.faults.full_model")
 
 

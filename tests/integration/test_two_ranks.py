@@ -101,7 +101,7 @@ def test_recovery_with_activation_checkpointing(where: str, finished: Finished) 
 @of_launch("recovery")
 def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tuple[Path, str]) -> None:
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
-    assert re.search(r"out of memory with a single sample, or pack, of \d+ tokens: number \d+", errors[1])
+    assert re.search(r"out of memory with 1 sample of up to \d+ tokens, which cannot be cut: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
     words = read_page(launched[0] / "hopeless" / "adaptive_batching" / "report.html").words["error"]
     assert "DoesNotFitError on rank 0" in words and "out of memory on another rank" in words

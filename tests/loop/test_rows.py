@@ -75,7 +75,7 @@ def test_what_has_fitted_before_runs_again_as_it_was_and_then_with_an_eighth_les
     assert device.failed == [16, 16]
     assert [len(part) for part in device.ran] == [14, 14, 4]
     assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
-    assert "with at most 14 of them at once (recovery number 2)" in caplog.text
+    assert "with at most 140 padded tokens in a forward (recovery number 2)" in caplog.text
 
 
 def test_a_row_that_does_not_fit_ends_the_run() -> None:

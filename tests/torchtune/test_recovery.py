@@ -72,11 +72,11 @@ def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
     recovery = Recovery(host(), limit, lambda: None)
     ran_out = Outcome[Any]([], failed=True, failed_here=0, error=torch.OutOfMemoryError())
     for raised in (False, True):
-        recovery.remember()
+        recovery.start()
         if not raised:
             recovery.recover(PARTS, ran_out)
         recovery.note(PARTS, Outcome([], failed=False))
-        recovery.remember()
+        recovery.start()
         recovery.note(PARTS, Outcome([], failed=False))
         recovery.end_step()
         assert limit.max_tokens == (16 if raised else 8), "half of 16, until a clean step doubles it"
@@ -93,21 +93,20 @@ class Run:
         self.forwards: list[int] = []
 
     def step(self, batch: list[dict[str, Any]]) -> None:
-        self._recovery.remember()
-        while True:
+        def attempt(again: bool) -> list[tuple[list[MicroBatch], Outcome[None]]]:
             micro_batches = self._cutter.cut(batch)
             outcome = run_micro_batches(
                 [partial(self.device.forward_backward, each.tokens) for each in micro_batches],
                 ALONE, None, self.device.release, self.device.num_retries,
             )  # fmt: skip
-            if not outcome.failed:
-                break
-            self._recovery.recover(micro_batches, outcome)
+            return [(micro_batches, outcome)]
+
+        self._recovery.start()
+        [(micro_batches, _)] = self._recovery.run_until_fits(attempt)
         assert sorted(len(s["tokens"]) for m in micro_batches for s in m.samples) == sorted(
             len(s["tokens"]) for s in batch
         ), "each sample once"
         self.forwards.append(len(micro_batches))
-        self._recovery.note(micro_batches, outcome)
         self._recovery.end_step()
 
 

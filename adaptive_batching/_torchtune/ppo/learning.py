@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator, Sequence
+from functools import reduce
+
 import torch
 from torchtune.rlhf import PPOStats
 
+from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
@@ -56,19 +61,18 @@ class Learning:
         return stats
 
     def _step(self, batches: list[list[Sample]]) -> PPOStats:
-        self._recovery.remember()
-        while (sums := self._gather(batches)) is None:
-            pass
+        self._recovery.start()
+        ran = self._recovery.run_until_fits(lambda again: self._gather(batches))
+        sums = reduce(operator.add, [each for _, outcome in ran for each in outcome.results])
+        self.ran += [micro_batch for micro_batches, _ in ran for micro_batch in micro_batches]
         with self._recovery.fatal():
             apply_gradients(self._host, sums)
         self._cutter.read_timings()
         self._recovery.end_step()
         return stats_of(sums)
 
-    def _gather(self, batches: list[list[Sample]]) -> Sums | None:
-        """Run each backward pass; None if one ran out of memory, and all must run again."""
-        total: Sums | None = None
-        ran: list[MicroBatch] = []
+    def _gather(self, batches: list[list[Sample]]) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
+        """Run each backward pass."""
         for batch in batches:
             micro_batches = self._cutter.cut(batch)
             outcome = gather_gradients(
@@ -76,11 +80,4 @@ class Learning:
             )
             if outcome.failed:
                 self._cutter.forget_timings()
-                self._recovery.recover(micro_batches, outcome)
-                return None
-            self._recovery.note(micro_batches, outcome)
-            ran += micro_batches
-            for sums in outcome.results:
-                total = sums if total is None else total + sums
-        self.ran += ran
-        return total
+            yield micro_batches, outcome

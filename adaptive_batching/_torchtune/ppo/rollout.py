@@ -10,7 +10,7 @@ from torchtune.rlhf import Trajectory
 
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host
@@ -50,19 +50,18 @@ class Rollout:
         draws = Draws(stock.rng, num_rows, chunk, stock.max_generated_tokens, stock.vocabulary)
         parts: list[Trajectory] = []
         start = 0
+
+        def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Trajectory]]]:
+            end = self._end_of(start, draws, num_rows, chunk, length)
+            part = [MicroBatch(list(samples[start:end]), (end - start) * length)]
+            run = partial(self._generate, prompts[start:end], draws, start)
+            return [(part, run_micro_batches([run], self._host.ranks, None, self._discard))]
+
         while start < num_rows:
-            self._recovery.remember()
-            while True:
-                end = self._end_of(start, draws, num_rows, chunk, length)
-                part = [MicroBatch(list(samples[start:end]), (end - start) * length)]
-                run = partial(self._generate, prompts[start:end], draws, start)
-                outcome = run_micro_batches([run], self._host.ranks, None, self._discard)
-                if not outcome.failed:
-                    break
-                self._recovery.recover(part, outcome)
-            self._recovery.note(part, outcome)
+            self._recovery.start()
+            [([part], outcome)] = self._recovery.run_until_fits(attempt)
             parts += outcome.results
-            start = end
+            start += len(part.samples)
         draws.finish()
         self._recovery.end_step()
         return Trajectory(*map(torch.cat, zip(*parts, strict=True)))

@@ -54,15 +54,15 @@ class PPOSession(Session):
         return found.batch
 
     def ppo_loop(self, outlet: PPOOutlet, watchers: Sequence[Watcher] = ()) -> PPOLoop:
-        host, stock, enabled = self.host, self.stock, self.settings.recover_from_oom
+        host, stock, recovers = self.host, self.stock, self.settings.recover_from_oom
         objective = host.objective
         assert isinstance(objective, Trajectories)
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(host, checkpoints_activations=True)
-        rollout = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, enabled=enabled)
+        rollout = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, recovers=recovers)
         probed_tokens = 0 if self._probed is None else self._probed.tokens
         learning = Recovery(
-            host, self.execution.limit, self._batch_dependent, enabled=enabled, probed_tokens=probed_tokens
+            host, self.execution.limit, self._batch_dependent, recovers=recovers, probed_tokens=probed_tokens
         )
         return PPOLoop(
             host,

@@ -1,0 +1,218 @@
+"""What ran out of memory runs again, as it was or in smaller parts: the only place that decides so, and says so."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from adaptive_batching._memory import allocator_advice, is_out_of_memory
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.run import Outcome
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._ranks.agree import ALONE, Ranks
+
+log = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
+T = TypeVar("T")
+
+# The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
+# training crawl.
+_RETRIES_IN_ROW_TO_SHRINK = 3
+
+
+class Retry(ABC, Generic[Part]):
+    """Runs the samples of a step, or of a part of it, until they fit, alike on every rank.
+
+    If as many tokens have run before, memory may only have been scattered, or something else have taken some: the
+    samples first run again as they were, and if that fails, with an eighth less. Otherwise they run with half. Where
+    the allocator has had to empty its cache to find room in several steps in a row, later ones run with an eighth less;
+    a step that runs again as it was counts as one of these.
+
+    ``limit`` knows what has run, before a resume as well; a probe has run ``largest_that_ran`` padded tokens. If not
+    ``enabled``, nothing is lowered, and :meth:`why_never` has to say why nothing runs again.
+    """
+
+    what = "the step's samples"
+    """What runs again, in a message."""
+
+    def __init__(
+        self,
+        limit: TokenLimit,
+        device: torch.device | None = None,
+        ranks: Ranks = ALONE,
+        *,
+        enabled: bool = True,
+        largest_that_ran: int = 0,
+    ) -> None:
+        limit.note(largest_that_ran)
+        self.limit = limit
+        self.failures = 0
+        """How often what runs now has run out of memory."""
+
+        self._device = device
+        self._ranks = ranks
+        self._enabled = enabled
+        self._unit = ""
+        self._shrank = False
+        self._retried = False
+        self._tokens_retried = 0
+        self._retried_in_row = 0
+
+    @abstractmethod
+    def size(self, part: Part) -> tuple[int, int]:
+        """Return the samples of a part, and its padded tokens."""
+
+    @abstractmethod
+    def describe(self, part: Part) -> str:
+        """Return the size of a part in words: ``3 samples of up to 40 tokens``."""
+
+    def unit(self, part: Part) -> str:
+        return "padded tokens"
+
+    @abstractmethod
+    def shorter(self, part: Part) -> str:
+        """Say which it is, and what to do about a single sample that does not fit."""
+
+    def smaller_batch(self) -> str:
+        """Return what to do where parts do not add up to the whole."""
+        return "use a smaller batch size"
+
+    @abstractmethod
+    def less_memory(self) -> str:
+        """Return what takes less memory whatever the samples."""
+
+    def why_never(self, part: Part) -> str | None:
+        """Return why a part does not run again, whatever its size; None if it may."""
+        return None
+
+    def batch_dependent_module(self) -> str | None:
+        """Name what computes over the batch, so that parts do not add up to it; None if nothing does."""
+        return None
+
+    def price_of_parts(self) -> str:
+        """Return what running in parts costs, to follow what is said of it."""
+        return ""
+
+    def put_back(self) -> None:
+        """Restore what parts change besides gradients, such as the state of random numbers."""
+
+    def start(self) -> None:
+        """Begin with the samples of a step, or of a part of it that can run again by itself."""
+        self.failures = 0
+
+    def run_until_fits(
+        self, attempt: Callable[[bool], Iterable[tuple[Sequence[Part], Outcome[T]]]]
+    ) -> list[tuple[Sequence[Part], Outcome[T]]]:
+        """Run ``attempt`` until nothing in it fails, and return what it has yielded then.
+
+        It cuts its samples within the limit, runs them in one go or several, and yields the parts and the outcome of
+        each. It is told if it runs again, all that it has yielded being dropped. If smaller parts are no way out, that
+        is a :class:`DoesNotFitError`.
+        """
+        again = False
+        while True:
+            done = []
+            for parts, outcome in attempt(again):
+                if outcome.failed:
+                    break
+                self.note(parts, outcome)
+                done.append((parts, outcome))
+            else:
+                return done
+            self.recover(parts, outcome)
+            again = True
+
+    def note(self, parts: Sequence[Part], outcome: Outcome[Any]) -> None:
+        """Record parts that have run."""
+        samples, tokens = max(map(self.size, parts), key=lambda size: size[1])
+        self.limit.note(tokens)
+        if outcome.retried:
+            self._unit = self.unit(parts[0])
+            self._note_retry(samples, tokens)
+
+    def recover(self, parts: Sequence[Part], outcome: Outcome[Any]) -> None:
+        """Decide how samples run again of which a part ran out of memory, on this rank or another.
+
+        Their gradients have been discarded.
+        """
+        failed = None if outcome.failed_here is None else parts[outcome.failed_here]
+        samples, tokens = (0, 0) if failed is None else self.size(failed)
+        fitted_before = self._ranks.all(tokens <= self.limit.largest_that_ran and self.failures < 2)
+        why = None if failed is None else self.why_never(failed)
+        if failed is not None and why is None and samples == 1 and not (fitted_before and self.failures == 0):
+            why = f"out of memory with {self.describe(failed)}, which cannot be cut{self.shorter(failed)}"
+        if self._ranks.any(why is not None):
+            raise DoesNotFitError(why or "out of memory on another rank, which says what would help") from outcome.error
+        self._check_that_parts_add_up()
+        # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
+        found = self._ranks.gather(None if failed is None else (tokens, f"with {self.describe(failed)}"))
+        failures = {rank: each for rank, each in enumerate(found) if each is not None}
+        self._unit = self.unit(parts[0])
+        self.failures += 1
+        how = "as they were"
+        if fitted_before and self.failures == 1:
+            self.limit.keep()
+            self._note_retry(samples, tokens)
+        else:
+            self.limit.shrink(max(tokens for tokens, _ in failures.values()), fitted_before=fitted_before)
+            self._shrank = True
+            how = f"with at most {self.limit.max_tokens} {self._unit} in a forward{self.price_of_parts()}"
+        is_alone = self._ranks.size == 1
+        on = ", ".join(on if is_alone else f"on rank {rank} {on}" for rank, (_, on) in failures.items())
+        log.warning(
+            "out of memory %s; running %s again %s (recovery number %d)", on, self.what, how, self.limit.num_recoveries
+        )
+        self.put_back()
+
+    def end_step(self) -> None:
+        """End a step, all of whose samples have run."""
+        if not self._shrank and not self._shrink_if_thrashing():
+            self.limit.note_clean_step()
+        self._shrank = self._retried = False
+        self._tokens_retried = 0
+
+    def _note_retry(self, samples: int, tokens: int) -> None:
+        self._retried = True
+        self._tokens_retried = max(self._tokens_retried, tokens if samples > 1 else 0)
+
+    def _check_that_parts_add_up(self) -> None:
+        try:
+            module = self.batch_dependent_module()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(
+                f"out of memory, and again in a forward of a few tokens; nothing larger will fit. What takes less: "
+                f"{self.less_memory()}"
+            ) from error
+        if module is not None:
+            raise DoesNotFitError(
+                f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
+                f"the batch; {self.smaller_batch()}, or {self.less_memory()}"
+            )
+
+    def _shrink_if_thrashing(self) -> bool:
+        """Lower the limit where the allocator empties its cache to find room, step after step; the step stands."""
+        self._retried_in_row = self._retried_in_row + 1 if self._retried else 0
+        if self._retried_in_row < _RETRIES_IN_ROW_TO_SHRINK:
+            return False
+        self._retried_in_row = 0
+        if not self._enabled:
+            return False
+        tokens = int(self._ranks.largest(self._tokens_retried))
+        if tokens == 0 or self.batch_dependent_module() is not None:
+            return False  # there is nothing to cut
+        self.limit.lower(tokens)
+        advice = None if self._device is None else allocator_advice(self._device)
+        more = "" if advice is None else f". It may need less with the environment variable {advice}"
+        log.warning(
+            "memory%s is so short that every step frees the allocator's cache to find room (num_alloc_retries); from "
+            "now on a forward takes at most %d %s, an eighth less than the largest%s",
+            "" if self._device is None else f" of {self._device}", self.limit.max_tokens, self._unit, more,
+        )  # fmt: skip
+        return True

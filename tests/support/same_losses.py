@@ -1,0 +1,314 @@
+"""Hold the losses of twenty-odd kinds of run against those of another commit, bit for bit.
+
+    python -m tests.support.same_losses cba35f9            # all of them, in both trees, on this machine
+    python -m tests.support.same_losses HEAD~3 cut ppo     # those whose names contain a word
+
+Each run is a real recipe on real text, in a process of its own: with all fields unset, growing, cut, probed, recovered
+from an injected error, resumed, on two ranks. What is compared are the metrics of every step, without timings, and the
+sum of every saved weight. The last line printed is a JSON object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+SMALL = dict(
+    vocab_size=700, num_layers=2, num_heads=4, num_kv_heads=4, embed_dim=128, intermediate_dim=256, max_seq_len=512
+)
+_DOUBLE = ("batch_increase_function._component_=adaptive_batching.growth.step",)
+_FULL, _LORA = "full_finetune_single_device", "lora_finetune_single_device"
+_VALIDATE = (
+    "dataset_val._component_=torchtune.datasets.instruct_dataset", "dataset_val.source=json",
+    "dataset_val.data_files=${data_dir}/train.json", "dataset_val.column_map=${dataset.column_map}",
+    "dataset_val.split=train[60:71]", "dataset_val.train_on_input=True", "run_val_every_n_steps=3",
+)  # fmt: skip
+_TEACHER = (
+    "teacher_model._component_=torchtune.models.llama2.llama2", *(f"teacher_model.{k}={v}" for k, v in SMALL.items()),
+    "teacher_checkpointer._component_=torchtune.training.FullModelHFCheckpointer", "kd_ratio=0.5",
+    "teacher_checkpointer.checkpoint_dir=${data_dir}/teacher", "teacher_checkpointer.output_dir=${output_dir}",
+    "teacher_checkpointer.checkpoint_files=[model.safetensors]", "teacher_checkpointer.model_type=LLAMA2",
+    "kd_loss._component_=torchtune.modules.loss.ForwardKLWithChunkedOutputLoss",
+)  # fmt: skip
+_PROBE = (
+    "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16",
+)  # fmt: skip
+_KD, _DPO = "knowledge_distillation_single_device", "lora_dpo_single_device"
+_EPOCH_1 = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run; ``fails_at`` is the call of the model's second layer that runs out of memory."""
+
+    recipe: str
+    config: str = "full_single_device"
+    overrides: tuple[str, ...] = ()
+    fails_at: int | None = None
+    resumes: tuple[str, ...] | None = None
+    """Settings with which the run goes on that has ended before its third epoch; None to run through."""
+
+    ranks: int = 1
+
+
+_of_lora, _of_dpo = partial(Kind, config="lora_single_device"), partial(Kind, _DPO, "lora_dpo_single_device")
+KINDS = {
+    "off full": Kind(_FULL),
+    "off full accumulating": Kind(_FULL, overrides=("gradient_accumulation_steps=3",)),
+    "off full in backward": Kind(_FULL, overrides=("optimizer_in_bwd=True", "clip_grad_norm=null")),
+    "off lora": _of_lora(_LORA),
+    "off dpo": _of_dpo(),
+    "off distillation": _of_lora(_KD, overrides=_TEACHER),
+    "growing full": Kind(_FULL, overrides=(*_DOUBLE, "adaptive_batching.lr_scaling=sqrt")),
+    "growing full within epochs": Kind(_FULL, overrides=(*_DOUBLE, "adaptive_batching.increase_every=0.5")),
+    "growing full, momentum kept": Kind(_FULL, overrides=(*_DOUBLE, "adaptive_batching.keep_beta2_half_life=True")),
+    "growing lora beyond memory": _of_lora(
+        _LORA, overrides=(*_DOUBLE, "adaptive_batching.grow_beyond_memory=True", "micro_batch_size=2")
+    ),
+    "growing dpo": _of_dpo(overrides=_DOUBLE),
+    "growing by noise": Kind(
+        _FULL, overrides=("batch_increase_function._component_=adaptive_batching.growth.noise_scale",)
+    ),
+    "cut full": Kind(_FULL, overrides=("micro_batch_size=1",)),
+    "cut lora": _of_lora(_LORA, overrides=("micro_batch_size=2", "batch_size=8")),
+    "cut dpo": _of_dpo(overrides=("micro_batch_size=2",)),
+    "cut distillation": _of_lora(_KD, overrides=(*_TEACHER, "micro_batch_size=2")),
+    "cut packed": Kind(_FULL, overrides=("dataset.packed=True", "micro_batch_size=1")),
+    "probed full": Kind(_FULL, overrides=(*_PROBE, *_DOUBLE)),
+    "probed lora, micro-batches by length": _of_lora(_LORA, overrides=(*_PROBE, "micro_batch_size=auto")),
+    "recovered off": Kind(_FULL, fails_at=5),
+    "recovered lora": _of_lora(_LORA, overrides=_DOUBLE, fails_at=17),
+    "recovered dpo": _of_dpo(overrides=("micro_batch_size=4",), fails_at=9),
+    "validated": Kind(_FULL, overrides=(*_VALIDATE, "micro_batch_size=2")),
+    "resumed full": Kind(_FULL, overrides=(*_DOUBLE, "epochs=3"), resumes=(_EPOCH_1,)),
+    "resumed lora": _of_lora(_LORA, overrides=(*_DOUBLE, "epochs=3", "model.lora_dropout=0.1"), resumes=()),
+    "ppo": Kind("ppo_full_finetune_single_device", "ppo"),
+    "ppo growing": Kind("ppo_full_finetune_single_device", "ppo", _DOUBLE),
+    "ranks full growing": Kind("full_finetune_distributed", overrides=_DOUBLE, ranks=2),
+    "ranks lora cut": _of_lora("lora_finetune_distributed", overrides=("micro_batch_size=2", *_PROBE), ranks=2),
+    "ranks full recovered": Kind("full_finetune_distributed", overrides=("micro_batch_size=4",), fails_at=7, ranks=2),
+}
+
+plan: dict[str, int | None] = {"fails_at": None, "calls": 0, "ends_at": None}
+
+
+class GrowsUntilCut:
+    """Doubles the batch, and ends the run before an epoch if it is told so."""
+
+    def __call__(self, epoch: int, current_batch_size: int, state: object) -> int:
+        if epoch == plan["ends_at"]:
+            raise RuntimeError("the power went out")
+        return current_batch_size if epoch else 0
+
+
+def grows_until_cut(every: int = 1) -> GrowsUntilCut:
+    return GrowsUntilCut()
+
+
+def model(builder: str, **arguments: Any) -> nn.Module:
+    """Build a model of llama2, whose second layer runs out of memory in one call, with more than one sample."""
+    from torchtune.models import llama2
+
+    made: Any = getattr(llama2, builder)(**arguments)
+
+    def fail(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        plan["calls"] = calls = (plan["calls"] or 0) + 1
+        is_first = int(os.environ.get("RANK", 0)) == 0
+        if plan["fails_at"] is not None and calls >= plan["fails_at"] and is_first and len(inputs[0]) > 1:
+            plan["fails_at"] = None
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    made.layers[1].register_forward_pre_hook(fail)
+    return made  # type: ignore[no-any-return]
+
+
+def full(**arguments: Any) -> nn.Module:
+    return model("llama2", **arguments)
+
+
+def lora(**arguments: Any) -> nn.Module:
+    return model("lora_llama2", **arguments)
+
+
+def settings_of(kind: Kind, inputs: Path, output_dir: Path) -> list[str]:
+    """Return what the command line sets; the last of each key holds."""
+    name = "lora" if kind.config.startswith("lora") else "full"
+    given = [
+        f"data_dir={inputs}", f"output_dir={output_dir}", "dataset.split=train[:50]", "tokenizer.max_seq_len=64",
+        "batch_size=4", "epochs=2", "use_maximum_batch_size=False", "batch_increase_function=null",
+        "lr_scheduler.num_warmup_steps=5", f"model._component_=same_losses.{name}",
+        *(f"model.{key}={value}" for key, value in SMALL.items()),
+        *kind.overrides,
+    ]  # fmt: skip
+    if kind.resumes is not None:
+        given.append("batch_increase_function._component_=same_losses.grows_until_cut")
+    if any(each.startswith("batch_increase_function._component_") for each in given):
+        given.remove("batch_increase_function=null")
+    return [
+        each
+        for each in given
+        if [other.split("=")[0] for other in given].count(each.split("=")[0]) == 1
+        or each == [other for other in given if other.split("=")[0] == each.split("=")[0]][-1]
+    ]
+
+
+def run(kind: Kind, inputs: Path, output_dir: Path) -> None:
+    """Run a recipe of the tree that lies in the working directory."""
+    recipe = importlib.import_module(f"recipes.{kind.recipe}")
+    if kind.config == "ppo":
+        from tests.support.ppo import config_of, save_reward_model
+
+        save_reward_model(inputs)
+        config = output_dir / "config.yaml"
+        OmegaConf.save(
+            OmegaConf.merge(config_of(inputs, output_dir), OmegaConf.from_dotlist([*kind.overrides])), config
+        )
+        settings = []
+    else:
+        config = Path("recipes/configs/quickstart") / f"{kind.config}.yaml"
+        settings = settings_of(kind, inputs, output_dir)
+    plan.update(fails_at=kind.fails_at, calls=0)
+    first = [] if kind.resumes is None else [2]
+    for ends_at in [*first, None]:
+        plan["ends_at"] = ends_at
+        more = [] if ends_at or kind.resumes is None else ["resume_from_checkpoint=True", *kind.resumes]
+        sys.argv = [kind.recipe, "--config", str(config), *settings, *more]
+        try:
+            recipe.recipe_main()
+        except SystemExit as end:
+            if end.code and not (ends_at and "the power went out" in str(end.code)):
+                raise
+
+
+def found_in(output_dir: Path) -> dict[str, Any]:
+    """Return the metrics of every step without timings, and a sum for each saved weight."""
+    from safetensors.torch import load_file
+
+    lines = [line for log in sorted((output_dir / "logs").glob("*.txt")) for line in log.open()]
+    steps = [re.findall(r"(\w+):([^\s,]+)", line.split("|", 1)[1]) for line in lines]
+    sums = {
+        f"{path.parent.name}/{path.name}/{name}": weight.double().sum().item()
+        for path in sorted(output_dir.rglob("*model*.safetensors"))
+        for name, weight in load_file(path).items()
+    }
+    timed = ("tokens_per_second", "time", "peak_memory")
+    return {"steps": [[pair for pair in step if not pair[0].startswith(timed)] for step in steps], "weights": sums}
+
+
+def of_speed() -> Iterator[Any]:
+    """Yield what keeps a probe from settling for what is large enough, which depends on the machine's speed."""
+    from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+
+    yield mock.patch.object(ForwardTimes, "enough", lambda self: None)
+
+
+def run_here(names: list[str], inputs: Path, directory: Path) -> None:
+    """Run kinds in forks of this process, and on ranks in this very process."""
+    for name in names:
+        output_dir = directory / re.sub(r"\W+", "_", name)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        child = 0 if KINDS[name].ranks > 1 else os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        rank = os.environ.get("RANK", "0")
+        with (output_dir / f"output_{rank}.txt").open("w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        with contextlib.ExitStack() as stack:
+            for patch in of_speed():
+                stack.enter_context(patch)
+            run(KINDS[name], inputs, output_dir)
+        if rank == "0":
+            (output_dir / "found.json").write_text(json.dumps(found_in(output_dir)))
+        os._exit(0)
+
+
+def in_tree(tree: Path, names: list[str], inputs: Path, directory: Path) -> None:
+    """Run kinds with the recipes of a tree, and with this file, which the tree may lack."""
+    alone_here = directory.parent / "kinds"
+    alone_here.mkdir(exist_ok=True)
+    script = shutil.copy(__file__, alone_here)
+    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{alone_here}", "OMP_NUM_THREADS": "1"}
+    environment["HF_DATASETS_CACHE"] = str(inputs / "datasets")
+    alone = [name for name in names if KINDS[name].ranks == 1]
+    here = [str(script), "--here", str(inputs), str(directory)]
+    if alone:
+        subprocess.run([sys.executable, *here, *alone], cwd=tree, env=environment, check=True)
+    for name in [name for name in names if name not in alone]:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(KINDS[name].ranks)]
+        subprocess.run([sys.executable, *launch, *here, name], cwd=tree, env=environment, check=False)
+
+
+def make_inputs(directory: Path) -> Path:
+    from adaptive_batching._torchtune.quickstart import Architecture, build, build_model, save_checkpoint
+
+    small = Architecture(**SMALL)
+    build(directory, architecture=small)
+    save_checkpoint(build_model(small, seed=1), directory / "teacher", small)
+    return directory
+
+
+def main(commit: str, words: list[str]) -> dict[str, Any]:
+    """Run all kinds, or those whose names contain a word, in this tree and in a commit's."""
+    root = Path(__file__).parents[2]
+    names = [name for name in KINDS if not words or any(word in name for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        there = Path(folder) / "there"
+        subprocess.run(["git", "worktree", "add", "--detach", str(there), commit], cwd=root, check=True)
+        try:
+            inputs = make_inputs(Path(folder) / "inputs")
+            for tree, side in ((root, "ours"), (there, "theirs")):
+                in_tree(tree, names, inputs, Path(folder) / side)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(there)], cwd=root, check=True)
+        different = [name for name in names if not same(Path(folder), re.sub(r"\W+", "_", name), name)]
+        if different:
+            shutil.copytree(folder, root / "outputs" / "same_losses", dirs_exist_ok=True)
+    return {"runs": len(names), "equal": len(names) - len(different), "different": different}
+
+
+def same(folder: Path, directory: str, name: str) -> bool:
+    """Compare one run, and print what differs first."""
+    found = []
+    for side in ("ours", "theirs"):
+        path = folder / side / directory / "found.json"
+        if not path.exists():
+            last = [line for log in path.parent.glob("output_*.txt") for line in log.read_text().splitlines()[-3:]]
+            print(f"{name}: {side} ended early: {last}")
+            return False
+        found.append(json.loads(path.read_text()))
+    ours, theirs = found
+    pairs = list(zip(ours["steps"], theirs["steps"], strict=False))
+    at = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
+    equal = ours == theirs and bool(ours["steps"]) and bool(ours["weights"])
+    told = "" if at is None else f", first in step {at}: {pairs[at]}"
+    print(
+        f"{name}: {len(ours['steps'])} steps, {len(ours['weights'])} weights, {'same' if equal else 'different'}{told}"
+    )
+    return equal
+
+
+if __name__ == "__main__":
+    sys.modules["same_losses"] = sys.modules["__main__"]
+    if sys.argv[1] == "--here":
+        run_here(sys.argv[4:], Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        print(json.dumps(main(sys.argv[1], sys.argv[2:])))
