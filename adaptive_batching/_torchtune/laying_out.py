@@ -10,11 +10,9 @@ from typing import Any
 from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.accumulation import Accumulation, FixedAccumulation, KeepGlobal
-from adaptive_batching._growth.controller import BatchController
 from adaptive_batching._growth.course import Course, learning_rate_scale
-from adaptive_batching._growth.epoch import RunShape
-from adaptive_batching._growth.increase import IncreaseFunction, reads_noise_scale, resolve
+from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal, RunShape
+from adaptive_batching._growth.increase import BatchController, IncreaseFunction, reads_noise_scale, resolve
 from adaptive_batching._torchtune.cutting import Execution
 from adaptive_batching._torchtune.growing import Growth
 from adaptive_batching._torchtune.host import Host, StockRun

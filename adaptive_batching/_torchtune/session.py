@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.accumulation import Accumulation
+from adaptive_batching._growth.epoch import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.budget import require_room, within_memory_limit

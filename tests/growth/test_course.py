@@ -12,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batching._growth.accumulation import FixedAccumulation, InParts, KeepGlobal
-from adaptive_batching._growth.controller import BatchController
 from adaptive_batching._growth.course import Course, learning_rate_scale
-from adaptive_batching._growth.epoch import RunShape
-from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching._growth.epoch import FixedAccumulation, InParts, KeepGlobal, RunShape
+from adaptive_batching._growth.increase import BatchController, GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
 from tests.support.examples import STATE
 

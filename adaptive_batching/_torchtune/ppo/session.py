@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.accumulation import Accumulation, InParts
+from adaptive_batching._growth.epoch import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.watcher import Watcher
