@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 Candidate = int | str
-MeasureSeconds = Callable[[Candidate, int], float | None]
 
 ENOUGH_CONFIDENCE = 0.97
 MAX_ROUNDS = 20
@@ -70,12 +70,10 @@ class Exploration:
 
 def explore(
     candidates: Sequence[Candidate],
-    measure: MeasureSeconds,
-    *,
-    confidence: float = ENOUGH_CONFIDENCE,
+    measure: Callable[[Candidate, int], float | None],
     max_rounds: int = MAX_ROUNDS,
 ) -> Exploration:
-    """Find the fastest candidate; stop when that is right with a probability of ``confidence``, or at ``max_rounds``.
+    """Find the fastest candidate; stop when that is right with ``ENOUGH_CONFIDENCE``, or at ``max_rounds``.
 
     The first round measures all candidates in order. Later rounds measure only those that could still be the fastest,
     in alternating order. The recommendation so far is logged after each measurement.
@@ -108,7 +106,7 @@ def explore(
             raise NothingRanError(f"all candidates {list(candidates)} ran out of memory")
         result = timings.evaluate(candidates, possible)
         # A single timing could be an outlier, so the best candidate and its closest rivals must be measured twice.
-        if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= confidence):
+        if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= ENOUGH_CONFIDENCE):
             break
     return result
 
@@ -128,17 +126,16 @@ class Timings:
     def rivals(self, possible: Sequence[int]) -> list[int]:
         """Return the members of ``possible`` that are worth another measurement, in ascending order."""
         draws, _ = self._draw()
-        chances = self._chances(draws[:, possible])
-        order = sorted(range(len(possible)), key=lambda i: -chances[i])
-        chosen = [i for rank, i in enumerate(order) if rank < 2 or chances[i] >= WORTH_MEASURING]
-        return sorted(possible[i] for i in chosen)
+        chances = _chances(draws, possible)
+        order = sorted(possible, key=lambda index: -chances[index])
+        return sorted(order[:2] + [index for index in order[2:] if chances[index] >= WORTH_MEASURING])
 
     def evaluate(self, candidates: Sequence[Candidate], possible: Sequence[int]) -> Exploration:
         """Return the fastest ``possible`` one that has run, and how certain that is; those that have not are rivals."""
         draws, noise = self._draw()
-        runs = [sum(index == i for i, _, _ in self._measured) for index in range(self._num_candidates)]
+        runs = Counter(index for index, _, _ in self._measured)
         expected = draws.mean(axis=0)
-        chances = dict(zip(possible, self._chances(draws[:, possible]), strict=True))
+        chances = _chances(draws, possible)
         fastest_rival = draws[:, possible].min(axis=1)
         # Logarithm of the speed relative to the first candidate.
         ratios = {index: np.quantile(draws[:, 0] - draws[:, index], (0.025, 0.975)) for index in possible}
@@ -150,7 +147,7 @@ class Timings:
                 seconds=float(np.exp(expected[index] + level)),
                 speedup=float(np.exp(expected[0] - expected[index])),
                 confidence=float(np.mean(draws[:, index] <= fastest_rival + noise)),
-                fastest=float(chances[index]),
+                fastest=chances[index],
                 speedup_low=float(np.exp(ratios[index][0])),
                 speedup_high=float(np.exp(ratios[index][1])),
             )
@@ -159,11 +156,6 @@ class Timings:
         }
         best = min(estimates, key=lambda index: expected[index])
         return Exploration(estimates[best], [*estimates.values()], float(np.exp(np.log(noise).mean())))
-
-    @staticmethod
-    def _chances(draws: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the fraction of draws in which each column is the smallest."""
-        return np.bincount(draws.argmin(axis=1), minlength=draws.shape[1]) / len(draws)
 
     def _draw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Draw from the posterior: logarithmic times [draws, candidates], and sizes of the noise [draws]."""
@@ -199,3 +191,9 @@ class Timings:
             if number
         ]
         return np.concatenate(draws), np.repeat(NOISE_GRID, numbers)
+
+
+def _chances(draws: NDArray[np.float64], possible: Sequence[int]) -> dict[int, float]:
+    """Return the fraction of draws in which each of the ``possible`` columns is the smallest of them."""
+    counts = np.bincount(draws[:, possible].argmin(axis=1), minlength=len(possible))
+    return dict(zip(possible, (counts / len(draws)).tolist(), strict=True))

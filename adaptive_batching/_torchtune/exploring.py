@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from adaptive_batching._growth.epoch import Accumulation
 from adaptive_batching._growth.increase import BatchController
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
@@ -47,7 +46,6 @@ def settle_micro_batch_size(
     host: Host,
     run: StockRun,
     controller: BatchController,
-    accumulation: Accumulation,
     execution: Execution,
     stored: Mapping[str, Any],
     report: Report,
@@ -65,8 +63,9 @@ def settle_micro_batch_size(
         execution.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
         meter = memory_meter(host.device)
         # A batch that grows is explored at the size that fills memory, as far as it can grow.
-        batch_size = accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
-        result = explore_micro_batches(host, batch_size, accumulation.batches_at(batch_size), execution, meter)
+        batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
+        batches = controller.accumulation.batches_at(batch_size)
+        result = explore_micro_batches(host, batch_size, batches, execution, meter)
         chosen = result.recommended.candidate
         path = report.directory / "explored.yaml"
         host.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
