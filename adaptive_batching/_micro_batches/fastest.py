@@ -82,7 +82,7 @@ def explore(
     the round, whose work is the same for all, and returns seconds, or None if it ran out of memory, which rules it out.
     If all do, NothingRanError is raised.
     """
-    timings = Timings(len(candidates))
+    timings = Timings(candidates)
     possible = list(range(len(candidates)))
     start = time.perf_counter()
     for round_ in range(max_rounds):
@@ -97,14 +97,14 @@ def explore(
                 possible.remove(index)
                 continue
             timings.add(index, round_, seconds)
-            best = timings.evaluate(candidates, possible).recommended
+            best = timings.evaluate(possible).recommended
             log.info(
                 "recommended micro_batch_size %s, %.2fx base, confidence %.0f of 100",
                 best.candidate, best.speedup, math.floor(100 * best.confidence),
             )  # fmt: skip
         if not possible:
             raise NothingRanError(f"all candidates {list(candidates)} ran out of memory")
-        result = timings.evaluate(candidates, possible)
+        result = timings.evaluate(possible)
         # A single timing could be an outlier, so the best candidate and its closest rivals must be measured twice.
         if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= ENOUGH_CONFIDENCE):
             break
@@ -114,10 +114,10 @@ def explore(
 class Timings:
     """Times measured so far, and the estimates that they give. Neighbouring candidates are expected to be similar."""
 
-    def __init__(self, num_candidates: int) -> None:
-        if num_candidates < 1:
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        if not candidates:
             raise ValueError("explore needs at least one candidate")
-        self._num_candidates = num_candidates
+        self._candidates = candidates
         self._measured: list[tuple[int, int, float]] = []  # candidate, round, logarithm of seconds
 
     def add(self, index: int, round_: int, seconds: float) -> None:
@@ -130,7 +130,7 @@ class Timings:
         order = sorted(possible, key=lambda index: -chances[index])
         return sorted(order[:2] + [index for index in order[2:] if chances[index] >= WORTH_MEASURING])
 
-    def evaluate(self, candidates: Sequence[Candidate], possible: Sequence[int]) -> Exploration:
+    def evaluate(self, possible: Sequence[int]) -> Exploration:
         """Return the fastest ``possible`` one that has run, and how certain that is; those that have not are rivals."""
         draws, noise = self._draw()
         runs = Counter(index for index, _, _ in self._measured)
@@ -142,7 +142,7 @@ class Timings:
         level = np.mean([seconds - expected[index] for index, _, seconds in self._measured])
         estimates = {
             index: Estimate(
-                candidate=candidates[index],
+                candidate=self._candidates[index],
                 runs=runs[index],
                 seconds=float(np.exp(expected[index] + level)),
                 speedup=float(np.exp(expected[0] - expected[index])),
@@ -159,7 +159,7 @@ class Timings:
 
     def _draw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Draw from the posterior: logarithmic times [draws, candidates], and sizes of the noise [draws]."""
-        count = self._num_candidates
+        count = len(self._candidates)
         rounds = sorted({round_ for _, round_, _ in self._measured})
         design = np.zeros((len(self._measured), count + len(rounds)))
         for row, (index, round_, _) in enumerate(self._measured):

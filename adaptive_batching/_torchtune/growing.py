@@ -53,14 +53,14 @@ def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
     if settings.batch_increase_function is None:
         return Increase(noise_scale_every=every)
     name, function = resolve(settings.batch_increase_function)
-    if not reads_noise_scale(function):
-        return Increase(name, function, every)
-    if settings.keep_global_batch:
-        raise ConfigError(
-            f"batch_increase_function={name!r} decides on the global batch, and "
-            f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
-        )
-    return Increase(name, function, every or _STEPS_BETWEEN_MEASUREMENTS)
+    if reads_noise_scale(function):
+        if settings.keep_global_batch:
+            raise ConfigError(
+                f"batch_increase_function={name!r} decides on the global batch, and "
+                f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
+            )
+        every = every or _STEPS_BETWEEN_MEASUREMENTS
+    return Increase(name, function, every)
 
 
 def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
@@ -76,7 +76,10 @@ def make_controller(
     probed: Probed,
     stored: Mapping[str, Any],
 ) -> BatchController:
-    """Return what decides on batch sizes within the maximum, from where a resumed run has been."""
+    """Return what decides on batch sizes within the maximum, from where a resumed run has been.
+
+    The next increase adds to the stored size, unless the user has changed the configured one.
+    """
     configured, reason = run.batch_size, probed.reason
     maximum = accumulation.allowed(probed.maximum)
     if increase.function is None:
@@ -84,7 +87,14 @@ def make_controller(
         if start != configured:
             log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
     else:
-        start = _size_before_this_run(configured, stored)
+        start = configured
+        if stored and stored["configured_batch_size"] == configured:
+            start = int(stored["batch_size"])
+        elif stored:
+            log.info(
+                "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
+                configured, stored["configured_batch_size"], configured, stored["batch_size"],
+            )  # fmt: skip
         if stored and stored["maximum"] != maximum:
             log.info("the maximum was %d in the run that is resumed; now it is %d", stored["maximum"], maximum)
         start = accumulation.allowed(start)  # a stored one may be of another accumulation
@@ -107,20 +117,6 @@ def _warn_of_lora(host: Host, largest: int, configured: int) -> None:
             "held-out samples with that of a run at the configured size",
             largest / configured,
         )
-
-
-def _size_before_this_run(configured: int, stored: Mapping[str, Any]) -> int:
-    """Return the batch size that the next increase adds to: the stored one, unless the user has changed the size."""
-    last = stored.get("batch_size")
-    if last is None:
-        return configured
-    if stored["configured_batch_size"] != configured:
-        log.info(
-            "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
-            configured, stored["configured_batch_size"], configured, last,
-        )  # fmt: skip
-        return configured
-    return int(last)
 
 
 def _course_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController) -> Course:
@@ -169,10 +165,7 @@ class _Interval:
 
 
 class Growth:
-    """Makes loader and learning rate follow the course of a run, and Adam's beta2 with ``keep_beta2_half_life``.
-
-    ``stored`` is what the checkpoint of the run that is resumed holds, or empty.
-    """
+    """Makes loader and learning rate follow the course of a run, and Adam's beta2 with ``keep_beta2_half_life``."""
 
     def __init__(
         self,
@@ -187,16 +180,13 @@ class Growth:
         stored = stored.get("growth", {})
         self.course = _course_of(host, run, settings, controller)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
-        self.noise: NoiseMeter | None = None
-        if increase.noise_scale_every is not None:
-            self.noise = NoiseMeter(host, increase.noise_scale_every, run.steps_per_epoch)
+        every = increase.noise_scale_every
+        self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
         self._second_moment: SecondMoment | None = None
         moment = stored.get("second_moment")
         if settings.keep_beta2_half_life or moment is not None:
             self._second_moment = SecondMoment(host.optimizers, moment or {}, follows=settings.keep_beta2_half_life)
-        self._configured_window = run.window
-        self._loader = host.loader
-        self._device = host.device
+        self._host = host
         self._execution = execution
         self._is_warm = False
         self._losses: list[float] = list(stored.get("losses", []))
@@ -233,11 +223,11 @@ class Growth:
     def batches(self) -> Iterator[list[Sample]]:
         """Return the batches of this epoch that are left."""
         if not self.course.seen_in_epoch:
-            return iter(self._loader)
+            return iter(self._host.loader)
         if self.course.epoch_is_over:  # as another batch size leaves no room for a step
             return iter(())
-        with unchanged_random_state(self._device):  # a new iterator draws a number, and this one is not new
-            return self._loader.iter_from(self.course.seen_in_epoch)
+        with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
+            return self._host.loader.iter_from(self.course.seen_in_epoch)
 
     def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
         """Move course and schedule by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
@@ -275,16 +265,12 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        noise_scale = self._noise_scale
+        noise_scale = None if self.noise is None else self.noise.scale.samples
         return {
             "batch_size_samples": self.course.controller.batch_size,
             "global_batch_size_samples": self.global_batch_size,
             **({} if noise_scale is None else {"gradient_noise_scale_samples": noise_scale}),
         }
-
-    @property
-    def _noise_scale(self) -> float | None:
-        return None if self.noise is None else self.noise.scale.samples
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -305,10 +291,10 @@ class Growth:
             log.info("about %d optimizer steps are left, if the size stays", self.course.steps_left())
 
     def _follow(self) -> None:
-        self._loader.set_batch_size(self.course.controller.batch_size)
+        self._host.loader.set_batch_size(self.course.controller.batch_size)
         self.learning_rate.set_scale(self.course.lr_scale)
         if self._second_moment is not None:
-            self._second_moment.follow(self.course.window / self._configured_window)
+            self._second_moment.follow(self.course.window / self.course.shape.reference_samples)
 
     def _observe(self) -> dict[str, Any]:
         interval = self._interval
@@ -321,7 +307,7 @@ class Growth:
         return {
             "losses": tuple(self._losses),
             "val_losses": tuple(self._val_losses),
-            "noise_scale": self._noise_scale,
+            "noise_scale": None if self.noise is None else self.noise.scale.samples,
             "seconds_per_step": seconds_per_step,
         }
 
@@ -349,7 +335,6 @@ class Growth:
             else:
                 per_batch = math.ceil(batch_size / (self._execution.most_samples or batch_size))
                 forwards = accumulation.batches_at(batch_size) * per_batch
-            seconds: float = fixed + forwards * per_forward + window * tokens_per_sample * per_token
-            return seconds
+            return fixed + forwards * per_forward + window * tokens_per_sample * per_token
 
         return seconds_at

@@ -47,28 +47,20 @@ class LearningRate:
         self._have_one_rate = True
 
     def set_scale(self, scale: float) -> None:
-        self._remove()
-        self._scale = scale
-        self._apply()
+        with self.unscaled():
+            self._scale = scale
 
     @contextlib.contextmanager
     def unscaled(self) -> Iterator[None]:
         """Give the optimizers the rate that the schedule has set, inside."""
-        self._remove()
-        yield
-        self._apply()
-
-    def _apply(self) -> None:
-        if self._scale == 1:
-            return
-        self._scheduled = [copy.deepcopy(group["lr"]) for group in self._groups]
-        for group, scheduled in zip(self._groups, self._scheduled, strict=True):
-            set_rate(group, scheduled * self._scale)
-
-    def _remove(self) -> None:
         for group, scheduled in zip(self._groups, self._scheduled, strict=False):
             set_rate(group, scheduled)
         self._scheduled = []
+        yield
+        if self._scale != 1:
+            self._scheduled = [copy.deepcopy(group["lr"]) for group in self._groups]
+            for group, scheduled in zip(self._groups, self._scheduled, strict=True):
+                set_rate(group, scheduled * self._scale)
 
 
 def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial_lr: float) -> list[float]:

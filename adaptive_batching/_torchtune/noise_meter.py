@@ -97,13 +97,9 @@ class NoiseMeter:
         """Return the estimate from the step that is done; targets and samples are those of all devices."""
         if not self.measures:
             return None
-        here = (
-            len(self._groups),
-            sum(float(square) / weight for square, weight in self._groups),
-            sum(weight for _, weight in self._groups),
-            *self._part,
-            self._norm_squared,
-        )
+        weights = [weight for _, weight in self._groups]
+        small_here = sum(float(square) / weight for square, weight in self._groups)
+        here = (len(weights), small_here, sum(weights), *self._part, self._norm_squared)
         groups, small, in_groups, part, in_part, big = map(sum, zip(*self._host.ranks.gather(here), strict=True))
         self.forget()
         if groups > 1:
