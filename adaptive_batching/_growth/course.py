@@ -235,9 +235,9 @@ class Course:
 
     def _decide(self, epoch: float, observe: Callable[[], Mapping[str, Any]]) -> Decision:
         observed = observe()
-        decision = self._decisions.get(epoch)
-        if decision is None:
-            decision = self._decisions[epoch] = self._new_decision(epoch, observed)
+        if epoch not in self._decisions:
+            self._decisions[epoch] = self._new_decision(epoch, observed)
+        decision = self._decisions[epoch]
         self.controller.batch_size = decision.batch_size
         self._use_size(epoch)
         return decision

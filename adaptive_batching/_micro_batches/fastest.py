@@ -75,12 +75,9 @@ def explore(
 ) -> Exploration:
     """Find the fastest candidate; stop when that is right with ``ENOUGH_CONFIDENCE``, or at ``max_rounds``.
 
-    The first round measures all candidates in order. Later rounds measure only those that could still be the fastest,
-    in alternating order. The recommendation so far is logged after each measurement.
-
     Candidates run the same work, similar ones being adjacent; speed is relative to the first. ``measure`` takes one and
     the round, whose work is the same for all, and returns seconds, or None if it ran out of memory, which rules it out.
-    If all do, NothingRanError is raised.
+    After the first round, only those are measured that could still be the fastest, in alternating order.
     """
     timings = Timings(candidates)
     possible = list(range(len(candidates)))
