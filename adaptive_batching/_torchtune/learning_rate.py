@@ -116,10 +116,8 @@ class SecondMoment:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], stored: Mapping[str, Any], *, follows: bool = True) -> None:
-        self._groups = [
-            (optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if "betas" in group
-        ]
-        self._configured = [tuple(group["betas"]) for _, group in self._groups]
+        groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        self._groups = [(optimizer, group, *group["betas"]) for optimizer, group in groups if "betas" in group]
         self._growth = float(stored.get("growth", 1.0))
         self._follows = follows
         self._set_betas(self._growth)
@@ -129,7 +127,7 @@ class SecondMoment:
         growth = growth if self._follows else 1.0
         if growth == self._growth:
             return
-        for (optimizer, group), (_, beta2) in zip(self._groups, self._configured, strict=True):
+        for optimizer, group, _, beta2 in self._groups:
             _keep_quotient(optimizer, group["params"], beta2**self._growth, beta2**growth)
         self._growth = growth
         self._set_betas(growth)
@@ -145,7 +143,7 @@ class SecondMoment:
         return {"growth": self._growth}
 
     def _set_betas(self, growth: float) -> None:
-        for (_, group), (beta1, beta2) in zip(self._groups, self._configured, strict=True):
+        for _, group, beta1, beta2 in self._groups:
             group["betas"] = (beta1, beta2**growth)
 
 
