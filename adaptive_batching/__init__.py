@@ -6,12 +6,9 @@ What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batch
 
 from adaptive_batching import growth
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.accumulation import FixedAccumulation, KeepGlobal
-from adaptive_batching._growth.by_epoch import plan_batch_sizes
-from adaptive_batching._growth.controller import BatchController
-from adaptive_batching._growth.course import Course
-from adaptive_batching._growth.epoch import RunShape
-from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching._growth.course import Course, plan_batch_sizes
+from adaptive_batching._growth.epoch import FixedAccumulation, KeepGlobal, RunShape
+from adaptive_batching._growth.increase import BatchController, GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching._loop.step import AdaptiveStep
 from adaptive_batching._memory import is_out_of_memory, memory_meter
 from adaptive_batching._probe.does_not_fit import DoesNotFitError

@@ -11,11 +11,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-from adaptive_batching._growth.controller import BatchController, Decision
 from adaptive_batching._growth.epoch import EpochProgress, RunShape
-from adaptive_batching._growth.increase import GrowthState
+from adaptive_batching._growth.increase import (
+    BatchController,
+    Decision,
+    GrowthState,
+    IncreaseFunction,
+    IncreaseFunctionError,
+)
 
 
 @dataclass
@@ -69,7 +75,7 @@ class Course:
         peak = max(rates)
         self._warmup = rates.index(peak) if rates[0] < peak and not grows_in_warmup else 0
         self._number = 0
-        self._epoch = EpochProgress(shape)
+        self._epoch = EpochProgress(shape, shape.samples)
         self._decisions: dict[float, Decision] = {}
 
     @property
@@ -109,13 +115,14 @@ class Course:
     @property
     def run_is_over(self) -> bool:
         """True if the run may not take the samples of another step, whatever epochs are left."""
-        left = self._run_samples_left
-        return left is not None and left < self.window
+        return self._run_samples_left < self.window
 
     @property
-    def _run_samples_left(self) -> int | None:
-        of_run = self.shape.run_samples
-        return None if of_run is None else max(of_run - self.samples_seen // self.shape.replicas, 0)
+    def _run_samples_left(self) -> float:
+        """Samples that the run may still take, on one replica; infinite for no limit."""
+        if self.shape.run_samples is None:
+            return math.inf
+        return max(self.shape.run_samples - self.samples_seen // self.shape.replicas, 0)
 
     def start_epoch(self, number: int, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision:
         """Decide on the size that an epoch starts with.
@@ -125,7 +132,7 @@ class Course:
             observe: Gives values for the fields of :class:`GrowthState` that training alone can tell.
         """
         self._number = number
-        self._epoch = EpochProgress(self.shape, self._run_samples_left)
+        self._epoch = EpochProgress(self.shape, int(min(self.shape.samples, self._run_samples_left)))
         return self._decide(number, observe)
 
     def progress(self) -> dict[str, Any] | None:
@@ -133,7 +140,15 @@ class Course:
 
         A run may go on with another number of devices or another batch size.
         """
-        return None if self.epoch_is_over else self._epoch.to_resume()
+        if self.epoch_is_over:
+            return None
+        whole = self.shape.reference_steps * self.shape.reference_samples
+        used = min(self._epoch.exact / whole, Fraction(1)) if whole else Fraction(0)
+        return {
+            "samples": self._epoch.seen * self.shape.replicas,
+            "steps": self._epoch.steps,
+            "schedule": list(used.as_integer_ratio()),
+        }
 
     def resume(self, number: int, progress: Mapping[str, Any]) -> int:
         """Go on within the epoch ``number``, at the present size; what was due up to there has been decided.
@@ -146,11 +161,16 @@ class Course:
             How many steps the schedule takes at once: all of the epoch's, if another size leaves no room for a step.
         """
         self._number = number
-        self._epoch = EpochProgress.resumed(self.shape, progress, self._run_samples_left)
-        self._epoch.set_window(self.window)
-        if not self.history or self.history[-1][1] != self.controller.batch_size:
-            self.history.append((number + self._epoch.seen / self.shape.samples, self.controller.batch_size))
-        return self.shape.reference_steps - self._epoch.reference if self.epoch_is_over else 0
+        shape = self.shape
+        used = Fraction(*progress["schedule"]) * shape.reference_steps
+        seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
+        self._epoch = epoch = EpochProgress(
+            shape, int(min(shape.samples, self._run_samples_left + seen)), seen, progress["steps"],
+            reference=int(used), exact=used * shape.reference_samples,
+        )  # fmt: skip
+        epoch.decided = epoch.due + 1
+        self._use_size(number + seen / shape.samples)
+        return shape.reference_steps - epoch.reference if self.epoch_is_over else 0
 
     def take_step(self) -> int:
         """Record an optimizer step and return how many steps the schedule takes with it."""
@@ -200,30 +220,34 @@ class Course:
     def _plan_epoch(self, number: int, *, is_resumed: bool = False) -> PlannedEpoch:
         if not is_resumed:
             self.start_epoch(number)
-        sizes, windows = [self.controller.batch_size], [self.window]
+        sizes = [self.controller.batch_size]
         while not self.epoch_is_over:
             self.take_step()
             if self.decide_if_due() is not None and sizes[-1] != self.controller.batch_size:
                 sizes.append(self.controller.batch_size)
-                windows.append(self.window)
         replicas = self.shape.replicas
         seen = self._epoch.seen * replicas
         end = min((number + 1) * self.shape.reference_steps, len(self._rates) - 1)
         return PlannedEpoch(
-            number, sizes, [window * replicas for window in windows], self._epoch.steps, seen,
+            number, sizes, [self.shape.accumulation.window(size) * replicas for size in sizes], self._epoch.steps, seen,
             self._epoch.samples * replicas - seen, self._rates[end] * self.lr_scale,
         )  # fmt: skip
 
     def _decide(self, epoch: float, observe: Callable[[], Mapping[str, Any]]) -> Decision:
         observed = observe()
-        decision = self._decisions.get(epoch)
-        if decision is None:
-            decision = self._decisions[epoch] = self._new_decision(epoch, observed)
+        if epoch not in self._decisions:
+            self._decisions[epoch] = self._new_decision(epoch, observed)
+        decision = self._decisions[epoch]
         self.controller.batch_size = decision.batch_size
-        self._epoch.set_window(self.window)
-        if not self.history or self.history[-1][1] != decision.batch_size:
-            self.history.append((epoch, decision.batch_size))
+        self._use_size(epoch)
         return decision
+
+    def _use_size(self, epoch: float) -> None:
+        """Take steps of the present size from ``epoch`` on."""
+        self._epoch.set_window(self.window)
+        size = self.controller.batch_size
+        if not self.history or self.history[-1][1] != size:
+            self.history.append((epoch, size))
 
     def _new_decision(self, epoch: float, observed: Mapping[str, Any]) -> Decision:
         size = self.controller.batch_size
@@ -256,3 +280,40 @@ def learning_rate_scale(rule: str, growth: float, at_most: float) -> float:
     """
     scales = {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}
     return min(scales[rule], at_most)
+
+
+def plan_batch_sizes(
+    batch_size: int, increase: IncreaseFunction, *, epochs: int, samples: int, maximum: int | None = None
+) -> list[int]:
+    """Return the batch size of each epoch, for a loop that makes a data loader for every epoch.
+
+    The function is asked at the start of each epoch, as in a recipe: what it adds is added where the sum stays within
+    ``maximum``. The learning rate is taken to be constant, so that ``growth.replace_lr_decay`` keeps the size.
+
+    Args:
+        batch_size: Samples of a batch in the first epoch.
+        increase: ``(epoch, current_batch_size) -> samples to add``, such as ``growth.step()``.
+        epochs: Epochs of the run.
+        samples: Samples of an epoch.
+        maximum: The largest size, such as one that a probe has found; None for ``samples``.
+
+    Raises:
+        ValueError: If a number is below 1, or ``batch_size`` above ``maximum``.
+        IncreaseFunctionError: If ``increase`` is a factory that is still to be called, or cannot be called with an
+            epoch and a batch size, or reads what is known only while training, such as losses, or returns
+            something else than a whole number >= 0.
+    """
+    maximum = samples if maximum is None else maximum
+    for name, value in {"batch_size": batch_size, "epochs": epochs, "samples": samples, "maximum": maximum}.items():
+        if not hasattr(value, "__index__") or value < 1:
+            raise ValueError(f"{name}={value!r} must be at least 1, a whole number")
+    if batch_size > maximum:
+        raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start with less")
+    name = getattr(increase, "__qualname__", repr(increase))
+    controller = BatchController(batch_size, maximum, f"maximum={maximum}", increase, name)
+    if not controller.decides_early:
+        raise IncreaseFunctionError(
+            f"{name} reads what is known only while training, and sizes are planned before; use a function of "
+            f"(epoch, current_batch_size), or one of adaptive_batching.growth that needs neither losses nor noise"
+        )
+    return [epoch.batch_sizes[0] for epoch in Course(controller, RunShape(epochs, samples)).plan()]

@@ -1,13 +1,85 @@
-"""The size of a run, and how far one of its epochs is, in samples, optimizer steps and steps of the schedule."""
+"""The size of a run, the batches of its optimizer steps, and how far one of its epochs is. Standard library only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
-from adaptive_batching._growth.accumulation import Accumulation, FixedAccumulation
+
+@dataclass(frozen=True)
+class FixedAccumulation:
+    """Every optimizer step takes ``batches`` batches; the global batch grows with the batch size."""
+
+    batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batches < 1:
+            raise ValueError(f"batches={self.batches} must be at least 1")
+
+    def batches_at(self, batch_size: int) -> int:
+        """Return the batches of an optimizer step."""
+        return self.batches
+
+    def window(self, batch_size: int) -> int:
+        """Return the samples of an optimizer step on one replica."""
+        return batch_size * self.batches
+
+    def allowed(self, batch_size: int) -> int:
+        """Return the largest possible size that is at most ``batch_size``."""
+        return batch_size
+
+    def room(self, samples: int) -> int | None:
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return samples // self.batches
+
+
+@dataclass(frozen=True)
+class KeepGlobal:
+    """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
+
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be at least 1")
+
+    def batches_at(self, batch_size: int) -> int:
+        """Return the batches of an optimizer step."""
+        return self.samples // batch_size
+
+    def window(self, batch_size: int) -> int:
+        """Return the samples of an optimizer step on one replica."""
+        return self.samples
+
+    def allowed(self, batch_size: int) -> int:
+        """Return the largest possible size that is at most ``batch_size``: a divisor of the samples of a step."""
+        return next(size for size in range(min(batch_size, self.samples), 0, -1) if self.samples % size == 0)
+
+    def room(self, samples: int) -> int | None:
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return None
+
+
+@dataclass(frozen=True)
+class InParts:
+    """Every step takes one batch, which is divided into ``parts`` of equal size."""
+
+    parts: int = 1
+
+    def batches_at(self, batch_size: int) -> int:
+        return 1
+
+    def window(self, batch_size: int) -> int:
+        return batch_size
+
+    def allowed(self, batch_size: int) -> int:
+        return batch_size // self.parts * self.parts
+
+    def room(self, samples: int) -> int | None:
+        return self.allowed(samples)
+
+
+Accumulation = FixedAccumulation | KeepGlobal | InParts
 
 
 @dataclass(frozen=True)
@@ -50,9 +122,11 @@ class RunShape:
 
 @dataclass
 class EpochProgress:
+    """How far an epoch is, in samples, optimizer steps and steps of the schedule."""
+
     shape: RunShape
-    run_samples_left: int | None = None
-    """Samples that the run may still take when the epoch begins, on one replica; None for no limit."""
+    samples: int
+    """Of this epoch, on one replica."""
 
     seen: int = 0
     """Samples on one replica."""
@@ -64,48 +138,13 @@ class EpochProgress:
     reference: int = 0
     """Steps of the stock run that are used up."""
 
-    _exact: Fraction = field(default_factory=Fraction)
+    exact: Fraction = field(default_factory=Fraction)
     """Samples of the stock run that are used up."""
 
     _rate: Fraction = field(default_factory=lambda: Fraction(1))
 
-    @classmethod
-    def resumed(cls, shape: RunShape, progress: Mapping[str, Any], left: int | None) -> EpochProgress:
-        """Return the epoch where :meth:`to_resume` of another was read; the run may still take ``left`` samples."""
-        used = Fraction(*progress["schedule"]) * shape.reference_steps
-        seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
-        epoch = cls(
-            shape, None if left is None else left + seen, seen, progress["steps"], reference=int(used),
-            _exact=used * shape.reference_samples,
-        )  # fmt: skip
-        epoch.decided = epoch.due + 1
-        return epoch
-
-    def to_resume(self) -> dict[str, Any]:
-        """Return how far the epoch is: samples of all replicas, steps, and the part of its schedule, a fraction.
-
-        A run may so go on with another number of devices or another batch size.
-        """
-        return {
-            "samples": self.seen * self.shape.replicas,
-            "steps": self.steps,
-            "schedule": list(self.schedule.as_integer_ratio()),
-        }
-
-    @property
-    def schedule(self) -> Fraction:
-        """Part of the epoch's schedule that is used up; 0 without one."""
-        if self.shape.reference_steps == 0:
-            return Fraction(0)
-        return min(self._exact / (self.shape.reference_steps * self.shape.reference_samples), Fraction(1))
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch on one replica."""
-        return self.shape.samples if self.run_samples_left is None else min(self.shape.samples, self.run_samples_left)
-
     def steps_left(self, window: int) -> int:
-        """Return the optimizer steps of ``window`` samples on one replica that are still to come."""
+        """Return how many optimizer steps of ``window`` samples are still to come."""
         left = (self.samples - self.seen) // window
         return left if self.shape.max_steps is None else min(left, self.shape.max_steps - self.steps)
 
@@ -113,7 +152,7 @@ class EpochProgress:
         """Set the samples of a step from here on, until the next change or the end of the epoch."""
         # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
         # left of its share in the schedule is spread evenly over them.
-        left = max(self.shape.reference_steps * self.shape.reference_samples - self._exact, Fraction(0))
+        left = max(self.shape.reference_steps * self.shape.reference_samples - self.exact, Fraction(0))
         rate = left / max(self.steps_left(window) * window, 1)
         ends_early = self.shape.max_steps is not None and self.shape.samples - self.seen >= window * (
             self.shape.max_steps - self.steps
@@ -125,11 +164,11 @@ class EpochProgress:
         before = self.reference
         self.seen += window
         self.steps += 1
-        self._exact += window * self._rate
+        self.exact += window * self._rate
         if self.steps_left(window) <= 0:
             self.reference = self.shape.reference_steps  # dropped remainders do not add up
         else:
-            self.reference = min(int(self._exact / self.shape.reference_samples), self.shape.reference_steps)
+            self.reference = min(int(self.exact / self.shape.reference_samples), self.shape.reference_steps)
         return self.reference - before
 
     @property

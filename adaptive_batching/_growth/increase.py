@@ -1,4 +1,4 @@
-"""Increase functions: their signature, the state that they may read, and how a config names one.
+"""Increase functions: their signature, what they may read, how a config names one, and batch sizes decided by one.
 
 An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add; 0
 adds none. It is called at the start of every epoch with an ``int``. If ``increase_every`` is a fraction, it is also
@@ -13,12 +13,16 @@ This module imports only the standard library.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import operator
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal
 
 log = logging.getLogger(__name__)
 
@@ -130,11 +134,8 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         if not _is_increase_function(found, arguments):
             found = _from_factory(key, found, arguments)
         elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
-            log.warning(
-                "%s takes an epoch and a batch size, so it is no factory; dropped arguments: %s",
-                key,
-                ", ".join(arguments),
-            )
+            dropped = ", ".join(arguments)
+            log.warning("%s takes an epoch and a batch size, so it is no factory; dropped arguments: %s", key, dropped)
     check_signature(key, found)
     return path, found
 
@@ -150,15 +151,13 @@ def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, 
         signature.bind(0, 1, **{"state": None} if takes_state(function) else {})
     except (TypeError, ValueError):
         return False
-    return not any(name in signature.parameters for name in arguments) and not _binds(signature, arguments)
-
-
-def _binds(signature: inspect.Signature, arguments: Mapping[str, Any]) -> bool:
+    if any(name in signature.parameters for name in arguments):
+        return False
     try:
         signature.bind(**arguments)
     except TypeError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> IncreaseFunction:
@@ -195,3 +194,132 @@ def check_signature(key: str, function: Callable[..., Any]) -> None:
             f"{key} has the signature {signature} and cannot be called with (epoch, current_batch_size), with or "
             f"without state: {error}"
         ) from None
+
+
+@dataclass(frozen=True)
+class Decision:
+    epoch: float
+    """Time of the decision, in epochs."""
+
+    previous: int
+    batch_size: int
+    reason: str
+    warning: str = ""
+    """Why the size is not the one asked for, if the user should know."""
+
+
+class BatchController:
+    """Hold the current batch size and decide on the next.
+
+    Args:
+        batch_size: The size before the first decision of this run.
+        maximum: The largest size allowed; ``batch_size <= maximum``.
+        maximum_reason: Where the maximum comes from, for messages.
+        increase: The increase function; None keeps the size.
+        name: The increase function's name in messages.
+        accumulation: Says which sizes are possible.
+        ask: Calls the function; on several ranks only one of them does.
+
+    Raises:
+        ValueError: If ``batch_size`` is not among the sizes that are possible up to ``maximum``.
+        IncreaseFunctionError: If ``increase`` cannot be called with an epoch and a batch size.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        maximum: int,
+        maximum_reason: str = "",
+        increase: IncreaseFunction | None = None,
+        name: str = "",
+        accumulation: Accumulation = FixedAccumulation(),  # noqa: B008 (immutable)
+        ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    ) -> None:
+        if not 1 <= batch_size <= maximum:
+            raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
+        if accumulation.allowed(batch_size) != batch_size:
+            allowed = accumulation.allowed(batch_size)
+            raise ValueError(f"batch_size={batch_size} does not go with {accumulation}; start with {allowed}")
+        if increase is not None:
+            check_signature(f"increase={name or getattr(increase, '__qualname__', repr(increase))}", increase)
+        self.batch_size = batch_size
+        self.maximum = maximum
+        self.maximum_reason = maximum_reason
+        self.name = name
+        self._increase = increase
+        self.accumulation = accumulation
+        self._ask_one = ask
+        self._warned = False
+
+    @property
+    def decides_early(self) -> bool:
+        """True if all decisions can be made before training."""
+        return self._increase is None or is_planned(self._increase)
+
+    def without_growth(self) -> BatchController:
+        """Return a copy that keeps its size."""
+        kept = copy.copy(self)
+        kept._increase = None
+        return kept
+
+    def decide(self, state: GrowthState, room: int | None = None) -> Decision:
+        """Ask the increase function and apply its answer where the sum stays within the maximum.
+
+        Args:
+            state: The run so far.
+            room: The largest size that the rest of the epoch has samples for; None for no limit.
+
+        Raises:
+            IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
+        """
+        previous = self.batch_size
+        increase = self._ask(state) if self._increase is not None else 0
+        asked = previous + increase
+        wanted = self.accumulation.allowed(asked)
+        note = warning = ""
+        if isinstance(self.accumulation, KeepGlobal) and wanted != asked:
+            note = f" (asked for {increase}: {asked} does not divide the global batch {self.accumulation.samples})"
+        if wanted == previous:
+            reason, warning = f"kept{note}", note.strip()
+        elif wanted > self.maximum:
+            reason = f"kept: {wanted} would exceed {self.maximum}"
+            warning = f"{self.name} asked for {wanted}, and the maximum is {self.maximum} ({self.maximum_reason})"
+        elif room is not None and wanted > room:
+            reason = f"kept: {self.name} asked for {wanted}, and the rest of the epoch has samples for {room}"
+        else:
+            reason = f"{self.name} added {wanted - previous}{note}"
+            self.batch_size = wanted
+        return Decision(state.epoch, previous, self.batch_size, reason, warning)
+
+    def announce(self, decision: Decision) -> None:
+        """Log a decision that takes effect, and the first that gives less than was asked for."""
+        if decision.batch_size != decision.previous:
+            log.info(
+                "batch size grows from %d to %d at epoch %g; it may reach %d",
+                decision.previous, decision.batch_size, decision.epoch, self.maximum,
+            )  # fmt: skip
+        elif decision.warning and not self._warned:
+            self._warned = True
+            log.warning("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.warning)
+        elif not decision.warning and decision.reason != "kept":
+            log.info("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.reason)
+
+    def _ask(self, state: GrowthState) -> int:
+        call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"
+        increase = self._increase
+        assert increase is not None
+        known = {"state": state} if takes_state(increase) else {}
+        try:
+            answer = self._ask_one(lambda: increase(state.epoch, self.batch_size, **known))
+        except Exception as error:
+            raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
+        refusal = f"{call} returned {answer!r}; it must return how many samples to add, a whole number >= 0"
+        if isinstance(answer, bool):
+            raise IncreaseFunctionError(refusal)
+        try:
+            number = operator.index(answer)  # int and the integer types of numpy and torch, but no float
+        except TypeError:
+            raise IncreaseFunctionError(refusal) from None
+        if number < 0:
+            raise IncreaseFunctionError(f"{refusal} (a batch never shrinks)")
+        return number

@@ -61,41 +61,28 @@ class NoiseScale:
     def __init__(self, window: float = 20) -> None:
         self._keep = 1 - 1 / max(window, 1)
         self._count = 0
-        self._variance = 0.0
-        self._norm_squared = 0.0
-        self._tokens = 0.0
-        self._samples = 0.0
+        self._means = {"variance": 0.0, "norm_squared": 0.0, "tokens": 0.0, "samples": 0.0}
 
     def add(self, step: NoiseEstimate) -> None:
-        keep, new = self._keep, 1 - self._keep
         self._count += 1
-        self._variance = keep * self._variance + new * step.variance
-        self._norm_squared = keep * self._norm_squared + new * step.norm_squared
-        self._tokens = keep * self._tokens + new * step.tokens
-        self._samples = keep * self._samples + new * step.samples
+        for name, mean in self._means.items():
+            self._means[name] = self._keep * mean + (1 - self._keep) * getattr(step, name)
 
     @property
     def tokens(self) -> float | None:
         """Noise scale in target tokens; None if not known yet. Averages start at 0: their bias cancels in the ratio."""
-        if self._count < MIN_MEASUREMENTS or self._norm_squared <= 0:
+        if self._count < MIN_MEASUREMENTS or self._means["norm_squared"] <= 0:
             return None
-        return max(self._variance, 0.0) / self._norm_squared
+        return max(self._means["variance"], 0.0) / self._means["norm_squared"]
 
     @property
     def samples(self) -> float | None:
         """Noise scale in samples of mean length; None if not known yet."""
-        return None if self.tokens is None else self.tokens * self._samples / self._tokens
+        return None if self.tokens is None else self.tokens * self._means["samples"] / self._means["tokens"]
 
     def state_dict(self) -> dict[str, float]:
-        return {
-            "count": self._count,
-            "variance": self._variance,
-            "norm_squared": self._norm_squared,
-            "tokens": self._tokens,
-            "samples": self._samples,
-        }
+        return {"count": self._count, **self._means}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._count = int(state["count"])
-        self._variance, self._norm_squared = state["variance"], state["norm_squared"]
-        self._tokens, self._samples = state["tokens"], state["samples"]
+        self._means = {name: state[name] for name in self._means}

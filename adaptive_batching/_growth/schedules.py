@@ -29,9 +29,9 @@ def fixed_increase(increase: int, epochs: list[int] | None = None) -> IncreaseFu
     Raises:
         ValueError: If ``increase`` or an epoch is negative.
     """
-    _require_int("increase", increase, at_least=0)
+    _require("increase", increase, at_least=0, whole=True)
     for epoch in epochs or []:
-        _require_int("epochs", epoch, at_least=0)
+        _require("epochs", epoch, at_least=0, whole=True)
 
     def increase_at(epoch: float, current_batch_size: int) -> int:
         due = epoch > 0 and epoch == int(epoch) if epochs is None else epoch in epochs
@@ -70,7 +70,7 @@ def staged(stages: Mapping[Any, int]) -> IncreaseFunction:
             by_epoch.append((float(epoch), size))
         except (TypeError, ValueError):
             raise ValueError(f"stages={dict(stages)!r} has a key that is not an epoch: {epoch!r}") from None
-        _require_int("stages", size, at_least=1)
+        _require("stages", size, at_least=1, whole=True)
     by_epoch.sort()
 
     def size_at(state: GrowthState) -> float:
@@ -144,8 +144,8 @@ def on_plateau(
         metric: ``"loss"``, the mean training loss since the last decision; or ``"val_loss"``, that of the last
             validation, where decisions without one since the last decision do not count at all.
     """
-    _require_int("patience", patience, at_least=1)
-    _require_int("cooldown", cooldown, at_least=0)
+    _require("patience", patience, at_least=1, whole=True)
+    _require("cooldown", cooldown, at_least=0, whole=True)
     _require("rate", rate, above=1)
     _require("min_delta", min_delta, at_least=0)
     if metric not in ("loss", "val_loss"):
@@ -267,25 +267,17 @@ def _ramp(state: GrowthState, end: int | None, progress: float) -> float:
     return state.initial_batch_size + (end - state.initial_batch_size) * progress
 
 
-def _require_int(name: str, value: Any, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {at_least}")
-
-
-def _require(name: str, value: Any, *, above: float | None = None, at_least: float | None = None) -> None:
-    bound = f"above {above:g}" if above is not None else f"of at least {at_least:g}"
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or (above is not None and value <= above)
-        or (at_least is not None and value < at_least)
-    ):
-        raise ValueError(f"{name}={value!r} must be a number {bound}")
+def _require(
+    name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf, whole: bool = False
+) -> None:
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not at_least <= value < math.inf or value <= above:
+        bound = f"of at least {at_least:g}" if above == -math.inf else f"above {above:g}"
+        raise ValueError(f"{name}={value!r} must be a {'whole ' if whole else ''}number {bound}")
 
 
 def _require_ramp(end: int | None, ramp_epochs: float | None) -> None:
     if end is not None:
-        _require_int("end", end, at_least=1)
+        _require("end", end, at_least=1, whole=True)
     if ramp_epochs is not None:
         _require("ramp_epochs", ramp_epochs, above=0)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 log = logging.getLogger(__name__)
 
 Candidate = int | str
-MeasureSeconds = Callable[[Candidate, int], float | None]
 
 ENOUGH_CONFIDENCE = 0.97
 MAX_ROUNDS = 20
@@ -70,21 +70,16 @@ class Exploration:
 
 def explore(
     candidates: Sequence[Candidate],
-    measure: MeasureSeconds,
-    *,
-    confidence: float = ENOUGH_CONFIDENCE,
+    measure: Callable[[Candidate, int], float | None],
     max_rounds: int = MAX_ROUNDS,
 ) -> Exploration:
-    """Find the fastest candidate; stop when that is right with a probability of ``confidence``, or at ``max_rounds``.
-
-    The first round measures all candidates in order. Later rounds measure only those that could still be the fastest,
-    in alternating order. The recommendation so far is logged after each measurement.
+    """Find the fastest candidate; stop when that is right with ``ENOUGH_CONFIDENCE``, or at ``max_rounds``.
 
     Candidates run the same work, similar ones being adjacent; speed is relative to the first. ``measure`` takes one and
     the round, whose work is the same for all, and returns seconds, or None if it ran out of memory, which rules it out.
-    If all do, NothingRanError is raised.
+    After the first round, only those are measured that could still be the fastest, in alternating order.
     """
-    timings = Timings(len(candidates))
+    timings = Timings(candidates)
     possible = list(range(len(candidates)))
     start = time.perf_counter()
     for round_ in range(max_rounds):
@@ -99,16 +94,16 @@ def explore(
                 possible.remove(index)
                 continue
             timings.add(index, round_, seconds)
-            best = timings.evaluate(candidates, possible).recommended
+            best = timings.evaluate(possible).recommended
             log.info(
                 "recommended micro_batch_size %s, %.2fx base, confidence %.0f of 100",
                 best.candidate, best.speedup, math.floor(100 * best.confidence),
             )  # fmt: skip
         if not possible:
             raise NothingRanError(f"all candidates {list(candidates)} ran out of memory")
-        result = timings.evaluate(candidates, possible)
+        result = timings.evaluate(possible)
         # A single timing could be an outlier, so the best candidate and its closest rivals must be measured twice.
-        if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= confidence):
+        if len(possible) == 1 or (round_ > 0 and result.recommended.confidence >= ENOUGH_CONFIDENCE):
             break
     return result
 
@@ -116,10 +111,10 @@ def explore(
 class Timings:
     """Times measured so far, and the estimates that they give. Neighbouring candidates are expected to be similar."""
 
-    def __init__(self, num_candidates: int) -> None:
-        if num_candidates < 1:
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        if not candidates:
             raise ValueError("explore needs at least one candidate")
-        self._num_candidates = num_candidates
+        self._candidates = candidates
         self._measured: list[tuple[int, int, float]] = []  # candidate, round, logarithm of seconds
 
     def add(self, index: int, round_: int, seconds: float) -> None:
@@ -128,29 +123,28 @@ class Timings:
     def rivals(self, possible: Sequence[int]) -> list[int]:
         """Return the members of ``possible`` that are worth another measurement, in ascending order."""
         draws, _ = self._draw()
-        chances = self._chances(draws[:, possible])
-        order = sorted(range(len(possible)), key=lambda i: -chances[i])
-        chosen = [i for rank, i in enumerate(order) if rank < 2 or chances[i] >= WORTH_MEASURING]
-        return sorted(possible[i] for i in chosen)
+        chances = _chances(draws, possible)
+        order = sorted(possible, key=lambda index: -chances[index])
+        return sorted(order[:2] + [index for index in order[2:] if chances[index] >= WORTH_MEASURING])
 
-    def evaluate(self, candidates: Sequence[Candidate], possible: Sequence[int]) -> Exploration:
+    def evaluate(self, possible: Sequence[int]) -> Exploration:
         """Return the fastest ``possible`` one that has run, and how certain that is; those that have not are rivals."""
         draws, noise = self._draw()
-        runs = [sum(index == i for i, _, _ in self._measured) for index in range(self._num_candidates)]
+        runs = Counter(index for index, _, _ in self._measured)
         expected = draws.mean(axis=0)
-        chances = dict(zip(possible, self._chances(draws[:, possible]), strict=True))
+        chances = _chances(draws, possible)
         fastest_rival = draws[:, possible].min(axis=1)
         # Logarithm of the speed relative to the first candidate.
         ratios = {index: np.quantile(draws[:, 0] - draws[:, index], (0.025, 0.975)) for index in possible}
         level = np.mean([seconds - expected[index] for index, _, seconds in self._measured])
         estimates = {
             index: Estimate(
-                candidate=candidates[index],
+                candidate=self._candidates[index],
                 runs=runs[index],
                 seconds=float(np.exp(expected[index] + level)),
                 speedup=float(np.exp(expected[0] - expected[index])),
                 confidence=float(np.mean(draws[:, index] <= fastest_rival + noise)),
-                fastest=float(chances[index]),
+                fastest=chances[index],
                 speedup_low=float(np.exp(ratios[index][0])),
                 speedup_high=float(np.exp(ratios[index][1])),
             )
@@ -160,14 +154,9 @@ class Timings:
         best = min(estimates, key=lambda index: expected[index])
         return Exploration(estimates[best], [*estimates.values()], float(np.exp(np.log(noise).mean())))
 
-    @staticmethod
-    def _chances(draws: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the fraction of draws in which each column is the smallest."""
-        return np.bincount(draws.argmin(axis=1), minlength=draws.shape[1]) / len(draws)
-
     def _draw(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Draw from the posterior: logarithmic times [draws, candidates], and sizes of the noise [draws]."""
-        count = self._num_candidates
+        count = len(self._candidates)
         rounds = sorted({round_ for _, round_, _ in self._measured})
         design = np.zeros((len(self._measured), count + len(rounds)))
         for row, (index, round_, _) in enumerate(self._measured):
@@ -199,3 +188,9 @@ class Timings:
             if number
         ]
         return np.concatenate(draws), np.repeat(NOISE_GRID, numbers)
+
+
+def _chances(draws: NDArray[np.float64], possible: Sequence[int]) -> dict[int, float]:
+    """Return the fraction of draws in which each of the ``possible`` columns is the smallest of them."""
+    counts = np.bincount(draws[:, possible].argmin(axis=1), minlength=len(possible))
+    return dict(zip(possible, (counts / len(draws)).tolist(), strict=True))

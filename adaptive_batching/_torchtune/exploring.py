@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from adaptive_batching._growth.accumulation import Accumulation
-from adaptive_batching._growth.controller import BatchController
+from adaptive_batching._growth.increase import BatchController
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
 from adaptive_batching._micro_batches.forward_cost import ForwardCost
@@ -47,7 +46,6 @@ def settle_micro_batch_size(
     host: Host,
     run: StockRun,
     controller: BatchController,
-    accumulation: Accumulation,
     execution: Execution,
     stored: Mapping[str, Any],
     report: Report,
@@ -56,22 +54,20 @@ def settle_micro_batch_size(
     most = execution.most_samples
     assert most is not None, "explored without a probe"
     chosen = stored.get("explored")
-    same_batch = stored.get("configured_batch_size") == run.batch_size
-    if isinstance(chosen, int) and chosen > most:
-        same_batch = False  # nor is the device that of the run that is resumed
-    if chosen is not None and same_batch:
+    fits = not isinstance(chosen, int) or chosen <= most  # else the device is not that of the run that is resumed
+    if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
         log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
-    else:
-        execution.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
-        meter = memory_meter(host.device)
-        # A batch that grows is explored at the size that fills memory, as far as it can grow.
-        batch_size = accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
-        result = explore_micro_batches(host, batch_size, accumulation.batches_at(batch_size), execution, meter)
-        chosen = result.recommended.candidate
-        path = report.directory / "explored.yaml"
-        host.ranks.on_first(lambda: store(path, result, batch_size, meter.device_name))
-        report.exploration(result)
-        log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
+        return _cut_size(chosen)
+    execution.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
+    meter = memory_meter(host.device)
+    # A batch that grows is explored at the size that fills memory, as far as it can grow.
+    batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
+    result = _explore(host, batch_size, controller.accumulation.batches_at(batch_size), execution, meter)
+    path = report.directory / "explored.yaml"
+    host.ranks.on_first(lambda: _store(path, result, batch_size, meter.device_name))
+    report.exploration(result)
+    chosen = result.recommended.candidate
+    log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
     return _cut_size(chosen)
 
 
@@ -79,9 +75,7 @@ def _cut_size(candidate: int | str) -> CutSize:
     return Fixed(candidate) if isinstance(candidate, int) else ByLength()
 
 
-def explore_micro_batches(
-    host: Host, batch_size: int, batches: int, execution: Execution, meter: MemoryMeter
-) -> Exploration:
+def _explore(host: Host, batch_size: int, batches: int, execution: Execution, meter: MemoryMeter) -> Exploration:
     """Time each candidate on the same samples and find the fastest, for steps of so many ``batches`` of ``batch_size``.
 
     Weights, gradients, random state and data order are left as they were; what a forward costs is learned.
@@ -126,7 +120,7 @@ def explore_micro_batches(
             f"{error}, though {most} samples in a forward fitted when probed: something else has "
             f"taken memory since, or the data have longer samples. Free the device, or set {remedy(host)}"
         ) from error
-    log.info("explored\n%s", "\n".join(table(result)))
+    log.info("explored\n%s", "\n".join(_table(result)))
     return result
 
 
@@ -147,20 +141,19 @@ def _seconds(host: Host, cutter: Cutter, micro_batches: list[MicroBatch], meter:
     return host.ranks.largest(seconds)
 
 
-def _windows(dataset: Any, batch_size: int, accumulation: int, rank: int) -> Iterator[list[list[Sample]]]:
+def _windows(dataset: Any, batch_size: int, batches: int, rank: int) -> Iterator[list[list[Sample]]]:
     """Yield the batches of one optimizer step after another, drawn from the data by a separate generator."""
-    assert batch_size * accumulation <= len(dataset), (batch_size, accumulation, len(dataset))
+    window = batch_size * batches
+    assert window <= len(dataset), (batch_size, batches, len(dataset))
     generator = torch.Generator().manual_seed(rank)
     while True:
         order = torch.randperm(len(dataset), generator=generator).tolist()
-        for first in range(0, len(order) - batch_size * accumulation + 1, batch_size * accumulation):
-            yield [
-                [dataset[index] for index in order[start : start + batch_size]]
-                for start in range(first, first + batch_size * accumulation, batch_size)
-            ]
+        for first in range(0, len(order) - window + 1, window):
+            samples = [dataset[index] for index in order[first : first + window]]
+            yield [samples[start : start + batch_size] for start in range(0, window, batch_size)]
 
 
-def table(result: Exploration) -> list[str]:
+def _table(result: Exploration) -> list[str]:
     lines = [f"  {'micro_batch_size':>16} {'s/step':>8} {'x base':>7} {'runs':>5}  confidence"]
     for estimate in result.estimates:
         mark = "  <- recommended" if estimate is result.recommended else ""
@@ -171,10 +164,10 @@ def table(result: Exploration) -> list[str]:
     return [*lines, f"  noise of one timing: {100 * result.noise:.1f} %"]
 
 
-def store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
+def _store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
     """Write the table, as comments, and the line to paste into a config; warn if that is not possible."""
     comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
-    comments += [*table(result), "", "Paste this into the config, and the next run need not explore:"]
+    comments += [*_table(result), "", "Paste this into the config, and the next run need not explore:"]
     text = "".join(f"# {line}".rstrip() + "\n" for line in comments)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The batch size while training: its course followed, and the observations that decisions need gathered."""
+"""The batch size while training: laid out from the settings and followed, with the observations that decisions need."""
 
 from __future__ import annotations
 
@@ -11,20 +11,135 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batching._growth.controller import Decision
-from adaptive_batching._growth.course import Course
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.course import Course, learning_rate_scale
+from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal, RunShape
+from adaptive_batching._growth.increase import BatchController, Decision, IncreaseFunction, reads_noise_scale, resolve
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._torchtune.cutting import Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.learning_rate import LearningRate
+from adaptive_batching._torchtune.learning_rate import LearningRate, SecondMoment, rule_for
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
-from adaptive_batching._torchtune.second_moment import SecondMoment
-from adaptive_batching._values import ByLength
+from adaptive_batching._torchtune.probing import Probed
+from adaptive_batching._values import ByLength, ConfigError
 
 log = logging.getLogger(__name__)
+
+_STEPS_BETWEEN_MEASUREMENTS = 5
+
+
+@dataclass(frozen=True)
+class Increase:
+    """An increase function, by name, and the measurements that it needs."""
+
+    name: str = ""
+    function: IncreaseFunction | None = None
+    noise_scale_every: int | None = None
+    """Optimizer steps from one measurement of the gradient noise scale to the next; None for no measurement."""
+
+    @property
+    def reader(self) -> str:
+        """Name for messages of the setting that needs the noise scale."""
+        return self.name or "noise_scale_every"
+
+
+def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
+    """Import the increase function of a config; one that decides on the global batch is refused where that is kept."""
+    every = settings.noise_scale_every if settings.enabled else None
+    if settings.batch_increase_function is None:
+        return Increase(noise_scale_every=every)
+    name, function = resolve(settings.batch_increase_function)
+    if reads_noise_scale(function):
+        if settings.keep_global_batch:
+            raise ConfigError(
+                f"batch_increase_function={name!r} decides on the global batch, and "
+                f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
+            )
+        every = every or _STEPS_BETWEEN_MEASUREMENTS
+    return Increase(name, function, every)
+
+
+def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
+    return KeepGlobal(run.window) if settings.keep_global_batch else FixedAccumulation(run.accumulation)
+
+
+def make_controller(
+    host: Host,
+    run: StockRun,
+    settings: AdaptiveBatchingConfig,
+    increase: Increase,
+    accumulation: Accumulation,
+    probed: Probed,
+    stored: Mapping[str, Any],
+) -> BatchController:
+    """Return what decides on batch sizes within the maximum, from where a resumed run has been.
+
+    The next increase adds to the stored size, unless the user has changed the configured one.
+    """
+    configured, reason = run.batch_size, probed.reason
+    maximum = accumulation.allowed(probed.maximum)
+    if increase.function is None:
+        start = maximum = maximum if settings.use_maximum_batch_size else configured
+        if start != configured:
+            log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
+    else:
+        start = configured
+        if stored and stored["configured_batch_size"] == configured:
+            start = int(stored["batch_size"])
+        elif stored:
+            log.info(
+                "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
+                configured, stored["configured_batch_size"], configured, stored["batch_size"],
+            )  # fmt: skip
+        if stored and stored["maximum"] != maximum:
+            log.info("the maximum was %d in the run that is resumed; now it is %d", stored["maximum"], maximum)
+        start = accumulation.allowed(start)  # a stored one may be of another accumulation
+        if start > maximum:
+            log.warning("batch size %d is above the maximum of %d, bound by %s; starting there", start, maximum, reason)
+            start = maximum
+        elif settings.use_maximum_batch_size:
+            log.info("batch size starts at %d and grows to at most %d, bound by %s", start, maximum, reason)
+    _warn_of_lora(host, accumulation.window(maximum), run.window)
+    # One rank alone is asked: a function that is random or keeps a state cannot split them.
+    return BatchController(start, maximum, reason, increase.function, increase.name, accumulation, host.ranks.on_first)
+
+
+def _warn_of_lora(host: Host, largest: int, configured: int) -> None:
+    """Say what is known of LoRA where steps on this device will have more samples than configured."""
+    if largest > configured and get_adapter_params(host.model):
+        log.warning(
+            "the batch grows to as much as %.3g times the configured one, and LoRA loses more to a large batch than "
+            "training all weights does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the loss on "
+            "held-out samples with that of a run at the configured size",
+            largest / configured,
+        )
+
+
+def _course_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController) -> Course:
+    shape = RunShape(
+        epochs=run.epochs,
+        samples=host.samples_per_rank,
+        accumulation=controller.accumulation,
+        replicas=host.num_replicas,
+        max_steps=run.max_steps_per_epoch,
+        decisions=settings.decisions_per_epoch,
+        reference_steps=run.steps_per_epoch,
+        reference_samples=run.window,
+        run_samples=run.samples,
+    )
+    rule = rule_for(settings.lr_scaling, host.optimizers[0])
+    return Course(
+        controller,
+        shape,
+        run.rates,
+        lambda window: learning_rate_scale(rule, window / run.window, settings.max_lr_scale),
+        initial_batch_size=min(run.batch_size, controller.maximum),
+        grows_in_warmup=settings.grow_during_warmup,
+    )
 
 
 @dataclass
@@ -50,41 +165,41 @@ class _Interval:
 
 
 class Growth:
-    """Makes loader and learning rate follow the course of a run, and Adam's beta2 unless ``second_moment`` is None.
-
-    ``noise`` is None for no measurement. ``stored`` is the :meth:`state_dict` of the run that is resumed, or empty.
-    """
+    """Makes loader and learning rate follow the course of a run, and Adam's beta2 with ``keep_beta2_half_life``."""
 
     def __init__(
         self,
         host: Host,
         run: StockRun,
-        course: Course,
+        settings: AdaptiveBatchingConfig,
+        increase: Increase,
+        controller: BatchController,
         execution: Execution,
-        noise: NoiseMeter | None,
-        second_moment: SecondMoment | None,
         stored: Mapping[str, Any],
     ) -> None:
-        self.course = course
-        self.noise = noise
+        stored = stored.get("growth", {})
+        self.course = _course_of(host, run, settings, controller)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
-        self._second_moment = second_moment
-        self._configured_window = run.window
-        self._loader = host.loader
-        self._device = host.device
+        every = increase.noise_scale_every
+        self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
+        self._second_moment: SecondMoment | None = None
+        moment = stored.get("second_moment")
+        if settings.keep_beta2_half_life or moment is not None:
+            self._second_moment = SecondMoment(host.optimizers, moment or {}, follows=settings.keep_beta2_half_life)
+        self._host = host
         self._execution = execution
         self._is_warm = False
         self._losses: list[float] = list(stored.get("losses", []))
         self._val_losses: list[float] = list(stored.get("val_losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
-        course.samples_seen, course.steps = stored.get("samples_seen", 0), run.first_step
-        course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
+        self.course.samples_seen, self.course.steps = stored.get("samples_seen", 0), run.first_step
+        self.course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
         within_epoch = stored.get("within_epoch")
         self._resumes_epoch = within_epoch is not None
         if within_epoch is not None:
-            self.learning_rate.advance(course.resume(run.first_epoch, within_epoch))
-        if noise is not None and "noise_scale" in stored:
-            noise.scale.load_state_dict(stored["noise_scale"])
+            self.learning_rate.advance(self.course.resume(run.first_epoch, within_epoch))
+        if self.noise is not None and "noise_scale" in stored:
+            self.noise.scale.load_state_dict(stored["noise_scale"])
 
     @property
     def global_batch_size(self) -> int:
@@ -95,15 +210,10 @@ class Growth:
         """Decide on the size that an epoch starts with; None for one that is resumed, whose size is known."""
         if self._resumes_epoch:
             self._resumes_epoch = False
-            course = self.course
-            seen, samples = course.seen_in_epoch, course.shape.samples
             log.info(
                 "epoch %d goes on after %d of %d samples; batch size %d",
-                number,
-                seen,
-                samples,
-                course.controller.batch_size,
-            )
+                number, self.course.seen_in_epoch, self.course.shape.samples, self.course.controller.batch_size,
+            )  # fmt: skip
             self._follow()
             return None
         decision = self.course.start_epoch(number, self._observe)
@@ -113,11 +223,11 @@ class Growth:
     def batches(self) -> Iterator[list[Sample]]:
         """Return the batches of this epoch that are left."""
         if not self.course.seen_in_epoch:
-            return iter(self._loader)
+            return iter(self._host.loader)
         if self.course.epoch_is_over:  # as another batch size leaves no room for a step
             return iter(())
-        with unchanged_random_state(self._device):  # a new iterator draws a number, and this one is not new
-            return self._loader.iter_from(self.course.seen_in_epoch)
+        with unchanged_random_state(self._host.device):  # a new iterator draws a number, and this one is not new
+            return self._host.loader.iter_from(self.course.seen_in_epoch)
 
     def take_step(self, num_tokens: torch.Tensor) -> NoiseEstimate | None:
         """Move course and schedule by a step on ``num_tokens`` targets of all devices; return its noise if measured."""
@@ -149,20 +259,18 @@ class Growth:
     @contextlib.contextmanager
     def unscaled(self) -> Iterator[None]:
         """Give the optimizers what a checkpoint holds, inside: the rate as scheduled, and beta2 as configured."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.learning_rate.unscaled())
-            if self._second_moment is not None:
-                stack.enter_context(self._second_moment.unscaled())
+        beta2 = contextlib.nullcontext() if self._second_moment is None else self._second_moment.unscaled()
+        with self.learning_rate.unscaled(), beta2:
             yield
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        metrics: dict[str, float] = {
+        noise_scale = None if self.noise is None else self.noise.scale.samples
+        return {
             "batch_size_samples": self.course.controller.batch_size,
             "global_batch_size_samples": self.global_batch_size,
+            **({} if noise_scale is None else {"gradient_noise_scale_samples": noise_scale}),
         }
-        noise_scale = None if self.noise is None else self.noise.scale.samples
-        return metrics if noise_scale is None else {**metrics, "gradient_noise_scale_samples": noise_scale}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -177,20 +285,19 @@ class Growth:
         }
 
     def _apply(self, decision: Decision) -> None:
-        course = self.course
-        course.controller.announce(decision)
+        self.course.controller.announce(decision)
         self._follow()
-        if decision.batch_size != decision.previous and not course.controller.decides_early:
-            log.info("about %d optimizer steps are left, if the size stays", course.steps_left())
+        if decision.batch_size != decision.previous and not self.course.controller.decides_early:
+            log.info("about %d optimizer steps are left, if the size stays", self.course.steps_left())
 
     def _follow(self) -> None:
-        self._loader.set_batch_size(self.course.controller.batch_size)
+        self._host.loader.set_batch_size(self.course.controller.batch_size)
         self.learning_rate.set_scale(self.course.lr_scale)
         if self._second_moment is not None:
-            self._second_moment.follow(self.course.window / self._configured_window)
+            self._second_moment.follow(self.course.window / self.course.shape.reference_samples)
 
     def _observe(self) -> dict[str, Any]:
-        interval, noise = self._interval, self.noise
+        interval = self._interval
         seconds_per_step = self._seconds_per_step(interval)
         if interval.samples:
             self._losses.append(interval.loss / interval.samples)
@@ -200,7 +307,7 @@ class Growth:
         return {
             "losses": tuple(self._losses),
             "val_losses": tuple(self._val_losses),
-            "noise_scale": None if noise is None else noise.scale.samples,
+            "noise_scale": None if self.noise is None else self.noise.scale.samples,
             "seconds_per_step": seconds_per_step,
         }
 
@@ -228,7 +335,6 @@ class Growth:
             else:
                 per_batch = math.ceil(batch_size / (self._execution.most_samples or batch_size))
                 forwards = accumulation.batches_at(batch_size) * per_batch
-            seconds: float = fixed + forwards * per_forward + window * tokens_per_sample * per_token
-            return seconds
+            return fixed + forwards * per_forward + window * tokens_per_sample * per_token
 
         return seconds_at

@@ -26,7 +26,7 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._torchtune.checkpoints import CheckpointError
-from adaptive_batching._torchtune.laying_out import resolve_increase
+from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._torchtune.validating import check_validation
 from adaptive_batching._values import ConfigError

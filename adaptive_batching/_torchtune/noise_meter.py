@@ -18,10 +18,8 @@ from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
-
 # Of the samples of a step that is cut by length, the part whose gradient is compared with that of all. The smaller it
-# is, the surer is what it shows, and the more padding it takes; in a simulation, from a quarter down little
-# was gained.
+# is, the surer is what it shows, and the more padding it takes; in a simulation, from a quarter down little was gained.
 PART = 0.25
 
 
@@ -39,30 +37,22 @@ class NoiseMeter:
     def __init__(self, host: Host, every: int, steps_per_epoch: int) -> None:
         self._host = host
         self._every = every
-        steps = steps_per_epoch
         # 0.99 for each step, as is usual, and less where an epoch has so few steps that it would be over before
-        self.scale = NoiseScale(window=max(min(100, steps / 5) / every, 5))
-        self._measures = False
+        self.scale = NoiseScale(window=max(min(100, steps_per_epoch / 5) / every, 5))
         self._warned = False
-        self._groups: list[tuple[torch.Tensor, float]] = []
-        self._apart = False
-        self._part = (0.0, 0.0)  # squared norm of this rank's share of the gradient, targets of its samples
         self._norm_squared = 0.0
+        self.forget()
 
     def start_step(self, step: int) -> None:
         self.forget()
-        self._measures = step % self._every == 0
+        self.measures = step % self._every == 0
 
     def forget(self) -> None:
         """Do not measure a step that is broken off: its samples run again, cut differently."""
-        self._measures = False
-        self._groups = []
+        self.measures = False
+        self._groups: list[tuple[torch.Tensor, float]] = []
         self._apart = False
-        self._part = (0.0, 0.0)
-
-    @property
-    def measures(self) -> bool:
-        return self._measures
+        self._part = (0.0, 0.0)  # squared norm of this rank's share of the gradient, targets of its samples
 
     def samples_apart(self, window: int) -> int:
         """Return how many of the ``window`` samples of a step that is cut by length run before the others.
@@ -79,15 +69,13 @@ class NoiseMeter:
 
     @contextlib.contextmanager
     def watch(self, micro_batch: MicroBatch) -> Iterator[None]:
-        if not self._measures or self._apart or micro_batch.is_filler:
+        if not self.measures or self._apart or micro_batch.is_filler:
             yield
             return
-        if self._host.collectives is not None:
-            with self._host.collectives.squared_norms() as squares:
-                yield
-        else:
-            with _squared_norms(self._host.model) as squares:
-                yield
+        collectives = self._host.collectives
+        norms = _squared_norms(self._host.model) if collectives is None else collectives.squared_norms()
+        with norms as squares:
+            yield
         weight = micro_batch.weight
         if weight is None:
             weight = float(self._host.objective.counts(micro_batch.samples).tokens)
@@ -102,20 +90,16 @@ class NoiseMeter:
 
     def see_gradient(self) -> None:
         """Measure the step's mean gradient, which is complete and not clipped yet."""
-        if self._measures:
+        if self.measures:
             self._norm_squared = self._gradient_here()
 
     def estimate(self, num_tokens: torch.Tensor, num_samples: int) -> NoiseEstimate | None:
         """Return the estimate from the step that is done; targets and samples are those of all devices."""
-        if not self._measures:
+        if not self.measures:
             return None
-        here = (
-            len(self._groups),
-            sum(float(square) / weight for square, weight in self._groups),
-            sum(weight for _, weight in self._groups),
-            *self._part,
-            self._norm_squared,
-        )
+        weights = [weight for _, weight in self._groups]
+        small_here = sum(float(square) / weight for square, weight in self._groups)
+        here = (len(weights), small_here, sum(weights), *self._part, self._norm_squared)
         groups, small, in_groups, part, in_part, big = map(sum, zip(*self._host.ranks.gather(here), strict=True))
         self.forget()
         if groups > 1:
@@ -153,10 +137,11 @@ def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:
 def _squared_norms(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Collect the squared norms of the gradients that backward gives each parameter inside."""
     squares: list[torch.Tensor] = []
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks: list[Any] = []
-    for parameter in trained:
-        hooks.append(parameter.register_hook(lambda grad: squares.append(_square(grad))))  # type: ignore[no-untyped-call]
+    hooks: list[Any] = [
+        parameter.register_hook(lambda grad: squares.append(_square(grad)))  # type: ignore[no-untyped-call]
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     try:
         yield squares
     finally:

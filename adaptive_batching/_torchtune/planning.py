@@ -22,9 +22,9 @@ from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
 from adaptive_batching._torchtune.data_at_hand import DataAtHand
+from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.images import COLLATE
-from adaptive_batching._torchtune.laying_out import accumulation_of, make_controller, make_growth, resolve_increase
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
 from adaptive_batching._torchtune.set_up_memory import Allocations
@@ -152,10 +152,8 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
         accumulation = accumulation_of(settings, run)
         controller = make_controller(host, run, settings, increase, accumulation, probed, {})
         decides_early = controller.decides_early and increase.noise_scale_every is None
-        growth = make_growth(
-            host, run, settings, replace(increase, noise_scale_every=None), controller, accumulation,
-            Execution(is_stock=not settings.enabled), {},
-        )  # fmt: skip
+        execution = Execution(is_stock=not settings.enabled)
+        growth = Growth(host, run, settings, replace(increase, noise_scale_every=None), controller, execution, {})
         return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.accumulation import Accumulation
+from adaptive_batching._growth.epoch import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.budget import require_room, within_memory_limit
@@ -27,21 +27,14 @@ from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
-from adaptive_batching._torchtune.growing import Growth
+from adaptive_batching._torchtune.growing import Growth, Increase, accumulation_of, make_controller
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances
-from adaptive_batching._torchtune.laying_out import (
-    Increase,
-    accumulation_of,
-    make_controller,
-    make_growth,
-    warn_of_lora,
-)
+from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.loop import TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
 from adaptive_batching._torchtune.probing import Probed, find_maximum
 from adaptive_batching._torchtune.recovery import Recovery
-from adaptive_batching._torchtune.second_moment import check_that_beta2_can_follow
 from adaptive_batching._torchtune.step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation, execution_of
 from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, Whole
@@ -99,21 +92,19 @@ class Session:
         accumulation = self._accumulation()
         probed = self._find_maximum(circumstances, report)
         controller = make_controller(host, run, settings, increase, accumulation, probed, stored)
-        warn_of_lora(host, accumulation.window(controller.maximum), run.window)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
         self.execution.capacity = probed.capacity
         self._probed = probed
         if isinstance(probed.micro_batch_size, Explore):
-            execution = self.execution
-            chosen = settle_micro_batch_size(host, run, controller, accumulation, execution, stored, report)
+            chosen = settle_micro_batch_size(host, run, controller, self.execution, stored, report)
             self._explored = _spelled(chosen)
             self.execution.size = chosen
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
         else:
             self.execution.size = probed.micro_batch_size
-        self.growth = make_growth(host, run, settings, increase, controller, accumulation, self.execution, stored)
+        self.growth = Growth(host, run, settings, increase, controller, self.execution, stored)
         course = self.growth.course
         if course.seen_in_epoch:
             at = run.first_epoch + course.seen_in_epoch / course.shape.samples

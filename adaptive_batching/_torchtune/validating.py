@@ -31,8 +31,8 @@ from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.gradients import to_device
+from adaptive_batching._torchtune.growing import Increase
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.laying_out import Increase
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.recovery import ValidationRecovery
 from adaptive_batching._torchtune.settings import ValidationSettings

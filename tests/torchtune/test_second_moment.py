@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._torchtune.second_moment import SecondMoment, check_that_beta2_can_follow
+from adaptive_batching._torchtune.learning_rate import SecondMoment, check_that_beta2_can_follow
 from adaptive_batching._values import ConfigError
 
 BETAS = (0.9, 0.99)
+GRADIENTS = torch.tensor([[0.5, -2.0, 1e-3]], dtype=torch.float64).expand(10, 3)
 
 
-def trained(optimizer: Optimizer, parameter: nn.Parameter, gradients: torch.Tensor) -> None:
+def trained(optimizer: Optimizer, parameter: nn.Parameter, gradients: torch.Tensor = GRADIENTS) -> None:
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()
@@ -35,11 +36,10 @@ def test_a_change_leaves_the_size_of_steps_where_gradients_do_not_change(
     constant, expected = adam(kind, **arguments)
     optimizer, parameter = adam(kind, **arguments)
     moment = SecondMoment([optimizer], {})
-    gradients = torch.tensor([[0.5, -2.0, 1e-3]], dtype=torch.float64).expand(10, 3)
     for growth in changes:
         moment.follow(growth)
-        trained(optimizer, parameter, gradients)
-        trained(constant, expected, gradients)
+        trained(optimizer, parameter)
+        trained(constant, expected)
     torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=0)
 
 
@@ -61,9 +61,8 @@ def test_the_average_reaches_back_over_as_many_samples() -> None:
 def test_what_is_resumed_goes_on_or_back_as_the_setting_says(follows: bool) -> None:
     optimizer, parameter = adam()
     moment = SecondMoment([optimizer], {})
-    gradients = torch.tensor([[0.5, -2.0, 1e-3]], dtype=torch.float64).expand(10, 3)
     moment.follow(4)
-    trained(optimizer, parameter, gradients)
+    trained(optimizer, parameter)
     with moment.unscaled():
         saved = copy.deepcopy(optimizer.state_dict())
     resumed, again = adam()
@@ -72,8 +71,8 @@ def test_what_is_resumed_goes_on_or_back_as_the_setting_says(follows: bool) -> N
         again.copy_(parameter)
     SecondMoment([resumed], moment.state_dict(), follows=follows).follow(4)
     assert resumed.param_groups[0]["betas"][1] == (BETAS[1] ** 4 if follows else BETAS[1])
-    trained(optimizer, parameter, gradients)
-    trained(resumed, again, gradients)
+    trained(optimizer, parameter)
+    trained(resumed, again)
     torch.testing.assert_close(again, parameter, rtol=0 if follows else 1e-12, atol=0)
 
 

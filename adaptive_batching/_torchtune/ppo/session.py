@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.accumulation import Accumulation, InParts
+from adaptive_batching._growth.epoch import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune.cutting import Cutter
+from adaptive_batching._torchtune.growing import Increase
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances
-from adaptive_batching._torchtune.laying_out import Increase
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.loop import PPOLoop, PPOOutlet
 from adaptive_batching._torchtune.ppo.probing import find_sizes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from adaptive_batching._torchtune.laying_out import resolve_increase
+from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._values import ConfigError, Explore, Fixed
 
