@@ -1,15 +1,17 @@
-"""The training loop of every recipe: stock's steps, in batches whose size may change between epochs."""
+"""The training loop: epochs of steps, in batches whose size may change, and what is saved and told between them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtune import training
+from torchtune import training as stock_training
 from tqdm import tqdm
 
 from adaptive_batching._micro_batches.run import Outcome
@@ -17,7 +19,7 @@ from adaptive_batching._report.watcher import StepCost, Watcher
 from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
-from adaptive_batching._torchtune.growing import Growth
+from adaptive_batching._torchtune.growing import Growth, StockSchedule
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.memory_history import recorded_memory
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
@@ -29,63 +31,41 @@ from adaptive_batching._torchtune.validating import Validation
 log = logging.getLogger(__name__)
 
 
-class TrainingLoop:
-    """Trains a model.
+@dataclass(frozen=True)
+class Training:
+    """What a loop trains, and whom it tells."""
 
-    With adaptive batching off it does what stock's loop does, operation by operation, and so gives the same bits:
-    gradients of an accumulation window that an epoch leaves unfinished are carried into the next one, as in stock.
-    With it on, an epoch ends with its last full window.
+    host: Host
+    run: StockRun
+    outlet: Outlet
+    schedule: Growth | StockSchedule
+    watchers: Sequence[Watcher] = ()
+    limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """Gives a context in which memory is limited; checkpoints are saved outside of it."""
 
-    A *window* is the batches of one optimizer step. Each runs as one micro-batch or several, which changes the gradient
-    by no more than rounding. With ``together`` the samples of all its batches are sorted and cut together.
+    save_every: int | None = None
+    """Steps from one checkpoint to the next; None to save at the end of each epoch."""
 
-    Without ``growth`` the batches are those of stock. ``limited`` gives a context in which memory is limited;
-    checkpoints are saved outside of it, every ``save_every`` optimizer steps, or at the end of each epoch if None.
+
+class Loop(ABC):
+    """Epochs of steps, and what is saved and told between them.
+
+    With adaptive batching off a loop does what stock's does, operation by operation, and so gives the same bits.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        run: StockRun,
-        outlet: Outlet,
-        cutter: Cutter,
-        recovery: Recovery,
-        growth: Growth | None = None,
-        *,
-        together: bool = False,
-        watchers: Sequence[Watcher] = (),
-        limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-        save_every: int | None = None,
-        validation: Validation | None = None,
-    ) -> None:
-        self._host = host
-        self._run = run
-        self._outlet = outlet
-        self._cutter = cutter
-        self._recovery = recovery
-        self._growth = growth
-        self._together = together
-        self._watchers = watchers
-        self._limited = limited
-        self._save_every = save_every
-        self._validation = validation
-        self.global_step = run.first_step
-        self._costs: StepCosts | None = None
-        self._start_window()
-
-    @property
-    def accumulation(self) -> int:
-        return self._run.accumulation if self._growth is None else self._growth.course.accumulation
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of this epoch, if the size does not change any more."""
-        return self._run.steps_per_epoch if self._growth is None else self._growth.course.steps_per_epoch
+    def __init__(self, training: Training) -> None:
+        self._host = training.host
+        self._run = training.run
+        self._outlet = training.outlet
+        self._schedule = training.schedule
+        self._watchers = training.watchers
+        self._limited = training.limited
+        self._save_every = training.save_every
+        self.global_step = training.run.first_step
 
     def run(self) -> None:
+        """Train, and save checkpoints."""
         host, run = self._host, self._run
-        if host.ranks.size > 1 and host.device.type != "cpu":
-            training.cleanup_before_training()  # as stock does on many devices
         if host.is_compiled:
             log.info("the model is compiled in its first forward: expect a slow first step")
         if not host.steps_in_backward:
@@ -93,10 +73,6 @@ class TrainingLoop:
                 optimizer.zero_grad()
         if run.profiler is not None:
             run.profiler.start()
-        self._costs = None if self._growth is None else StepCosts(host)
-        if self._validation is not None:
-            with self._limited():
-                self._validation.check_that_longest_fits()
         for epoch in range(run.first_epoch, run.epochs):
             self._start_epoch(epoch)
             training_of_epoch = self._run_epoch(epoch)
@@ -105,69 +81,124 @@ class TrainingLoop:
                 with self._limited():
                     is_over = next(training_of_epoch, True)
                 self._note_progress(epochs_run=epoch + is_over)
-                self._save_if_due(epoch, is_over=is_over)
+                is_last = is_over and (self._schedule.course.run_is_over or epoch + 1 == run.epochs)
+                if self._save_every is None or is_last or self._is_step_to_save:
+                    self._save(epoch, is_last=is_last)
+            if is_last:
+                break
         if run.profiler is not None:
             run.profiler.stop()
 
-    def _save_if_due(self, epoch: int, *, is_over: bool) -> None:
-        by_steps, is_last = self._save_every is not None, is_over and epoch + 1 == self._run.epochs
-        if by_steps and not is_last and not self._is_step_to_save:
-            return
-        start = time.perf_counter()
-        with contextlib.nullcontext() if self._growth is None else self._growth.unscaled():
-            if by_steps:
-                self._outlet.save_step(self.global_step, is_last=is_last)
-            else:
-                self._outlet.save_epoch(epoch)
-        what, number = ("step", self.global_step) if by_steps else ("epoch", epoch)
-        go_on = "" if is_last or self._growth is None else "; to go on from it, add resume_from_checkpoint=True"
-        log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
+    @abstractmethod
+    def _run_epoch(self, epoch: int) -> Iterator[bool]:
+        """Train an epoch; yield False where a checkpoint within it is due."""
 
     @property
     def _is_step_to_save(self) -> bool:
         return self._save_every is not None and self.global_step % self._save_every == 0
 
+    def _save(self, epoch: int, *, is_last: bool) -> None:
+        start = time.perf_counter()
+        by_steps = self._save_every is not None
+        with self._schedule.unscaled():
+            if by_steps:
+                self._outlet.save_step(self.global_step, is_last=is_last)
+            else:
+                self._outlet.save_epoch(epoch, is_last=is_last)
+        what, number = ("step", self.global_step) if by_steps else ("epoch", epoch)
+        go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
+        log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
+
     def _start_epoch(self, epoch: int) -> None:
-        if self._growth is None:
-            return
-        decision = self._growth.start_epoch(epoch)
-        if decision is not None:
-            expected = self._growth.course.expected()
+        schedule = self._schedule
+        decision = schedule.start_epoch(epoch)
+        if isinstance(schedule, Growth) and decision is not None:
+            expected = schedule.course.expected()
             for watcher in self._watchers:
                 watcher.epoch(
                     epoch=epoch, step=self.global_step, batch_size=decision.batch_size,
-                    global_batch_size=self._growth.global_batch_size, steps=expected.steps, samples=expected.samples,
+                    global_batch_size=schedule.global_batch_size, steps=expected.steps, samples=expected.samples,
                     dropped_samples=expected.dropped_samples, reason=decision.reason,
                 )  # fmt: skip
         self._note_progress(epochs_run=epoch)
+        self._host.loader.sampler.set_epoch(epoch)
 
     def _note_progress(self, *, epochs_run: int) -> None:
         self._outlet.note_progress(
-            epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=self.steps_per_epoch
+            epochs_run=epochs_run,
+            global_step=self.global_step,
+            steps_per_epoch=self._schedule.course.steps_per_epoch,
         )
 
+    def _record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Have the schedule take note of a step, and tell what changes; True if it has decided on what follows."""
+        decision = self._schedule.record_step(loss, seconds, micro_batches)
+        if decision is None:
+            return False
+        if decision.batch_size != decision.previous:
+            for watcher in self._watchers:
+                watcher.change(
+                    epoch=decision.epoch, batch_size=decision.batch_size,
+                    global_batch_size=self._schedule.global_batch_size, step=self.global_step, reason=decision.reason,
+                )  # fmt: skip
+        return True
+
+
+class TrainingLoop(Loop):
+    """Trains a model on the sum of its samples' gradients.
+
+    Gradients of an accumulation window that an epoch of stock's schedule leaves unfinished are carried into the next
+    one, as in stock. With adaptive batching on, an epoch ends with its last full window.
+
+    A *window* is the batches of one optimizer step. Each runs as one micro-batch or several, which changes the gradient
+    by no more than rounding. With ``together`` the samples of all its batches are sorted and cut together.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        cutter: Cutter,
+        recovery: Recovery,
+        *,
+        together: bool = False,
+        validation: Validation | None = None,
+    ) -> None:
+        super().__init__(training)
+        self._cutter = cutter
+        self._recovery = recovery
+        self._together = together
+        self._validation = validation
+        self._costs: StepCosts | None = None
+        self._start_window()
+
+    def run(self) -> None:
+        if self._host.ranks.size > 1 and self._host.device.type != "cpu":
+            stock_training.cleanup_before_training()  # as stock does on many devices
+        if self._schedule.adapts:
+            self._costs = StepCosts(self._host)
+        if self._validation is not None:
+            with self._limited():
+                self._validation.check_that_longest_fits()
+        super().run()
+
     def _run_epoch(self, epoch: int) -> Iterator[bool]:
-        """Train an epoch; yield False where a checkpoint within it is due."""
-        host, run, growth = self._host, self._run, self._growth
-        host.loader.sampler.set_epoch(epoch)
-        steps_done = batches = 0
-        if growth is not None:
+        host, run, course = self._host, self._run, self._schedule.course
+        batches = 0
+        if self._schedule.adapts:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
-        before = 0 if growth is None else growth.course.steps_in_epoch
-        total = self.steps_per_epoch
+        total, before = course.steps_per_epoch, course.steps_in_epoch
         with tqdm(total=total, initial=before, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
-            for index, batch in enumerate(host.loader if growth is None else growth.batches()):
+            for index, batch in enumerate(self._schedule.batches()):
                 with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1
-                    ends_window = batches == self.accumulation
+                    ends_window = batches == course.accumulation
                     self._run_batch(batch, ends_window=ends_window)
                     if ends_window:
                         batches = 0
-                        steps_done += 1
                         self._finish_step(epoch, progress)
                 if run.profiler is not None and (ends_window or not run.profiles_steps):  # as in stock
                     run.profiler.step()
-                if growth.course.epoch_is_over if growth is not None else steps_done == run.max_steps_per_epoch:
+                if course.epoch_is_over:
                     break
                 if ends_window and self._is_step_to_save:
                     yield False
@@ -183,7 +214,7 @@ class TrainingLoop:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
             self._recovery.start()
-            self._host.objective.begin_step(self.global_step, self.accumulation * len(batch))
+            self._host.objective.begin_step(self.global_step, self._schedule.course.accumulation * len(batch))
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
         self._window.append(batch)
@@ -208,7 +239,7 @@ class TrainingLoop:
         elif self._together:
             cuts = [self._cutter.cut_together(batches)]
         else:
-            min_parts = 1 if noise is None else noise.min_parts(self.accumulation)
+            min_parts = 1 if noise is None else noise.min_parts(self._schedule.course.accumulation)
             cuts = [self._cutter.cut(batch, min_parts, in_order=noise is not None) for batch in batches]
         for number, micro_batches in enumerate(cuts):
             if apart and number == 1 and noise is not None:
@@ -216,7 +247,7 @@ class TrainingLoop:
             if not micro_batches:  # samples without anything to learn from
                 continue
             # Counting takes time; a run that is as stock is left alone, however slow.
-            counts_retries = self._growth is not None
+            counts_retries = self._schedule.adapts
             outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
             if outcome.failed:
                 self._cutter.forget_timings()
@@ -229,7 +260,7 @@ class TrainingLoop:
 
     @property
     def _noise(self) -> NoiseMeter | None:
-        return None if self._growth is None else self._growth.noise
+        return self._schedule.noise
 
     @contextlib.contextmanager
     def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -238,7 +269,7 @@ class TrainingLoop:
             yield
 
     def _finish_step(self, epoch: int, progress: Any) -> None:
-        host, growth = self._host, self._growth
+        host, schedule = self._host, self._schedule
         assert self._sums is not None
         # With optimizers in the backward pass they are summed already.
         sums = self._sums if host.steps_in_backward else sum_over_ranks(self._sums, host.ranks)
@@ -247,17 +278,14 @@ class TrainingLoop:
             grad_norm = apply_gradients(host, sums, see_gradient)
         self._cutter.read_timings()
         self._recovery.end_step()
-        if growth is not None:
-            shown = growth.take_step(sums.tokens)
-            if shown is not None and growth.noise is not None:
-                for watcher in self._watchers:
-                    watcher.noise(self.global_step + 1, shown, growth.noise.scale.samples)
-        elif self._run.scheduler is not None:
-            self._run.scheduler.step()
+        shown = schedule.take_step(sums.tokens)
+        if shown is not None and self._noise is not None:
+            for watcher in self._watchers:
+                watcher.noise(self.global_step + 1, shown, self._noise.scale.samples)
         self.global_step += 1
         self._note_progress(epochs_run=epoch)
         loss = host.objective.mean_loss(sums)
-        if growth is not None:
+        if schedule.adapts:
             loss = float(loss)  # read once: what follows waits for the device no more than stock's loop does
         seconds = time.perf_counter() - self._window_start
         samples = [sample for batch in self._window for sample in batch]
@@ -275,16 +303,8 @@ class TrainingLoop:
             watcher.step(epoch, self.global_step, size, float(loss), float(self._outlet.learning_rate()), recoveries)
         if self._validation is not None and self._validation.is_due(self.global_step):
             self._validate(epoch, self._validation)
-        if growth is not None:
-            decision = growth.record_step(loss, seconds, self._ran)
-            if decision is not None:
-                progress.total = self.steps_per_epoch
-                if decision.batch_size != decision.previous:
-                    for watcher in self._watchers:
-                        watcher.change(
-                            epoch=decision.epoch, batch_size=decision.batch_size,
-                            global_batch_size=growth.global_batch_size, step=self.global_step, reason=decision.reason,
-                        )  # fmt: skip
+        if self._record_step(float(loss), seconds, self._ran):
+            progress.total = schedule.course.steps_per_epoch
         self._start_window()
 
     def _validate(self, epoch: int, validation: Validation) -> None:
@@ -293,12 +313,11 @@ class TrainingLoop:
             self._outlet.log_metrics({"val_loss": loss}, self.global_step)
         for watcher in self._watchers:
             watcher.validation(epoch, self.global_step, loss)
-        if self._growth is not None:
-            self._growth.note_validation(loss)
+        self._schedule.note_validation(loss)
 
     def _columns(self, cost: StepCost | None) -> str:
         """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
-        columns = [] if self._growth is None else [f"batch {len(self._window[-1])}"]
+        columns = [f"batch {len(self._window[-1])}"] if self._schedule.adapts else []
         if cost is not None and cost.tokens and cost.padded_tokens is not None:
             columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
         if self._recovery.num_recoveries:
@@ -314,12 +333,11 @@ class TrainingLoop:
             **host.objective.metrics(sums),
         }
         if self._run.logs_peak_memory:
-            peaks = training.get_memory_stats(device=host.device)
+            peaks = stock_training.get_memory_stats(device=host.device)
             metrics.update(peaks if self._validation is None else self._validation.with_peaks_before(peaks))
-        if grad_norm is not None and (host.logs_norm or self._growth is not None):
+        if grad_norm is not None and (host.logs_norm or self._schedule.adapts):
             metrics["grad_norm"] = grad_norm
-        if self._growth is not None:
-            metrics.update(self._growth.metrics())
-        if self._growth is not None or self._recovery.num_recoveries > 0:  # else as in stock
+        metrics.update(self._schedule.metrics())
+        if self._schedule.adapts or self._recovery.num_recoveries > 0:  # else as in stock
             metrics.update(self._recovery.metrics())
         self._outlet.log_metrics(metrics, self.global_step)

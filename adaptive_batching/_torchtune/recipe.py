@@ -183,7 +183,7 @@ class AdaptiveBatching:
                 log.warning("metrics are not logged (%s); training goes on", error)
             self._warned_of_logger = True
 
-    def save_epoch(self, epoch: int) -> None:
+    def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoint that ends ``epoch``, as stock does."""
         is_first = self.ranks.is_first
         self._save(epoch, kept_if_disk_is_full(self._checkpoints, epoch) if is_first else contextlib.nullcontext())

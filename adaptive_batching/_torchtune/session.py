@@ -27,11 +27,11 @@ from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
-from adaptive_batching._torchtune.growing import Growth, Increase, accumulation_of, make_controller
+from adaptive_batching._torchtune.growing import Growth, Increase, StockSchedule, accumulation_of, make_controller
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
-from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
 from adaptive_batching._torchtune.probing import Probed, find_maximum
 from adaptive_batching._torchtune.recovery import Recovery
@@ -119,29 +119,42 @@ class Session:
     def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
         return find_maximum(self.host, self.run, self.settings, circumstances, report)
 
-    def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> TrainingLoop:
+    def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> Loop:
         """Return the loop that trains; the record of the run is told what happens before ``watchers`` are."""
-        growth, execution = self.growth, self.execution
-        probed_tokens = 0 if self._probed is None else self._probed.tokens
+        watchers = [*watchers] if self._report is None else [self._report, *watchers]
+        return self._loop(
+            Training(
+                self.host,
+                self.run,
+                outlet,
+                self.growth or self._stock_schedule(),
+                watchers,
+                self._within_memory_limit,
+                self.settings.save_every_n_steps,
+            )
+        )
+
+    def _stock_schedule(self) -> StockSchedule:
+        return StockSchedule(self.host, self.run)
+
+    def _loop(self, training: Training) -> Loop:
+        execution, growth = self.execution, self.growth
         times_forwards = growth is not None and not growth.course.controller.decides_early
         return TrainingLoop(
-            self.host,
-            self.run,
-            outlet,
+            training,
             Cutter(self.host, execution, learns=times_forwards),
-            Recovery(
-                self.host,
-                execution.limit,
-                self._batch_dependent,
-                recovers=self.settings.recover_from_oom,
-                probed_tokens=probed_tokens,
-            ),
-            growth,
+            self._recovery(),
             together=isinstance(execution.size, ByLength),
-            watchers=[*watchers] if self._report is None else [self._report, *watchers],
-            limited=self._within_memory_limit,
-            save_every=self.settings.save_every_n_steps,
             validation=None if self._held_out is None else self._validation(self._held_out),
+        )
+
+    def _recovery(self) -> Recovery:
+        return Recovery(
+            self.host,
+            self.execution.limit,
+            self._batch_dependent,
+            recovers=self.settings.recover_from_oom,
+            probed_tokens=0 if self._probed is None else self._probed.tokens,
         )
 
     def _validation(self, held_out: HeldOut) -> Validation:

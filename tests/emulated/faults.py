@@ -244,15 +244,14 @@ class EachAllocationFails:
             loop._stock.forget()
             discard(loop._host)
 
-        def rollout_of(loop: PPOLoop, *arguments: Any) -> bool:
+        def rollout_of(loop: PPOLoop, *arguments: Any) -> None:
             self.step(lambda: run_rollout(loop, *arguments), lambda: drop_rollout(loop))
-            return False
 
         with (
             mock.patch.multiple(TrainingLoop, run=until_finished(run), _run_batch=batch_of, _finish_step=finish),
             mock.patch.multiple(PPOLoop, run=until_finished(run_rollouts), _run_batch=rollout_of),
-            mock.patch.object(TrainingLoop, "_save_if_due", lambda *_, **__: None),
-            mock.patch.object(PPOLoop, "_save_if_due", lambda *_, **__: None),
+            mock.patch.object(TrainingLoop, "_save", lambda *_, **__: None),
+            mock.patch.object(PPOLoop, "_save", lambda *_, **__: None),
             self.watched(),
         ):
             yield self

@@ -81,7 +81,7 @@ class Outlet:
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         self.losses.append(metrics["loss"])
 
-    def save_epoch(self, epoch: int) -> None:
+    def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         pass
 
     def save_step(self, step: int, *, is_last: bool) -> None:

@@ -54,15 +54,9 @@ class AdaptivePPO(AdaptiveBatching):
             stock, host, run, self._settings, self._increase, circumstances, report, self._stored
         )  # fmt: skip
 
-    def train(self) -> None:
-        assert self._session is not None, "set up first"
-        with self._at_work():
-            self._session.ppo_loop(self, self.watchers).run()
-        self._session.finish()
-
-    def note_rollouts(self, *, epochs_run: int, rollouts: int) -> None:
-        """Let stock know how far the run is."""
-        stocks.note_progress(self, epochs_run=epochs_run, rollouts=rollouts)
+    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
+        """Let stock know how far the run is; ``global_step`` counts rollouts."""
+        stocks.note_progress(self, epochs_run=epochs_run, rollouts=global_step)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
@@ -86,7 +80,7 @@ class AdaptivePPO(AdaptiveBatching):
             self._metric_logger = logger
         self.log_metrics({**collected.metrics, **added}, self.global_step)
 
-    def save(self, epoch: int, *, is_last: bool) -> None:
+    def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoints that end ``epoch``, as stock does."""
         of_policy = kept_if_disk_is_full(self._checkpoints, epoch)
         with of_policy, kept_if_disk_is_full(self._value_checkpoints, epoch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,13 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.epoch import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
-from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune.cutting import Cutter
-from adaptive_batching._torchtune.growing import Increase
+from adaptive_batching._torchtune.growing import Increase, StockSchedule
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances
+from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
-from adaptive_batching._torchtune.ppo.loop import PPOLoop, PPOOutlet
+from adaptive_batching._torchtune.ppo.loop import PPOLoop
 from adaptive_batching._torchtune.ppo.probing import find_sizes
 from adaptive_batching._torchtune.ppo.rollout import Rollout
 from adaptive_batching._torchtune.ppo.stock import StockPPO
@@ -53,35 +53,23 @@ class PPOSession(Session):
         self._rollout_rows = found.rollout_rows
         return found.batch
 
-    def ppo_loop(self, outlet: PPOOutlet, watchers: Sequence[Watcher] = ()) -> PPOLoop:
-        host, stock, recovers = self.host, self.stock, self.settings.recover_from_oom
+    def _stock_schedule(self) -> StockSchedule:
+        return StockSchedule(self.host, self.run, self.stock.total_rollouts)
+
+    def _loop(self, training: Training) -> PPOLoop:
+        host, stock = self.host, self.stock
         objective = host.objective
         assert isinstance(objective, Trajectories)
         # Checkpointing of activations saves nothing where none are kept.
         of_rollout = replace(host, checkpoints_activations=True)
-        rollout = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, recovers=recovers)
-        probed_tokens = 0 if self._probed is None else self._probed.tokens
-        learning = Recovery(
-            host, self.execution.limit, self._batch_dependent, recovers=recovers, probed_tokens=probed_tokens
-        )
+        recovers = self.settings.recover_from_oom
+        recovery = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, recovers=recovers)
+        cutter, counts_retries = Cutter(host, self.execution), self.growth is not None
         return PPOLoop(
-            host,
+            training,
             stock,
-            self.run,
-            outlet,
-            Rollout(of_rollout, stock, self._rollout_limit, rollout, self._rollout_rows),
-            Learning(
-                host,
-                objective,
-                stock.sizes,
-                Cutter(host, self.execution),
-                learning,
-                counts_retries=self.growth is not None,
-            ),
-            self.growth,
-            watchers=[*watchers] if self._report is None else [self._report, *watchers],
-            limited=self._within_memory_limit,
-            save_every=self.settings.save_every_n_steps,
+            Rollout(of_rollout, stock, self._rollout_limit, recovery, self._rollout_rows),
+            Learning(host, objective, stock.sizes, cutter, self._recovery(), counts_retries=counts_retries),
         )
 
     def state_dict(self, global_step: int) -> dict[str, Any] | None:
