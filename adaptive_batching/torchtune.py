@@ -1,6 +1,6 @@
 """Adaptive batching for torchtune's recipes: what a recipe file is made of, and what a recipe of your own overrides."""
 
-from adaptive_batching._report.watcher import StepCost, Watcher
+from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.async_checkpoints import ThroughClient
 from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit

@@ -67,17 +67,12 @@ PURE = [
     "probe/scratch",
     "probe/search",
     "probe/sizes",
-    "report/apart",
     "report/curves",
     "report/events",
-    "report/markup",
+    "report/facts",
     "report/page",
-    "report/paste",
     "report/record",
-    "report/rows",
     "report/sections",
-    "report/text",
-    "report/watcher",
     "values",
 ]
 

@@ -12,7 +12,7 @@ import torch
 from torchtune import training
 from tqdm import tqdm
 
-from adaptive_batching._report.watcher import StepCost, Watcher
+from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._report.watcher import StepCost
+from adaptive_batching._report.events import StepCost
 from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host

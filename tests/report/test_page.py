@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from adaptive_batching._report import page as pages
-from adaptive_batching._report.apart import finish_page, start_page, stop_page
 from adaptive_batching._report.events import read_events
-from adaptive_batching._report.page import write_page
+from adaptive_batching._report.page import finish_page, start_page, stop_page, write_page
 from adaptive_batching._report.record import Report
 from tests.conftest import ROOT
 from tests.report.test_events import OLD
@@ -186,9 +185,7 @@ def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, mo
 
 def test_what_makes_the_page_loads_nothing_large(run: Path) -> None:
     """So that it takes a fifth of a second, and little memory, while training goes on."""
-    from adaptive_batching._report import apart
-
-    code = apart._CODE + "\nlarge = {'torch', 'numpy', 'torchtune', 'matplotlib'} & set(sys.modules)\nassert not large"
+    code = pages._CODE + "\nlarge = {'torch', 'numpy', 'torchtune', 'matplotlib'} & set(sys.modules)\nassert not large"
     package = str(ROOT / "adaptive_batching")
     done = subprocess.run([sys.executable, "-I", "-c", code, package, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr

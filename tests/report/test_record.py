@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from adaptive_batching._growth.course import PlannedEpoch
-from adaptive_batching._report.apart import finish_page
 from adaptive_batching._report.events import read_events
-from adaptive_batching._report.page import write_page
+from adaptive_batching._report.page import finish_page, write_page
 from adaptive_batching._report.record import Report
 from adaptive_batching._values import ConfigError
 from tests.support import runs

@@ -7,8 +7,8 @@ from typing import Any
 from adaptive_batching._growth.course import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Estimate, Exploration
+from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.record import Report
-from adaptive_batching._report.watcher import StepCost
 from tests.support.examples import RESULT
 
 CONFIG: dict[str, Any] = {

@@ -18,7 +18,7 @@ from torchtune.rlhf import PPOStats, Trajectory
 from tqdm import tqdm
 
 from adaptive_batching._copies import without_waiting
-from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._report.events import Watcher
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.growing import Growth
 from adaptive_batching._torchtune.host import Host, StockRun

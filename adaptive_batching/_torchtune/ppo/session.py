@@ -9,8 +9,8 @@ from typing import Any
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.accumulation import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
-from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune.cutting import Cutter
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances
