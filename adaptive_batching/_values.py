@@ -118,6 +118,10 @@ def require_positive_int(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
 
 
+def divisors_of(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def memory_size(num_bytes: float) -> str:
     """Return an amount of memory as a message shows it, such as ``1.50 GiB`` or ``512 MiB``."""
     if num_bytes >= 2**30:

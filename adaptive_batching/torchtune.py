@@ -9,9 +9,9 @@ from adaptive_batching._torchtune.launch import entry_point, run_evaluation, run
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching._torchtune.objective import Counts, NextToken, Objective, Sums
 from adaptive_batching._torchtune.ppo.recipe import AdaptivePPO
-from adaptive_batching._torchtune.ppo.settings import check_settings as check_ppo_settings
 from adaptive_batching._torchtune.quantization_aware import accept_configs_of_torchao
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.settings import check_ppo_settings
 from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation
 
 __all__ = [

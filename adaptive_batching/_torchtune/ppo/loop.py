@@ -22,11 +22,11 @@ from adaptive_batching._report.events import Watcher
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.growing import Growth
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.memory_history import recorded_memory
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.rollout import Rollout
 from adaptive_batching._torchtune.ppo.stock import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Experience
+from adaptive_batching._torchtune.step_cost import recorded_memory
 
 log = logging.getLogger(__name__)
 
