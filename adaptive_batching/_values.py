@@ -127,3 +127,8 @@ def memory_size(num_bytes: float) -> str:
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

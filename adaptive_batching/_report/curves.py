@@ -18,19 +18,14 @@ _SMOOTHED_SHARE = 20
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of a run. A column has a value for each point, or None where it is not known."""
+    """Columns with a value for each point of a run, or None where it is not known."""
 
     columns: dict[str, list[float | None]]
-    """``seen`` (samples), ``step``, ``loss``, ``trend`` (running mean of the loss), ``validation`` (loss on held-out
-    data), ``batch`` (global, in samples), ``noise`` (gradient noise scale, in samples), ``lr``, ``padding`` (padded
-    tokens per token), ``seconds`` (of a step), ``memory`` (peak, in MiB); those alone of which something is known."""
+    """By name, those alone of which something is known."""
 
     steps_per_point: int
-    """Optimizer steps of a point: the mean of their losses, seconds and padding, their largest peak, their last size,
-    rate, noise scale and validation."""
-
     steps_of_trend: int
-    """Optimizer steps that the running mean covers."""
+    """Optimizer steps that the running mean of the loss covers."""
 
     epochs: list[int]
     """Samples seen at the beginning of each epoch but the first."""
@@ -53,17 +48,17 @@ def curves_of(events: Events, most_points: int) -> Curves:
         part = steps[start : start + size]
         last, seconds = part[-1], _known(part, "seconds")
         points.append({
-            "seen": seen[start + len(part) - 1],
+            "seen": seen[start + len(part) - 1],  # samples
             "step": last["step"],
             "loss": _mean_loss(part),
             "trend": trend[start + len(part) - 1],
             "validation": _last(validation, part),
-            "batch": last["samples"],
-            "noise": _last(noise, part),
+            "batch": last["samples"],  # global
+            "noise": _last(noise, part),  # scale, in samples
             "lr": last["lr"],
             "padding": _ratio(sum(_known(part, "padded_tokens")), sum(_known(part, "tokens"))),
             "seconds": _ratio(sum(seconds), len(seconds)),
-            "memory": max((peak / MIB for peak in _known(part, "peak_bytes")), default=None),
+            "memory": max((peak / MIB for peak in _known(part, "peak_bytes")), default=None),  # peak, in MiB
         })  # fmt: skip
     columns = {name: [_rounded(point[name]) for point in points] for name in (points[0] if points else ())}
     epochs = [at for at, step, after in zip(seen, steps, steps[1:], strict=False) if after["epoch"] != step["epoch"]]

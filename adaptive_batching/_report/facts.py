@@ -98,16 +98,15 @@ def facts(run: Run) -> list[Fact]:
 
 def state(run: Run) -> str:
     """Return how far a run has come."""
-    ended = run.last("end")
+    ended, plan, errors = run.last("end"), run.last("plan"), run.events["error"]
     if ended is not None:
         return f"ended {moment(ended['time'])}"
-    plan, errors = run.last("plan"), run.events["error"]
     if run.last("run") is None:
         return ""
-    planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
     early = "the record ends here: the run goes on, or was cut off"
     if errors:
         early = f"ended early, {moment(errors[0]['time'])}"
+    planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
     return early + (f"; about {count(planned)} planned" if planned else "")
 
 
@@ -123,13 +122,14 @@ def _batch_size(rows: list[Row]) -> tuple[str, str]:
 
 
 def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
-    if probe is None:
-        found = (NOT_RECORDED, "")
-        return found if maximum is None else (count(maximum["batch_size"]), f"not probed: {maximum['reason']}")
-    if probe.get("enough") is not None:
+    if probe is not None and probe.get("enough") is not None:
         return f"{count(probe['enough'])} or more", "larger forwards would gain little"
-    length = count(probe["sequence_length"])
-    return count(probe["batch_size"]), f"samples of {length} tokens, bound by {probe['reason']}"
+    if probe is not None:
+        length = count(probe["sequence_length"])
+        return count(probe["batch_size"]), f"samples of {length} tokens, bound by {probe['reason']}"
+    if maximum is not None:
+        return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
+    return NOT_RECORDED, ""
 
 
 def _epochs(run: Run) -> str:
@@ -165,12 +165,14 @@ def where(run: Run) -> str:
     begun = run.last("run")
     if begun is None:
         return ""
-    ranks = begun.get("ranks", 1)
-    device = f"{ranks} x {begun['device']}" if ranks > 1 else str(begun.get("device", ""))
-    began = f"began {moment(begun['time'])}"
-    resumed = "resumed" if begun.get("resumed") else ""
-    versions = f"adaptive-batching {begun.get('adaptive_batching', '')}"
-    return ", ".join(filter(None, [str(begun.get("recipe", "")), device, began, resumed, versions]))
+    said = [
+        str(begun.get("recipe", "")),
+        f"{begun['ranks']} x {begun['device']}" if begun.get("ranks", 1) > 1 else str(begun.get("device", "")),
+        f"began {moment(begun['time'])}",
+        "resumed" if begun.get("resumed") else "",
+        f"adaptive-batching {begun.get('adaptive_batching', '')}",
+    ]
+    return ", ".join(filter(None, said))
 
 
 def probe_in_words(probe: Event) -> list[str]:
