@@ -27,9 +27,8 @@ def pasted(tmp_path: Path, *, explores: bool = False, **config: Any) -> tuple[di
     [run] = read_runs([tmp_path])
     found = snippet(run)
     assert found is not None
-    yaml, spares = found
-    values: Any = OmegaConf.to_container(OmegaConf.create(yaml))
-    return values, yaml, spares
+    values: Any = OmegaConf.to_container(OmegaConf.create(found[0]))
+    return values, *found
 
 
 def settings(values: dict[str, Any]) -> AdaptiveBatchingConfig:
@@ -46,9 +45,10 @@ def test_the_largest_batch_needs_no_probe_again(tmp_path: Path) -> None:
 
 def test_growth_gets_the_bound_that_the_probe_found(tmp_path: Path) -> None:
     values, _, _ = pasted(tmp_path, batch_increase_function=FUNCTION)
-    assert values["batch_increase_function"] == FUNCTION
-    assert values["adaptive_batching"] == {"memory_limit": "1.5GiB", "max_batch_size": 8}
-    assert (values["batch_size"], values["use_maximum_batch_size"]) == (4, False)
+    assert values == {
+        "batch_size": 4, "use_maximum_batch_size": False, "batch_increase_function": FUNCTION,
+        "adaptive_batching": {"memory_limit": "1.5GiB", "max_batch_size": 8},
+    }  # fmt: skip
     assert settings(values).grows and not settings(values).probes
 
 
