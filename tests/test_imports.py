@@ -22,16 +22,15 @@ MAY_IMPORT = {
     "values": set(),
     "config": {"probe", "values"},  # of the probe, the names of the searches
     "emulated_device": {"values"},
-    "copies": set(),
+    "device": set(),
     "memory": {"host_memory"},
     "host_memory": set(),
-    "random_state": set(),
     "ranks": {"host_memory", "memory"},
     "growth": set(),
-    "loop": {"config", "copies", "memory", "micro_batches", "probe", "random_state", "ranks", "values"},
-    "micro_batches": {"memory", "random_state", "ranks"},
+    "loop": {"config", "device", "memory", "micro_batches", "probe", "ranks", "values"},
+    "micro_batches": {"device", "memory", "ranks"},
     "plan": {"probe", "values"},
-    "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
+    "probe": {"config", "device", "host_memory", "memory", "ranks", "values"},
     "report": {"growth", "micro_batches", "probe", "values"},
 }
 PURE = [

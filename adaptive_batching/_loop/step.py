@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
 from adaptive_batching._loop.recovery import Recovery
 from adaptive_batching._memory import is_out_of_memory, memory_meter, num_allocation_retries, release_cached_memory
@@ -24,7 +25,6 @@ from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.result import ProbeResult
 from adaptive_batching._probe.snapshot import parameters_of
 from adaptive_batching._probe.trial import Run, TrainingStep
-from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._values import ConfigError
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.controller import Decision
 from adaptive_batching._growth.course import Course
 from adaptive_batching._growth.noise_scale import NoiseEstimate
-from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._torchtune.cutting import Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, StockRun

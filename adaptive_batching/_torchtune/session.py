@@ -17,11 +17,11 @@ from typing import Any
 from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._growth.accumulation import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.budget import require_room, within_memory_limit
-from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import compiling

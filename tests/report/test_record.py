@@ -16,7 +16,6 @@ from tests.support.examples import RESULT
 from tests.support.html import read_page
 from tests.support.runs import start_epoch
 
-
 MEAN_LOSSES = ("7.625", "7.125")  # of the first two epochs
 
 

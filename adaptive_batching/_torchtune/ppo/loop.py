@@ -17,7 +17,7 @@ import torch
 from torchtune.rlhf import PPOStats, Trajectory
 from tqdm import tqdm
 
-from adaptive_batching._copies import without_waiting
+from adaptive_batching._device import without_waiting
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.growing import Growth
