@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -23,29 +24,40 @@ def config(*overrides: str) -> DictConfig:
     return cfg
 
 
+OF_BOTH = [
+    ("use_maximum_batch_size='yes'", "use_maximum_batch_size='yes' must be True or False"),
+    ("use_maximum_batchsize=True", "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
+    ("save_every_step=5", "save_every_step is unknown; did you mean 'save_every_n_steps'"),
+    ("adaptive_batching.memory_limt=1GiB", "memory_limt is unknown; did you mean 'memory_limit'"),
+    ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is no amount of memory; write bytes"),
+    ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4; raise"),
+    ("adaptive_batching.keep_global_batch=True adaptive_batching.grow_beyond_memory=True",
+     "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
+    ("batch_size=0", "batch_size=0 must be a whole number"),
+    ("collate_fn=torchtune.data.left_pad_sequence", "left_pad_sequence' pads on the left"),
+]  # fmt: skip
+OF_TRAINING = [
+    ("micro_batch_size=3", r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
+    ("micro_batch_size=most", "micro_batch_size='most' must be a whole number, auto, explore or null"),
+    ("use_maximum_batch_size=True adaptive_batching.keep_global_batch=True",
+     "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to gain"),
+    ("save_every_n_steps=2.5", r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
+]  # fmt: skip
+OF_EVALUATION = [
+    ("batch_increase_function=adaptive_batching.growth.step", "batch_increase_function='adaptive_batching.growth"),
+    ("micro_batch_size=2", "micro_batch_size=2 is for training"),
+    ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
+    ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
+]
+MISTAKES = {read_settings: OF_BOTH + OF_TRAINING, read_evaluation: OF_BOTH + OF_EVALUATION}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["use_maximum_batch_size='yes'"], "use_maximum_batch_size='yes' must be True or False"),
-        (["use_maximum_batchsize=True"], "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
-        (["save_every_step=5"], "save_every_step is unknown; did you mean 'save_every_n_steps'"),
-        (["adaptive_batching.memory_limt=1GiB"], "memory_limt is unknown; did you mean 'memory_limit'"),
-        (["adaptive_batching.memory_limit=lots"], "memory_limit='lots' is no amount of memory; write bytes"),
-        (["adaptive_batching.max_batch_size=3"], "max_batch_size=3 is below batch_size=4; raise"),
-        (["micro_batch_size=3"], r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
-        (["micro_batch_size=most"], "micro_batch_size='most' must be a whole number, auto, explore or null"),
-        (["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True"],
-         "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to gain"),
-        (["adaptive_batching.keep_global_batch=True", "adaptive_batching.grow_beyond_memory=True"],
-         "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
-        (["batch_size=0"], "batch_size=0 must be a whole number"),
-        (["save_every_n_steps=2.5"], r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
-        (["collate_fn=torchtune.data.left_pad_sequence"], "left_pad_sequence' pads on the left"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(overrides: list[str], message: str) -> None:
+    ("read", "overrides", "message"), [(read, *each) for read, mistakes in MISTAKES.items() for each in mistakes]
+)
+def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(read: Any, overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        read_settings(config(*overrides))
+        read(config(*overrides.split()))
     assert "\n" not in str(error.value)
 
 
@@ -93,22 +105,6 @@ def test_a_name_of_ours_that_the_config_uses_itself_is_left_alone() -> None:
         read_settings(cfg)
     del cfg["search"]
     assert not read_settings(cfg).enabled
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("batch_increase_function=adaptive_batching.growth.step", "batch_increase_function='adaptive_batching.growth"),
-        ("micro_batch_size=2", "micro_batch_size=2 is for training"),
-        ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
-        ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
-        ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is no amount of memory"),
-        ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4"),
-    ],
-)
-def test_what_an_evaluation_cannot_use_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_evaluation(config("use_maximum_batch_size=True", override))
 
 
 def test_what_does_nothing_in_an_evaluation_is_named(caplog: pytest.LogCaptureFixture) -> None:
