@@ -60,7 +60,7 @@ def test_what_is_no_amount_of_memory_is_refused(value: Any) -> None:
 
 WHOLE = "must be a whole number of at least 1"
 WRONG: list[tuple[str, Any, str]] = [
-    *(("use_maximum_batch_size", value, "must be True or False") for value in ("yes", "True", 1, None, [])),
+    *(("use_maximum_batch_size", value, "must be True or False") for value in ("yes", "True", 1, None, [True])),
     *(
         ("batch_increase_function", value, "dotted path")
         for value in (3, True, ["a"], {"every": 1}, {"_component_": 3})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -175,6 +175,11 @@ def where(run: Run) -> str:
     return ", ".join(filter(None, said))
 
 
+def first_too_large(predicted: Iterable[Sequence[int]], fits: int, budget_bytes: int) -> Sequence[int] | None:
+    """Return the first (batch size, peak in bytes) predicted above the size that fits and the budget, if any."""
+    return next((each for each in predicted if each[0] > fits and each[1] > budget_bytes), None)
+
+
 def probe_in_words(probe: Event) -> list[str]:
     """Return what a probe has found, a sentence each."""
     length, budget = count(probe["sequence_length"]), size(probe["budget_bytes"])
@@ -196,10 +201,9 @@ def probe_in_words(probe: Event) -> list[str]:
         f"At most {of(probe['batch_size'], 'sample')} of {length} tokens, bound by {probe['reason']}: a full training "
         f"step took {took} of {budget}."
     ]
-    larger = [(at, peak) for at, peak in probe["predicted"] if at > probe["batch_size"]]
-    words += [
-        f"A step of {count(at)} would take about {size(peak)}." for at, peak in larger if peak > probe["budget_bytes"]
-    ][:1]
+    too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
+    if too_large is not None:
+        words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
     if probe.get("shorter"):
         points = " and ".join(f"{count(fit)} of {count(tokens)} tokens" for tokens, fit, _ in probe["shorter"])
         words.append(f"Of shorter samples more fit: {points}.")

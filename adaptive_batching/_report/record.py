@@ -19,6 +19,7 @@ from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.result import ProbeResult
 from adaptive_batching._report.events import RECORD, VERSION, Row, StepCost, Watcher, lines_that_count, written
+from adaptive_batching._report.facts import first_too_large
 from adaptive_batching._report.page import finish_page, start_page, stop_page
 from adaptive_batching._values import ConfigError
 
@@ -103,9 +104,8 @@ class Report(Watcher):
                 ("memory", f"predicted {_mib(at)} of {budget}; it was not run at its fullest"),
             ]
         else:
-            larger = [(size, peak) for size, peak in result.predicted if size > result.batch_size]
-            too_large = [(size, peak) for size, peak in larger if peak > result.budget_bytes]
-            beyond = f"; {too_large[0][0]} would take about {_mib(too_large[0][1])} MiB" if too_large else ""
+            larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
+            beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
             peak = f"peak {_mib(result.peak_bytes)} of {budget}"
             self._found += [
                 (of, f"{result.batch_size}, bound by {result.reason}"),
