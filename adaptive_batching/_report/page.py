@@ -17,7 +17,7 @@ import adaptive_batching._report.sections as sections
 from adaptive_batching._report.curves import MIB, Curves, curves_of
 from adaptive_batching._report.events import RecordError, Run, read_runs
 from adaptive_batching._report.facts import GIB, where
-from adaptive_batching._report.sections import Html, each_run, tag
+from adaptive_batching._report.sections import Html, each_run, some, tag
 
 PAGE = "report.html"
 MOST_POINTS = 1200
@@ -100,9 +100,7 @@ def _page_of(runs: list[Run]) -> str:
         ("config", "Config to paste", each_run(runs, sections.config)),
     ]
     body = [
-        tag("section", *([tag("h2", heading)] if heading else []), *contents, id=anchor)
-        for anchor, heading, contents in parts
-        if contents
+        tag("section", *some("h2", heading), *contents, id=anchor) for anchor, heading, contents in parts if contents
     ]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     said = where(runs[0]) if len(runs) == 1 else ""
@@ -112,7 +110,7 @@ def _page_of(runs: list[Run]) -> str:
     filled = {
         "TITLE": tag("title", f"{name} · adaptive batching"),
         "STYLE": tag("style", _asset("uplot/uPlot.min.css"), _asset("page.css")),
-        "HEADER": tag("header", tag("h1", name), *([tag("p", said)] if said else [])),
+        "HEADER": tag("header", tag("h1", name), *some("p", said)),
         "BODY": "".join(body),
         "FOOTER": tag("footer", tag("p", made_from), tag("p", tag("code", again))),
         "DATA": tag("script", Html(drawn), type="application/json", id="data"),

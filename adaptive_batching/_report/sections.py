@@ -41,6 +41,11 @@ def tag(name: str, *contents: str, **attributes: str) -> Html:
     return Html(f"<{name}{given}>{inside}</{name}>")
 
 
+def some(name: str, content: str) -> list[Html]:
+    """Return an element around contents that may be missing, or nothing."""
+    return [tag(name, content)] if content else []
+
+
 def _table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
@@ -59,8 +64,7 @@ def _table(
 
     head = tag("tr", *(cell(at, each, "col") for at, each in enumerate(header)))
     body = [tag("tr", *(cell(at, each, "" if at else "row") for at, each in enumerate(row))) for row in rows]
-    named = [tag("caption", caption)] if caption else []
-    inside = tag("table", *named, tag("thead", head), tag("tbody", *body), class_=class_)
+    inside = tag("table", *some("caption", caption), tag("thead", head), tag("tbody", *body), class_=class_)
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
 
 
@@ -70,17 +74,17 @@ def _coloured(number: int, name: str) -> Html:
 
 
 def _value(fact: say.Fact) -> list[Html]:
-    return [tag("span", fact.value), *([tag("small", fact.more)] if fact.more else [])]
+    return [tag("span", fact.value), *some("small", fact.more)]
 
 
 def each_run(runs: list[Run], section: Callable[[Run], list[Html]], class_: str = "cards") -> list[Html]:
     """Return what a section shows of each run, under its name where there are several; nothing if that is nothing."""
-    made = [(run, section(run)) for run in runs]
-    cards = [
-        tag("article", *([tag("h3", _coloured(run.number, run.name))] if len(runs) > 1 else []), *contents)
-        for run, contents in made
-        if contents
-    ]
+    cards = []
+    for run in runs:
+        contents = section(run)
+        if contents:
+            heading = some("h3", _coloured(run.number, run.name) if len(runs) > 1 else "")
+            cards.append(tag("article", *heading, *contents))
     return [tag("div", *cards, class_=class_)] if cards else []
 
 
