@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from adaptive_batching._values import (
     MemoryAmount,
     MicroBatchSize,
     Whole,
+    divisors_of,
     parse_micro_batch_size,
     require_bool,
     require_positive_int,
@@ -29,11 +30,8 @@ from adaptive_batching._values import (
 LR_SCALINGS = ("none", "sqrt", "linear", "auto")
 """``auto`` is ``linear`` for SGD and ``sqrt`` for all other optimizers."""
 
-_TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps")
-_FLAGS = (
-    "round_to_power_of_two", "keep_global_batch", "grow_beyond_memory", "grow_during_warmup", "keep_beta2_half_life",
-    "recover_from_oom",
-)  # fmt: skip
+TOP_LEVEL = ("use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps")
+"""Fields at the top level of a config; the others belong to its section ``adaptive_batching``."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,7 @@ class AdaptiveBatchingConfig:
             )
         _check_increase_every(self.increase_every)
         _check_choice("lr_scaling", self.lr_scaling, LR_SCALINGS)
-        _check_choice("search", self.search, tuple(SEARCHES))
+        _check_choice("search", self.search, SEARCHES)
         scale = self.max_lr_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale >= 1:
             raise ConfigError(f"adaptive_batching.max_lr_scale={scale!r} must be a number of at least 1")
@@ -222,10 +220,9 @@ class AdaptiveBatchingConfig:
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
             )
-        known = [f.name for f in dataclasses.fields(cls) if f.name not in _TOP_LEVEL]
         for key in section or {}:
-            if key not in known:
-                raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), known)}")
+            if key not in SECTION:
+                raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
         settings = cls(
             use_maximum_batch_size=use_maximum_batch_size,
             batch_increase_function=batch_increase_function,
@@ -234,8 +231,11 @@ class AdaptiveBatchingConfig:
             **{key: value for key, value in (section or {}).items() if value is not None},
         )
         size, maximum = settings.micro_batch_size, settings.max_batch_size
-        if isinstance(size, Fixed) and not (settings.use_maximum_batch_size or settings.grows):
-            _check_that_it_divides(size.samples, batch_size)
+        is_constant = not (settings.use_maximum_batch_size or settings.grows)
+        if isinstance(size, Fixed) and is_constant and batch_size % size.samples:
+            raise ConfigError(
+                f"micro_batch_size={size} does not divide batch_size={batch_size}; these do: {divisors_of(batch_size)}"
+            )
         if maximum is not None and maximum < batch_size:
             raise ConfigError(
                 f"adaptive_batching.max_batch_size={maximum} is below batch_size={batch_size}; "
@@ -244,9 +244,14 @@ class AdaptiveBatchingConfig:
         return settings
 
 
-def _check_choice(key: str, value: Any, known: tuple[str, ...]) -> None:
+_OF_SECTION = [each for each in dataclasses.fields(AdaptiveBatchingConfig) if each.name not in TOP_LEVEL]
+_FLAGS = [each.name for each in _OF_SECTION if isinstance(each.default, bool)]
+SECTION = [each.name for each in _OF_SECTION]
+
+
+def _check_choice(key: str, value: Any, known: Collection[str]) -> None:
     if not isinstance(value, str) or value not in known:
-        raise ConfigError(f"adaptive_batching.{key}={value!r} is unknown{_closest(str(value), list(known))}")
+        raise ConfigError(f"adaptive_batching.{key}={value!r} is unknown{_closest(str(value), known)}")
 
 
 def _check_increase_field(value: Any) -> None:
@@ -271,15 +276,7 @@ def _check_increase_every(value: Any) -> None:
         raise ConfigError(f"adaptive_batching.increase_every={value!r} does not divide an epoch; {remedy}")
 
 
-def _check_that_it_divides(micro_batch_size: int, batch_size: int) -> None:
-    if batch_size % micro_batch_size:
-        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise ConfigError(
-            f"micro_batch_size={micro_batch_size} does not divide batch_size={batch_size}; these do: {divisors}"
-        )
-
-
-def _closest(key: str, known: list[str]) -> str:
+def _closest(key: str, known: Collection[str]) -> str:
     match = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean {match[0]!r}?" if match else ";"
     return f"{hint} Known: {', '.join(sorted(known))}"

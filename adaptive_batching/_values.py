@@ -118,8 +118,17 @@ def require_positive_int(key: str, value: Any) -> None:
         raise ConfigError(f"{key}={value!r} must be a whole number of at least 1")
 
 
+def divisors_of(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
 def memory_size(num_bytes: float) -> str:
     """Return an amount of memory as a message shows it, such as ``1.50 GiB`` or ``512 MiB``."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,6 @@
 """Adaptive batching for torchtune's recipes: what a recipe file is made of, and what a recipe of your own overrides."""
 
-from adaptive_batching._report.watcher import StepCost, Watcher
+from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.async_checkpoints import ThroughClient
 from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
@@ -9,9 +9,9 @@ from adaptive_batching._torchtune.launch import entry_point, run_evaluation, run
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching._torchtune.objective import Counts, NextToken, Objective, Sums
 from adaptive_batching._torchtune.ppo.recipe import AdaptivePPO
-from adaptive_batching._torchtune.ppo.settings import check_settings as check_ppo_settings
 from adaptive_batching._torchtune.quantization_aware import accept_configs_of_torchao
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.settings import check_ppo_settings
 from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation
 
 __all__ = [

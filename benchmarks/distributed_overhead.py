@@ -36,7 +36,7 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
     import torch
     from omegaconf import OmegaConf
 
-    from adaptive_batching._report.watcher import Watcher
+    from adaptive_batching._report.events import Watcher
     from recipes import full_finetune_distributed as ours
 
     stock: Any = ours.stock

@@ -74,7 +74,7 @@ from omegaconf import OmegaConf
 from overhead import TakingTurns, run_all
 from torchtune import config
 
-from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._report.events import Watcher
 from adaptive_batching._torchtune.quickstart import Architecture, build, save_checkpoint
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 

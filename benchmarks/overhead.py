@@ -75,7 +75,7 @@ class TakingTurns:
 
     def watcher(self, number: int) -> Any:
         """Return what tells this of the steps of recipe ``number``, if it is ours."""
-        from adaptive_batching._report.watcher import Watcher
+        from adaptive_batching._report.events import Watcher
 
         turns = self
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from adaptive_batching._copies import without_waiting
+from adaptive_batching._device import without_waiting
 from adaptive_batching._values import ConfigError
 
 Sample = TypeVar("Sample")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
 from adaptive_batching._micro_batches.cut import padded_tokens
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
-from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._values import ConfigError
 
 

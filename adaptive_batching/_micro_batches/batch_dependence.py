@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from adaptive_batching._random_state import all_random_state, unchanged_random_state
+from adaptive_batching._device import all_random_state, unchanged_random_state
 
 # Equal shapes use the same kernels, so values that the other samples do not affect are equal bit for bit. A mixture of
 # experts is the exception: its experts get different numbers of tokens, and round differently. So a dependence has to

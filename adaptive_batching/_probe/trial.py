@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._memory import MemoryMeter, is_out_of_memory, little_to_collect
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._probe.snapshot import parameters_of, unchanged
-from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._values import memory_size
 
 log = logging.getLogger(__name__)

@@ -1,16 +1,20 @@
-"""The record of a run as it lies on disk: a line of JSON for each event. ``docs/report.md`` has the schema.
+"""Events of a run: as watchers are told of them, and as a record holds them, a line of JSON each.
 
-Standard library only, so that a page is made in a process that loads nothing large.
+``docs/report.md`` has the schema. Standard library only, so that a page is made in a process that loads nothing large.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adaptive_batching._growth.noise_scale import NoiseEstimate
 
 VERSION = 2
 """Version of the record. Version 1 had no ``run``, no ``end``, and nothing in a ``step`` on what it took."""
@@ -29,14 +33,57 @@ Event = dict[str, Any]
 Events = dict[str, list[Event]]
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of an optimizer step on this rank."""
+
+    seconds: float
+    """From the end of the step before, so that waiting for data counts."""
+
+    forwards: int
+    """Micro-batches; those of a step that ran again count once."""
+
+    tokens: int | None
+    """Tokens of its samples; None where samples hold more than text."""
+
+    padded_tokens: int | None
+    """Tokens that were computed, padding included; None where ``tokens`` is."""
+
+    peak_bytes: int | None
+    """Most memory that counted against a limit at once; None on a device that does not tell."""
+
+
+class Watcher:
+    """Is told what happens; nothing that it does changes training. Subclasses override what they want to know."""
+
+    def epoch(self, **values: Any) -> None:
+        """Take note of the batch size that an epoch starts with."""
+
+    def change(self, **values: Any) -> None:
+        """Take note of another batch size for the rest of an epoch."""
+
+    def cost(self, cost: StepCost) -> None:
+        """Take note of what the step took that :meth:`step` tells of next; not called with all fields unset."""
+
+    def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
+        """Take note of an optimizer step on ``samples`` samples, and of how many have had to run again so far."""
+
+    def validation(self, epoch: int, step: int, loss: float) -> None:
+        """Take note of the mean loss on the data that are held out, after optimizer step ``step``."""
+
+    def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
+        """Take note of an estimate of the gradient's noise, and of the noise scale so far, in samples."""
+
+
 class RecordError(ValueError):
     """A record that is not there, or that this version cannot read."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record that has been read."""
+    """A record that has been read, one of those that a page shows."""
 
+    number: int
     name: str
     path: Path
     events: Events = field(repr=False)
@@ -46,8 +93,64 @@ class Run:
         return self.events[kind][-1] if self.events[kind] else None
 
 
+@dataclass
+class Row:
+    """A decision on the batch size, and sums over the optimizer steps until the next."""
+
+    epoch: float
+    """Time of the decision, in epochs."""
+
+    batch_size: int
+    reason: str
+    global_batch_size: int = 0
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    """Loss summed over samples."""
+
+    last_lr: float = 0.0
+    timed_samples: int = 0
+    """Samples of the steps whose cost is known. The fields below count these alone."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    padded_tokens: int = 0
+
+    @classmethod
+    def of(cls, decision: Mapping[str, Any]) -> Row:
+        """Return the row of an ``epoch`` or a ``change``, without steps."""
+        return cls(decision["epoch"], decision["batch_size"], decision["reason"], decision.get("global_batch_size", 0))
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(self.samples, 1)
+
+    def add(self, step: Mapping[str, Any]) -> None:
+        self.steps += 1
+        self.samples += step["samples"]
+        self.loss += step["loss"] * step["samples"]
+        self.last_lr = step["lr"]
+        if step.get("seconds") is not None:
+            self.timed_samples += step["samples"]
+            self.seconds += step["seconds"]
+        if step.get("padded_tokens") is not None:
+            self.tokens += step["tokens"]
+            self.padded_tokens += step["padded_tokens"]
+
+
+def rows_of(events: Events) -> list[Row]:
+    decisions = sorted([*events["epoch"], *events["change"]], key=lambda each: (each["step"], each["epoch"]))
+    rows = [Row.of(each) for each in decisions]
+    starts = [each["step"] for each in decisions]
+    for step in events["step"]:
+        row = bisect.bisect_left(starts, step["step"]) - 1  # the last decision before the step
+        if row >= 0:
+            rows[row].add(step)
+    return rows
+
+
 def find_record(path: Path) -> Path:
-    """Return the record of a run, given its output directory, the record's folder or the record; else RecordError."""
+    """Return the record of a run, given its output directory, the record's folder or the record."""
     tried = [path, path / RECORD, path / FOLDER / RECORD]
     for found in tried:
         if found.is_file():
@@ -61,7 +164,8 @@ def find_record(path: Path) -> Path:
 def read_runs(paths: list[Path]) -> list[Run]:
     """Read the records of runs, each under a name that tells it from the others."""
     records = [find_record(path) for path in paths]
-    return [Run(name, path, read_events(path)) for name, path in zip(_names(records), records, strict=True)]
+    named = enumerate(zip(_names(records), records, strict=True))
+    return [Run(number, name, path, read_events(path)) for number, (name, path) in named]
 
 
 def _names(records: list[Path]) -> list[str]:
@@ -78,11 +182,7 @@ def _names(records: list[Path]) -> list[str]:
 
 
 def read_events(path: Path) -> Events:
-    """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts.
-
-    Lines that cannot be read, because a full disk or a killed process cut them off, are skipped, and so are events of
-    a kind that is not known. RecordError if a later version wrote it.
-    """
+    """Return the events of a record by kind. Of what ran twice, as after a resume, the last run counts."""
     events: Events = {kind: [] for kind in KINDS}
     for kind, values in lines_that_count(path):
         if kind == "run" and values.get("version", VERSION) > VERSION:
@@ -97,7 +197,7 @@ def read_events(path: Path) -> Events:
 def lines_that_count(path: Path) -> list[tuple[str, Event]]:
     """Return (kind, values) of each event, in order, without what ran again and ends that a resume has followed."""
     events: list[tuple[str, Event]] = []
-    for kind, values in lines(path):
+    for kind, values in _lines(path):
         if kind in ("run", "epoch", "resume"):
             events = [(k, v) for k, v in events if k not in _LAST]
         if kind in ("epoch", "resume"):
@@ -113,8 +213,8 @@ def _came_before(start: Event, event: Event) -> bool:
     return bool(event["step"] <= start["step"])
 
 
-def lines(path: Path) -> Iterator[tuple[str, Event]]:
-    """Yield (kind, values) of each event that can be read."""
+def _lines(path: Path) -> Iterator[tuple[str, Event]]:
+    """Yield (kind, values) of each event of a known kind; a full disk or a killed process can cut off a line."""
     if not path.exists():
         return
     with path.open(errors="replace") as file:

@@ -1,27 +1,70 @@
 """The page of a run, or of several: one file of HTML that asks nothing of a network.
 
-Its words and tables stand in the HTML. The curves are data in it, which uPlot draws; see ``assets/``.
+Its words and tables stand in the HTML. The curves are data in it, which uPlot draws; see ``assets/``. The page of a run
+that trains is made in a process of its own, so that nothing about it can touch training.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import adaptive_batching._report.sections as sections
 from adaptive_batching._report.curves import MIB, Curves, curves_of
 from adaptive_batching._report.events import RecordError, Run, read_runs
-from adaptive_batching._report.markup import Html, tag, text
-from adaptive_batching._report.text import where
+from adaptive_batching._report.facts import GIB, where
+from adaptive_batching._report.sections import Html, each_run, some, tag
 
 PAGE = "report.html"
 MOST_POINTS = 1200
 """Points of a curve; of all runs together, at most three times as many."""
 
 _ASSETS = Path(__file__).parent / "assets"
-_GIB = 2**30
+_PACKAGE = Path(__file__).parents[1]
+# An empty package stands for adaptive_batching, whose own __init__ loads torch: that takes seconds, and memory.
+_CODE = """
+import sys, types
+package = types.ModuleType("adaptive_batching")
+package.__path__ = [sys.argv[1]]
+sys.modules["adaptive_batching"] = package
+from pathlib import Path
+from adaptive_batching._report.page import write_page
+print(write_page([Path(sys.argv[2])]))
+"""
+
+
+def start_page(directory: Path) -> subprocess.Popen[str]:
+    """Start a process that writes the page of the record in ``directory``, and prints its path."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _CODE, str(_PACKAGE), str(directory)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,  # Ctrl-C, and a launcher that ends a rank, are not meant for it
+    )  # fmt: skip
+
+
+def stop_page(process: subprocess.Popen[str], directory: Path) -> None:
+    """End a process that has not written the page of ``directory`` yet, and remove what there is of it."""
+    process.kill()
+    process.communicate()
+    for partial in directory.glob(f".*.{process.pid}.partial"):
+        partial.unlink(missing_ok=True)
+
+
+def finish_page(process: subprocess.Popen[str], seconds: float) -> str:
+    """Wait for a process, and return the path of the page; RuntimeError with its last line if it has failed."""
+    try:
+        said, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    if process.returncode:
+        raise RuntimeError((errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1])
+    return said.strip()
 
 
 def write_page(paths: list[Path], output: Path | None = None) -> Path:
@@ -37,50 +80,50 @@ def write_page(paths: list[Path], output: Path | None = None) -> Path:
     output = output or runs[0].path.with_name(PAGE)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")  # others may be writing one
     try:
-        partial.write_text(page_of(runs), encoding="utf-8", errors="replace")  # a message may hold what is no text
+        partial.write_text(_page_of(runs), encoding="utf-8", errors="replace")  # a message may hold what is no text
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)
     return output
 
 
-def page_of(runs: list[Run]) -> str:
+def _page_of(runs: list[Run]) -> str:
     most = MOST_POINTS if len(runs) <= 3 else max(3 * MOST_POINTS // len(runs), 100)
     curves = [curves_of(run.events, most) for run in runs]
     parts = [
         ("summary", "", sections.summary(runs)),
-        ("error", "Ended early", sections.errors(runs)),
+        ("error", "Ended early", each_run(runs, sections.errors)),
         ("training", "Training, over the samples seen", sections.training(runs, curves)),
-        ("decisions", "Decisions", sections.decisions(runs)),
-        ("probe", "Probe", sections.probes(runs)),
-        ("exploration", "Exploration of micro_batch_size", sections.explorations(runs)),
-        ("config", "Config to paste", sections.configs(runs)),
+        ("decisions", "Decisions", each_run(runs, sections.decisions, "cards wide")),
+        ("probe", "Probe", each_run(runs, sections.probe)),
+        ("exploration", "Exploration of micro_batch_size", each_run(runs, sections.exploration)),
+        ("config", "Config to paste", each_run(runs, sections.config)),
+    ]
+    body = [
+        tag("section", *some("h2", heading), *contents, id=anchor) for anchor, heading, contents in parts if contents
     ]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    body = "".join(
-        tag("section", text("h2", heading) if heading else "", content, id=anchor)
-        for anchor, heading, content in parts
-        if content is not None
-    )
-    drawn = json.dumps(data_of(runs, curves), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    said = where(runs[0]) if len(runs) == 1 else ""
+    made_from = f"Made from {', '.join(str(run.path) for run in runs)}. To make it again: "
+    again = f"adaptive-batching report {' '.join(str(run.path.parent) for run in runs)}"
+    drawn = json.dumps(_data_of(runs, curves), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     filled = {
-        "TITLE": text("title", f"{name} · adaptive batching"),
+        "TITLE": tag("title", f"{name} · adaptive batching"),
         "STYLE": tag("style", _asset("uplot/uPlot.min.css"), _asset("page.css")),
-        "HEADER": _header(name, runs),
-        "BODY": body,
-        "FOOTER": _footer(runs),
-        "DATA": tag("script", drawn, type="application/json", id="data"),
+        "HEADER": tag("header", tag("h1", name), *some("p", said)),
+        "BODY": "".join(body),
+        "FOOTER": tag("footer", tag("p", made_from), tag("p", tag("code", again))),
+        "DATA": tag("script", Html(drawn), type="application/json", id="data"),
         "SCRIPT": tag("script", _asset("uplot/uPlot.iife.min.js")) + tag("script", _asset("page.js")),
     }
-    page = _asset("page.html")
-    before, *marked = page.split("<!-- @")
+    page, *marked = _asset("page.html").split("<!-- @")
     for part in marked:
-        name, after = part.split(" -->", 1)
-        before += filled[name] + after
-    return before
+        place, after = part.split(" -->", 1)
+        page += filled[place] + after
+    return page
 
 
-def data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
+def _data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
     """Return what the charts of a page draw, in JSON's types."""
     return {
         "runs": [
@@ -99,7 +142,7 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
     probe = run.last("probe")
     if probe is None:
         return None
-    name, unit = ("GiB", _GIB) if probe["budget_bytes"] >= 10 * _GIB else ("MiB", MIB)
+    name, unit = ("GiB", GIB) if probe["budget_bytes"] >= 10 * GIB else ("MiB", MIB)
     ran = [(each["batch_size"], each["peak_bytes"]) for each in probe["measurements"]]
     return {
         "unit": name,
@@ -111,20 +154,5 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
     }
 
 
-def _header(name: str, runs: list[Run]) -> Html:
-    said = where(runs[0]) if len(runs) == 1 else ""
-    return tag("header", text("h1", name), text("p", said) if said else "")
-
-
-def _footer(runs: list[Run]) -> Html:
-    records = ", ".join(str(run.path) for run in runs)
-    again = " ".join(str(run.path.parent) for run in runs)
-    return tag(
-        "footer",
-        text("p", f"Made from {records}. To make it again: "),
-        tag("p", text("code", f"adaptive-batching report {again}")),
-    )
-
-
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
+def _asset(name: str) -> Html:
+    return Html((_ASSETS / name).read_text(encoding="utf-8"))

@@ -18,19 +18,19 @@ from adaptive_batching._growth.course import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.result import ProbeResult
-from adaptive_batching._report.apart import finish_page, start_page, stop_page
-from adaptive_batching._report.events import RECORD, VERSION, lines_that_count, written
-from adaptive_batching._report.rows import Row
-from adaptive_batching._report.watcher import StepCost, Watcher
+from adaptive_batching._report.events import RECORD, VERSION, Row, StepCost, Watcher, lines_that_count, written
+from adaptive_batching._report.facts import first_too_large
+from adaptive_batching._report.page import finish_page, start_page, stop_page
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
-_MIB = 2**20
 # Free disk space required to begin a run: a record of some ten thousand steps, and the page.
-_BYTES_NEEDED = 4 * _MIB
+_BYTES_NEEDED = 4 * 2**20
 _SECONDS_FOR_PAGE = 60
 _LONGEST_MESSAGE = 4000
+_INCOMPLETE = "the record of this run, {path}, is incomplete ({error}); training continues"
+_NO_PAGE = "no page of this run ({error}); 'adaptive-batching report {path.parent}' makes it"
 
 
 class Report(Watcher):
@@ -57,14 +57,13 @@ class Report(Watcher):
         self._is_alone = ranks == 1
         self._about = {"resumed": resume, **(about or {})}
         self._began = False
-        self._warned = self._warned_of_page = False
+        self._warned_of: set[str] = set()
         self._mode = "a" if resume else "w"
         self._cut_off = False
         self._cost: dict[str, Any] = {}
         self._page: subprocess.Popen[str] | None = None
         self._rows: list[Row] = []
-        self._maximum: list[tuple[str, str]] = []
-        self._explored: list[tuple[str, str]] = []
+        self._found: list[tuple[str, str]] = []
         self._validations: list[Mapping[str, Any]] = []
         self._recoveries = 0
         if self._writes:
@@ -92,51 +91,44 @@ class Report(Watcher):
     def maximum(self, batch_size: int, reason: str) -> None:
         """Record a maximum that needed no probe."""
         self._write("maximum", batch_size=batch_size, reason=reason)
-        self._maximum = [("maximum batch size", f"{batch_size} ({reason})")]
+        self._found.append(("maximum batch size", f"{batch_size} ({reason})"))
 
     def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size") -> None:
         """Record the result of a probe, ``of`` what the table is to say."""
         self._write("probe", sequence_length=sequence_length, **result.to_dict())
-        budget = f"{result.budget_bytes / _MIB:,.0f} MiB"
-        too_large = [(b, peak) for b, peak in result.predicted if b > result.batch_size and peak > result.budget_bytes]
-        beyond = f"; {too_large[0][0]} would take about {too_large[0][1] / _MIB:,.0f} MiB" if too_large else ""
-        runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
+        budget = f"{_mib(result.budget_bytes)} MiB"
         if result.enough is not None:
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
-            self._maximum = [
+            self._found += [
                 ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
-                ("memory", f"predicted {at / _MIB:,.0f} of {budget}; it was not run at its fullest"),
-                ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
+                ("memory", f"predicted {_mib(at)} of {budget}; it was not run at its fullest"),
             ]
-            return
-        self._maximum = [
-            (of, f"{result.batch_size}, bound by {result.reason}"),
-            (
-                "memory",
-                f"peak {result.peak_bytes / _MIB:,.0f} of {budget} at {sequence_length} tokens per sample{beyond}",
-            ),
-            ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"),
-        ]
-        if result.shorter:
-            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
-            self._maximum.insert(2, ("shorter samples", points))
+        else:
+            larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
+            beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
+            peak = f"peak {_mib(result.peak_bytes)} of {budget}"
+            self._found += [
+                (of, f"{result.batch_size}, bound by {result.reason}"),
+                ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
+            ]
+            if result.shorter:
+                points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
+                self._found.append(("shorter samples", points))
+        runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
+        self._found.append(("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"))
 
     def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
         """Record the result of a probe of rollouts, after that of training steps."""
         self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
-        peak, budget = (f"{num_bytes / _MIB:,.0f}" for num_bytes in (result.peak_bytes, result.budget_bytes))
+        peak = f"peak {_mib(result.peak_bytes)} of {_mib(result.budget_bytes)} MiB"
         at = f"{prompt_length} + {generated} tokens"
-        self._maximum.append(("most in a rollout", f"{result.batch_size}: peak {peak} of {budget} MiB at {at}"))
+        self._found.append(("most in a rollout", f"{result.batch_size}: {peak} at {at}"))
 
-    def epoch(self, **values: Any) -> None:
-        """Record the decision at the start of an epoch, and show on the page the epochs before it."""
-        has_trained = bool(self._rows and self._rows[-1].steps)
-        self._write("epoch", **values)
-        if has_trained and self._writes:
-            self._start_page()
-
-    def change(self, **values: Any) -> None:
-        self._write("change", **values)
+    def exploration(self, result: Exploration) -> None:
+        best, base = result.recommended, result.estimates[0]
+        self._write("exploration", **dataclasses.asdict(result))
+        found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
+        self._found.append(("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100"))
 
     def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
         """Record and log what each remaining epoch is expected to do; unless ``decided``, the batch may grow."""
@@ -171,11 +163,16 @@ class Report(Watcher):
         if last is None or (last.batch_size, last.global_batch_size) != (batch_size, global_batch_size):
             self.change(epoch=epoch, step=step, reason="resumed with this size", **sizes)
 
-    def exploration(self, result: Exploration) -> None:
-        best, base = result.recommended, result.estimates[0]
-        self._write("exploration", **dataclasses.asdict(result))
-        found = f"{best.candidate}, {best.speedup:.2f} times as fast as {base.candidate}"
-        self._explored = [("micro_batch_size", f"{found}, confidence {100 * best.confidence:.0f} of 100")]
+    def epoch(self, **values: Any) -> None:
+        """Record the decision at the start of an epoch, and show on the page the epochs before it."""
+        has_trained = bool(self._rows and self._rows[-1].steps)
+        self._write("epoch", **values)
+        if has_trained and self._writes and (self._page is None or self._page.poll() is not None):
+            with self._only_warned(_NO_PAGE):
+                self._page = start_page(self.directory)
+
+    def change(self, **values: Any) -> None:
+        self._write("change", **values)
 
     def cost(self, cost: StepCost) -> None:
         """Keep what a step took until :meth:`step` records it."""
@@ -231,26 +228,26 @@ class Report(Watcher):
         self._make_page(waits=self._is_alone)
 
     def table(self) -> list[str]:
-        """Return the lines of the summary: the maximum, then every epoch."""
-        times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
-        recovered = [("out of memory", f"{times}, recovered")] if self._recoveries else []
-        last, least = self._validations[-1:], sorted(self._validations, key=lambda event: event["loss"])[:1]
-        losses = [f"{which} {event['loss']:.4f} after step {event['step']}"
-                  for which, found in (("last", last), ("least", least)) for event in found]  # fmt: skip
-        validated = [("validation loss", ", ".join(losses))] if losses else []
-        told = [*self._maximum, *self._explored, *recovered, *validated]
-        found = [f"  {name:<20} {value}" for name, value in told]
-        found += ["", f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why"]
-        return [*found, *map(str, self._rows), "", f"  {'record':<20} {self.path}"]
-
-    def _start_page(self) -> None:
-        """Have the page made while training goes on, unless the last one still is."""
-        if self._page is None or self._page.poll() is not None:
-            with self._only_warned_of_page():
-                self._page = start_page(self.directory)
+        """Return the lines of the summary: what was found, then every decision."""
+        told = [*self._found]
+        if self._recoveries:
+            times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
+            told.append(("out of memory", f"{times}, recovered"))
+        if self._validations:
+            last, least = self._validations[-1], min(self._validations, key=lambda event: event["loss"])
+            losses = [f"{event['loss']:.4f} after step {event['step']}" for event in (last, least)]
+            told.append(("validation loss", f"last {losses[0]}, least {losses[1]}"))
+        return [
+            *(f"  {name:<20} {value}" for name, value in told),
+            "",
+            f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why",
+            *map(_line, self._rows),
+            "",
+            f"  {'record':<20} {self.path}",
+        ]
 
     def _make_page(self, *, waits: bool = True) -> None:
-        with self._only_warned_of_page():
+        with self._only_warned(_NO_PAGE):
             if self._page is not None:
                 stop_page(self._page, self.directory)  # what it shows is out of date
             self._page = start_page(self.directory)
@@ -258,23 +255,14 @@ class Report(Watcher):
                 log.info("the page of this run: %s", finish_page(self._page, _SECONDS_FOR_PAGE))
 
     @contextlib.contextmanager
-    def _only_warned(self) -> Iterator[None]:
-        """Turn any error inside the context into a warning, logged once."""
+    def _only_warned(self, message: str = _INCOMPLETE) -> Iterator[None]:
+        """Turn any error inside the context into a warning; each message is logged once."""
         try:
             yield
         except Exception as error:  # any error at all: the run is worth more than its record
-            if not self._warned:
-                log.warning("the record of this run, %s, is incomplete (%s); training continues", self.path, error)
-            self._warned = True
-
-    @contextlib.contextmanager
-    def _only_warned_of_page(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # as above
-            if not self._warned_of_page:
-                log.warning("no page of this run (%s); 'adaptive-batching report %s' makes it", error, self.directory)
-            self._warned_of_page = True
+            if message not in self._warned_of:
+                log.warning("%s", message.format(path=self.path, error=error))
+            self._warned_of.add(message)
 
     def _write(self, event: str, **values: Any) -> None:
         if not self._writes:
@@ -313,5 +301,16 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f}"
+
+
 def _span(sizes: Sequence[int]) -> str:
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
+
+
+def _line(row: Row) -> str:
+    return (
+        f"  {row.epoch:>5g} {row.batch_size:>10} {row.steps:>6} {row.samples:>8} {row.mean_loss:>7.3f} "
+        f"{row.last_lr:>9.2e}  {row.reason}"
+    )

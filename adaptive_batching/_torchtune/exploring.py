@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.increase import BatchController
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
 from adaptive_batching._micro_batches.forward_cost import ForwardCost
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample, is_packed

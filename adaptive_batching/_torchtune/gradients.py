@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtune import training, utils
 
-from adaptive_batching._copies import without_waiting
+from adaptive_batching._device import without_waiting
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._ranks.agree import Ranks

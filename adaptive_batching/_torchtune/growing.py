@@ -14,11 +14,11 @@ import torch
 from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.course import Course, learning_rate_scale
 from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal, RunShape
 from adaptive_batching._growth.increase import BatchController, Decision, IncreaseFunction, reads_noise_scale, resolve
 from adaptive_batching._growth.noise_scale import NoiseEstimate
-from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._torchtune.cutting import Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, StockRun

@@ -21,10 +21,10 @@ from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.distillation import Distillation
 from adaptive_batching._torchtune.in_backward import Gate
-from adaptive_batching._torchtune.memory_history import MemoryHistory
 from adaptive_batching._torchtune.objective import NextToken, Objective
 from adaptive_batching._torchtune.preferences import Preferences
 from adaptive_batching._torchtune.quantization_aware import FakeQuantized
+from adaptive_batching._torchtune.step_cost import MemoryHistory
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from adaptive_batching._torchtune.checkpoints import CheckpointError
 from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._torchtune.validating import check_validation
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import ConfigError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def entry_point(
             if begun:
                 raise
             raise SystemExit(
-                f"error: {_what_cannot_be_read()} cannot be read ({_first_line(error)}); write key=value, with a value "
+                f"error: {_what_cannot_be_read()} cannot be read ({first_line(error)}); write key=value, with a value "
                 f"of the same kind as in the config"
             ) from None
 
@@ -153,7 +153,7 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
         raise SystemExit(f"error: {error}") from None
     except OmegaConfBaseException as error:
         sys.stderr.write(_frames_of_the_user(error))
-        what = _first_line(error).rstrip(".")
+        what = first_line(error).rstrip(".")
         raise SystemExit(
             f"error: the config lacks something, or is one of another recipe ({what}); add it, or take a config that "
             f"'adaptive-batching ls' lists with the recipe"
@@ -169,7 +169,7 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
             raise
         log.debug("out of memory, in full:", exc_info=error)
         raise SystemExit(
-            f"error: out of memory outside of a {recovered}, where nothing can run again ({_first_line(error)}){kept}. "
+            f"error: out of memory outside of a {recovered}, where nothing can run again ({first_line(error)}){kept}. "
             f"Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
         ) from None
 
@@ -211,7 +211,3 @@ def _frames_of_the_user(error: BaseException) -> str:
 
 def _is_of_the_user(filename: str) -> bool:
     return not filename.startswith(("<", *_NOT_OF_THE_USER))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -16,12 +16,12 @@ from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._host_memory import keep_little_on_the_host
 from adaptive_batching._memory import little_to_collect
-from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
-from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step

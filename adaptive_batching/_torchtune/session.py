@@ -17,13 +17,13 @@ from typing import Any
 from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._growth.epoch import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.budget import require_room, within_memory_limit
-from adaptive_batching._random_state import random_state, set_random_state
+from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
-from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size

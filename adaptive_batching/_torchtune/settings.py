@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
 from dataclasses import dataclass
@@ -15,21 +14,19 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import training
 
 import adaptive_batching
-from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._values import ConfigError, Fixed, Whole, require_positive_int
+from adaptive_batching._config import SECTION, TOP_LEVEL, AdaptiveBatchingConfig
+from adaptive_batching._torchtune.growing import resolve_increase
+from adaptive_batching._values import ConfigError, Explore, Fixed, Whole, divisors_of, require_positive_int
 
 log = logging.getLogger(__name__)
 
 _OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
 _OF_ANY: tuple[str, ...] = ("lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch")
 _OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
-FIELDS = (
-    "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "save_every_n_steps", "adaptive_batching",
-)  # fmt: skip
+FIELDS = (*TOP_LEVEL, "adaptive_batching")
 VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")
 """Top-level keys of a validation, as on torchtune's main branch."""
 
-_SECTION = [field.name for field in dataclasses.fields(AdaptiveBatchingConfig) if field.name not in FIELDS]
 # Names by which other tools know what ours do.
 _ELSEWHERE = {
     "auto_find_batch_size": "use_maximum_batch_size: True",  # Transformers, Accelerate
@@ -45,23 +42,14 @@ _ELSEWHERE = {
 def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
     """Read and validate what a config says about adaptive batching, without touching the model or the data."""
     for key in map(str, cfg):
-        _check_place(key, cfg)
-        close = difflib.get_close_matches(key, FIELDS + VALIDATION, n=1, cutoff=0.85)
-        if close and key not in FIELDS + VALIDATION:
-            raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
-    values: dict[str, Any] = {key: _plain(cfg, key) for key in FIELDS}
-    function = values["batch_increase_function"]
-    if isinstance(function, dict) and function.get("_component_", ...) is None:
-        # what torchtune makes of batch_increase_function=null on the command line, over a component in the YAML
+        _check_name(key, cfg)
+    values: dict[str, Any] = {key: _plain(cfg, key) for key in TOP_LEVEL}
+    if values["use_maximum_batch_size"] is None:
+        values["use_maximum_batch_size"] = False
+    if _is_taken_away(values["batch_increase_function"]):
         values["batch_increase_function"] = None
-    settings = AdaptiveBatchingConfig.from_mapping(
-        values["adaptive_batching"],
-        use_maximum_batch_size=False if values["use_maximum_batch_size"] is None else values["use_maximum_batch_size"],
-        batch_increase_function=values["batch_increase_function"],
-        micro_batch_size=values["micro_batch_size"],
-        save_every_n_steps=values["save_every_n_steps"],
-        batch_size=cfg.batch_size,
-    )
+    section = _plain(cfg, "adaptive_batching")
+    settings = AdaptiveBatchingConfig.from_mapping(section, **values, batch_size=cfg.batch_size)
     collate_fn = cfg.get("collate_fn", "")
     if "left_pad" in str(collate_fn):
         raise ConfigError(
@@ -87,7 +75,7 @@ def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingC
             raise ConfigError(f"{key}={value!r} is for training, and cannot be used in an evaluation; set {key}=null")
     known = cfg if isinstance(cfg.get("batch_size"), int) else OmegaConf.merge(cfg, {"batch_size": 1})  # or "auto"
     settings, default = read_settings(known, warns=False), AdaptiveBatchingConfig()  # type: ignore[arg-type]
-    for key in _SECTION if warns else ():
+    for key in SECTION if warns else ():
         if key not in _OF_EVALUATION and getattr(settings, key) != getattr(default, key):
             log.warning("adaptive_batching.%s=%s does nothing in an evaluation", key, getattr(settings, key))
     return settings
@@ -111,8 +99,8 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
     for key, value in (("batch_size_val", batch_size), ("run_val_every_n_steps", every)):
         if value is not None:
             require_positive_int(key, value)
-    if isinstance(dataset, DictConfig) and dataset.get("_component_", ...) is None:
-        dataset = None  # what torchtune makes of dataset_val=null on the command line, over a component in the YAML
+    if _is_taken_away(dataset):
+        dataset = None
     parts = dataset if isinstance(dataset, ListConfig) else [] if dataset is None else [dataset]
     if any(not isinstance(part, DictConfig) or "_component_" not in part for part in parts):
         raise ConfigError(
@@ -132,17 +120,19 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
     return ValidationSettings(dataset, every, batch_size)
 
 
-def _check_place(key: str, cfg: DictConfig) -> None:
-    """Refuse a setting of ours that stands outside its section, and names that other tools use."""
-    is_foreign = key in _SECTION or key in _ELSEWHERE
-    if not is_foreign or f"${{{key}}}" in OmegaConf.to_yaml(cfg):  # a name that the config uses itself
-        return
-    if key in _SECTION:
+def _check_name(key: str, cfg: DictConfig) -> None:
+    """Refuse a setting of ours that is misspelled or stands outside its section, and names that other tools use."""
+    is_foreign = key in SECTION or key in _ELSEWHERE
+    if is_foreign and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):  # else it is a name that the config uses itself
+        if key in _ELSEWHERE:
+            raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
         raise ConfigError(
             f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
             f"adaptive_batching.{key}={cfg.get(key)}"
         )
-    raise ConfigError(f"{key}={cfg.get(key)!r} is not a setting of these recipes; here it is {_ELSEWHERE[key]}")
+    close = difflib.get_close_matches(key, FIELDS + VALIDATION, n=1, cutoff=0.85)
+    if close and key not in FIELDS + VALIDATION:
+        raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
 
 
 def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
@@ -169,6 +159,48 @@ def _check_against_optimizer_in_backward(cfg: DictConfig, settings: AdaptiveBatc
     )
 
 
+def check_ppo_settings(cfg: DictConfig) -> None:
+    """Refuse what the settings of a PPO config ask for in vain.
+
+    Raises:
+        ConfigError: On the first setting that cannot be used.
+    """
+    settings = read_settings(cfg, warns=False)
+    if not settings.enabled:
+        return
+    size = settings.micro_batch_size
+    if isinstance(size, Explore):
+        raise ConfigError(
+            "micro_batch_size=explore is not for PPO, whose trajectories all have one length; write auto, for as many "
+            "as fit, or a number"
+        )
+    if settings.keep_global_batch:
+        raise ConfigError(
+            "adaptive_batching.keep_global_batch=True is not for PPO: ppo_batch_size, which the optimizer sees, grows "
+            "with batch_size; set keep_global_batch=False"
+        )
+    policy_dir, value_dir = cfg.checkpointer.output_dir, cfg.value_checkpointer.output_dir
+    if settings.save_every_n_steps is not None and Path(policy_dir).resolve() == Path(value_dir).resolve():
+        raise ConfigError(
+            f"save_every_n_steps={settings.save_every_n_steps} would save policy and value model to the same folders, "
+            f"in output_dir={policy_dir!r}; set value_checkpointer.output_dir to another"
+        )
+    increase = resolve_increase(settings)
+    if increase.noise_scale_every is not None:
+        raise ConfigError(
+            f"the gradient noise scale, which {increase.reader} needs, is not measured in PPO; take an increase "
+            f"function that does not read it, and leave noise_scale_every unset"
+        )
+    rows = cfg.ppo_batch_size // cfg.gradient_accumulation_steps
+    constant = not settings.use_maximum_batch_size and not settings.grows
+    if isinstance(size, Fixed) and constant and rows % size.samples:
+        raise ConfigError(
+            f"micro_batch_size={size} does not divide the {rows} trajectories of a backward pass (ppo_batch_size="
+            f"{cfg.ppo_batch_size} / gradient_accumulation_steps={cfg.gradient_accumulation_steps}); these do: "
+            f"{divisors_of(rows)}"
+        )
+
+
 def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
     return Path(settings.report_dir) if settings.report_dir else Path(cfg.output_dir) / "adaptive_batching"
 
@@ -188,6 +220,11 @@ def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int)
         "ranks": num_ranks,
         "config": whole,
     }
+
+
+def _is_taken_away(value: Any) -> bool:
+    """Return True for what torchtune makes of key=null on the command line, over a component in the YAML."""
+    return isinstance(value, (dict, DictConfig)) and value.get("_component_", ...) is None
 
 
 def _plain(cfg: DictConfig, key: str) -> Any:

@@ -1,17 +1,21 @@
-"""The cost of optimizer steps in time, tokens and memory, for the record."""
+"""What is noted of steps beside their results: time, tokens and memory for the record, allocations for the profiler."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._report.watcher import StepCost
-from adaptive_batching._torchtune.cutting import MicroBatch
+from adaptive_batching._report.events import StepCost
 from adaptive_batching._torchtune.data import Sample
-from adaptive_batching._torchtune.host import Host
+
+if TYPE_CHECKING:
+    from adaptive_batching._torchtune.cutting import MicroBatch
+    from adaptive_batching._torchtune.host import Host
 
 
 class StepCosts:
@@ -26,12 +30,11 @@ class StepCosts:
             self._meter.reset_peak()  # what the probe took is its own
 
     def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
-        objective = self._objective
-        is_text = bool(samples) and objective.is_text(samples[0])
+        is_text = bool(samples) and self._objective.is_text(samples[0])
         return StepCost(
             seconds=seconds,
             forwards=len(micro_batches),
-            tokens=sum(len(objective.tokens(sample)) for sample in samples) if is_text else None,
+            tokens=sum(len(self._objective.tokens(sample)) for sample in samples) if is_text else None,
             padded_tokens=sum(each.tokens for each in micro_batches) if is_text else None,
             peak_bytes=self._peak_bytes(),
         )
@@ -44,3 +47,24 @@ class StepCosts:
         with contextlib.suppress(OSError, KeyError, MemoryError):
             return None if self._meter is None else self._meter.peak_bytes()
         return None
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """Batches of the first epoch during which CUDA's allocations are recorded for the profiler, as stock does."""
+
+    first: int
+    last: int
+
+
+@contextlib.contextmanager
+def recorded_memory(history: MemoryHistory | None, epoch: int, index: int) -> Iterator[None]:
+    """Record CUDA's allocations inside, if batch number ``index`` of ``epoch``, both from 0, is one to record."""
+    if history is None or epoch > 0:
+        yield
+        return
+    if index == history.first:
+        torch.cuda.memory._record_memory_history()
+    yield
+    if index == history.last:
+        torch.cuda.memory._record_memory_history(enabled=None)

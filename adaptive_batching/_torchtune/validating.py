@@ -20,12 +20,12 @@ from torch import nn
 from torchtune import training
 from tqdm import tqdm
 
+from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.increase import reads_val_loss
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch

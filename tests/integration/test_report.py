@@ -16,8 +16,7 @@ from adaptive_batching._torchtune.settings import read_settings
 from tests import conftest
 from tests.conftest import ROOT, Run, TuneRun
 from tests.integration.faults import disarm, plan
-from tests.report.test_page import check_that_it_asks_for_nothing
-from tests.support.html import read_page
+from tests.support.html import check_that_it_asks_for_nothing, read_page
 
 GROW = [
     "batch_increase_function._component_=adaptive_batching.growth.fixed_increase", "batch_increase_function.increase=4",

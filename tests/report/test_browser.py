@@ -9,9 +9,8 @@ import pytest
 
 from adaptive_batching._report.page import write_page
 from adaptive_batching._report.record import Report
-from tests.report.test_events import OLD
 from tests.support.browser import Browser, browser, chromium
-from tests.support.runs import about, write_run
+from tests.support.runs import FIRST_VERSION, about, write_run
 
 DESK, PHONE = (1280, 900), (390, 844)
 PROGRAM = chromium()
@@ -33,7 +32,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with pytest.raises(ValueError, match="too long"), report.showing_errors():
         write_run(report, steps=40, ends=False)
         raise ValueError(f"a path that is too long: {'/folder' * 60}")
-    paths = {"run": [folder / "run"], "old": [OLD], "both": [folder / "run", OLD]}
+    paths = {"run": [folder / "run"], "old": [FIRST_VERSION], "both": [folder / "run", FIRST_VERSION]}
     return {name: write_page(records, folder / f"{name}.html") for name, records in paths.items()}
 
 

@@ -9,18 +9,17 @@ import pytest
 
 from adaptive_batching._report.events import VERSION, RecordError, find_record, read_events, read_runs
 from adaptive_batching._report.record import Report
-from tests.support.runs import about, write_run
-
-OLD = Path(__file__).parent / "version_1.jsonl"
+from tests.support.runs import FIRST_VERSION, about, write_run
 
 
 def test_a_record_begins_with_its_version_and_what_the_run_is(tmp_path: Path) -> None:
-    report = Report(tmp_path, about=about())
+    report = Report(tmp_path, about=about(path=Path("data")))
     write_run(report)
     first = json.loads(report.path.read_text().splitlines()[0])
-    assert first["event"] == "run" and first["version"] == VERSION and first["time"].endswith("+00:00")
+    assert first.pop("event") == "run" and first["version"] == VERSION and first["time"].endswith("+00:00")
     assert first["resumed"] is False and first["config"]["batch_size"] == 4
-    assert read_events(report.path)["run"] == [{key: value for key, value in first.items() if key != "event"}]
+    assert first["config"]["path"] == "data", "a value that JSON does not know does not cost the record"
+    assert read_events(report.path)["run"] == [first]
 
 
 def test_each_start_of_a_resumed_run_is_recorded(tmp_path: Path) -> None:
@@ -31,18 +30,9 @@ def test_each_start_of_a_resumed_run_is_recorded(tmp_path: Path) -> None:
     assert len(events["end"]) == 1, "the first end was none"
 
 
-def test_a_value_that_json_does_not_know_does_not_cost_the_record(tmp_path: Path) -> None:
-    report = Report(tmp_path, about={"config": {"path": Path("data")}})
-    write_run(report)
-    assert read_events(report.path)["run"][0]["config"] == {"path": "data"}
-
-
-def test_a_record_of_the_first_version_is_read() -> None:
-    events = read_events(OLD)
+def test_a_record_of_the_first_version_is_read_and_one_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    events = read_events(FIRST_VERSION)
     assert [len(events[kind]) for kind in ("run", "probe", "epoch", "step", "end")] == [0, 1, 3, 84, 0]
-
-
-def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     path.write_text(json.dumps({"event": "run", "version": VERSION + 1}) + "\n")
     with pytest.raises(RecordError, match=f"version {VERSION + 1}, .* reads up to version {VERSION}; install"):
@@ -56,8 +46,8 @@ def test_a_record_that_ends_within_a_line_is_read_up_to_it(left: float, tmp_path
     whole = report.path.read_bytes()
     cut = whole[: int(left * len(whole))]
     assert not cut.endswith(b"\n")
-    (tmp_path / "cut.jsonl").write_bytes(cut)
-    kept = sum(map(len, read_events(tmp_path / "cut.jsonl").values()))
+    report.path.write_bytes(cut)
+    kept = sum(map(len, read_events(report.path).values()))
     assert kept == cut.count(b"\n") == len(cut.splitlines()) - 1
 
 
@@ -70,14 +60,18 @@ def test_a_run_is_found_by_its_folder_the_folder_of_its_record_or_the_record(tmp
         find_record(tmp_path)
 
 
-def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
-    def names(*folders: str) -> list[str]:
-        for folder in folders:
-            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-            (tmp_path / folder / "report.jsonl").write_text("")
-        return [run.name for run in read_runs([tmp_path / folder for folder in folders])]
-
-    assert names("a/adaptive_batching") == ["a"]
-    assert names("a/adaptive_batching", "b/adaptive_batching", "c") == ["a", "b", "c"]
-    assert names("x/run/adaptive_batching", "y/run/adaptive_batching") == ["x/run", "y/run"]
-    assert len(set(names("a/adaptive_batching", "a/adaptive_batching"))) == 2
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["a/adaptive_batching"], ["a"]),
+        (["a/adaptive_batching", "b/adaptive_batching", "c"], ["a", "b", "c"]),
+        (["x/run/adaptive_batching", "y/run/adaptive_batching"], ["x/run", "y/run"]),
+        (["a/adaptive_batching", "a/adaptive_batching"], ["a (1)", "a (2)"]),
+    ],
+)
+def test_runs_are_named_by_what_tells_them_apart(folders: list[str], names: list[str], tmp_path: Path) -> None:
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "report.jsonl").touch()
+    found = [run.name for run in read_runs([tmp_path / folder for folder in folders])]
+    assert [name.split(f"{tmp_path.name}/")[-1] for name in found] == names

@@ -1,4 +1,4 @@
-"""The page of a run: what it says is what the record holds, and it asks nothing of a network."""
+"""The page of a run and the command that makes it: what it says is what the record holds, and it asks no network."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 
+from adaptive_batching._cli.main import main
 from adaptive_batching._report import page as pages
-from adaptive_batching._report.apart import finish_page, start_page, stop_page
+from adaptive_batching._report.curves import MIB
 from adaptive_batching._report.events import read_events
-from adaptive_batching._report.page import write_page
+from adaptive_batching._report.page import finish_page, start_page, stop_page, write_page
 from adaptive_batching._report.record import Report
 from tests.conftest import ROOT
-from tests.report.test_events import OLD
-from tests.support.html import Page, read_page
-from tests.support.runs import EXPLORED, about, write_run
-
-MIB = 2**20
-UPLOT = ROOT / "adaptive_batching" / "_report" / "assets" / "uplot"
+from tests.support.html import UPLOT, Page, check_that_it_asks_for_nothing, read_page
+from tests.support.runs import EXPLORED, FIRST_VERSION, about, start_epoch, write_run
 
 
 @pytest.fixture
@@ -32,22 +29,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def check_that_it_asks_for_nothing(page: Page) -> None:
-    assert "default-src 'none'" in page.text
-    links = [(tag, value) for tag, name, value in page.attributes if name in ("src", "href", "action", "srcset")]
-    assert links == [("link", "data:,")]
-    own = page.text.replace((UPLOT / "uPlot.iife.min.js").read_text(), "")
-    assert not re.search(r"https?://|//\w+\.\w+/|url\(|@import|fetch\(|XMLHttpRequest|sendBeacon|WebSocket", own)
-    assert len(page.text.encode()) < 300_000
+def page_of(*records: Path, output: Path | None = None) -> Page:
+    return read_page(write_page(list(records), output))
 
 
 def test_the_page_asks_nothing_of_a_network_and_is_small(run: Path) -> None:
-    check_that_it_asks_for_nothing(read_page(write_page([run])))
-    check_that_it_asks_for_nothing(read_page(write_page([OLD, run], run / "both.html")))
+    check_that_it_asks_for_nothing(page_of(run))
+    check_that_it_asks_for_nothing(page_of(FIRST_VERSION, run, output=run / "both.html"))
 
 
 def test_the_decisions_are_those_of_the_record(run: Path) -> None:
-    [[header, *rows]] = read_page(write_page([run])).tables["decisions"]
+    [[header, *rows]] = page_of(run).tables["decisions"]
     assert header == [
         "epoch", "batch size", "global batch", "steps", "samples", "mean loss", "last rate", "padding", "s / step",
         "why",
@@ -65,7 +57,7 @@ def test_the_decisions_are_those_of_the_record(run: Path) -> None:
 
 
 def test_the_curves_are_the_steps_of_the_record(run: Path) -> None:
-    [drawn] = read_page(write_page([run])).data["runs"]
+    [drawn] = page_of(run).data["runs"]
     events, columns = read_events(run / "report.jsonl"), drawn["columns"]
     steps = events["step"]
     assert columns["step"] == [step["step"] for step in steps]
@@ -83,18 +75,16 @@ def test_the_curves_are_the_steps_of_the_record(run: Path) -> None:
 
 
 def test_the_facts_are_those_of_the_record(run: Path) -> None:
-    facts = read_page(write_page([run])).facts
-    assert facts["Batch size"] == "4 → 16"
-    assert facts["Largest that fits"] == "8"
-    assert facts["Optimizer steps"] == "12" and facts["Samples"] == "224"
-    assert facts["Time in steps"] == "7.0 s" and facts["Padding"] == "1.30"
-    assert facts["Peak memory"] == "112 MiB" and facts["Out of memory"] == "once"
-    assert facts["Loss"] == "5.375"
-    assert "validation 45.000, least 9.000 after step 6" in read_page(write_page([run])).words["summary"]
+    page = page_of(run)
+    assert page.facts == {
+        "Batch size": "4 → 16", "Largest that fits": "8", "Optimizer steps": "12", "Samples": "224", "Loss": "5.375",
+        "Time in steps": "7.0 s", "Padding": "1.30", "Peak memory": "112 MiB", "Out of memory": "once",
+    }  # fmt: skip
+    assert "validation 45.000, least 9.000 after step 6" in page.words["summary"]
 
 
 def test_the_probe_and_the_exploration_are_those_of_the_record(run: Path) -> None:
-    page = read_page(write_page([run]))
+    page = page_of(run)
     [probe] = read_events(run / "report.jsonl")["probe"]
     assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
         ["2", "0.3 KiB", "yes"], ["8", "0.9 KiB", "yes"], ["16", "out of memory", "no"],
@@ -103,17 +93,16 @@ def test_the_probe_and_the_exploration_are_those_of_the_record(run: Path) -> Non
     assert drawn["chosen"] == 8 and drawn["failed"] == [16] and len(drawn["predicted"]) == len(probe["predicted"])
     assert "A step of 16 would take about 2 MiB" in page.words["probe"]
     [[_, *rows]] = page.tables["exploration"]
-    assert [row[0] for row in rows] == [str(each.candidate) for each in EXPLORED]
-    assert [row[2] for row in rows] == [f"{each.speedup:.2f}" for each in EXPLORED]
+    assert [(row[0], row[2]) for row in rows] == [(str(each.candidate), f"{each.speedup:.2f}") for each in EXPLORED]
     assert [row[3] for row in rows] == ["", "1.61 to 1.79", "1.38 to 1.55"]
     assert "micro_batch_size 4 is the fastest" in page.words["exploration"]
 
 
 def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
-    events = [line.rstrip("}") for line in OLD.read_text().splitlines() if '"event": "probe"' in line]
+    events = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
     kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 3145728, "logits": 1048576, "other": 0}'
     (tmp_path / "report.jsonl").write_text(f"{events[0]}, {kinds}}}\n")
-    page = read_page(write_page([tmp_path]))
+    page = page_of(tmp_path)
     assert page.tables["probe"][0][1:] == [["weights", "3 MiB", "75 %"], ["logits", "1 MiB", "25 %"]]
     assert "What sets the peak at 32 samples: the backward." in page.words["probe"]
 
@@ -121,13 +110,13 @@ def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
 def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     record = run / "report.jsonl"
     record.write_bytes(record.read_bytes()[:-900])
-    page = read_page(write_page([run]))
+    page = page_of(run)
     assert "the record ends here: the run goes on, or was cut off; about 12 planned" in page.words["summary"]
     assert page.facts["Optimizer steps"] == str(len(read_events(record)["step"])) != "12"
 
 
 def test_a_record_of_the_first_version_has_a_page(tmp_path: Path) -> None:
-    page = read_page(write_page([OLD], tmp_path / "old.html"))
+    page = page_of(FIRST_VERSION, output=tmp_path / "old.html")
     assert page.facts["Batch size"] == "8 → 32" and page.facts["Out of memory"] == "once"
     assert page.facts["Time in steps"] == page.facts["Padding"] == page.facts["Peak memory"] == "not recorded"
     assert "config" not in page.tables and "exploration" not in page.tables
@@ -137,7 +126,7 @@ def test_a_record_of_the_first_version_has_a_page(tmp_path: Path) -> None:
 def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
     other = Report(tmp_path / "other", about=about(batch_size=5, output_dir="outputs/other"))
     write_run(other, range(2), all_there_is=False)
-    page = read_page(write_page([run, tmp_path / "other"], tmp_path / "both.html"))
+    page = page_of(run, tmp_path / "other", output=tmp_path / "both.html")
     facts, differences = page.tables["summary"]
     assert facts[0] == ["", "run", "other"]
     sizes = next(row for row in facts if row[0] == "Batch size")
@@ -152,19 +141,17 @@ def test_what_a_record_says_is_no_html(tmp_path: Path) -> None:
     report = Report(tmp_path / bad.replace("/", "-"), about=about(batch_size=bad))
     write_run(report)
     report.change(epoch=2.5, step=12, batch_size=32, global_batch_size=64, reason=bad)
-    page = read_page(write_page([report.path]))
+    page = page_of(report.path)
     assert page.tables["decisions"][0][-1][-1] == bad
     assert len(page.scripts) == 2 and not any(name == "onclick" for _, name, _ in page.attributes)
 
 
 def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
     report = Report(tmp_path)
-    report.epoch(
-        epoch=0, step=0, batch_size=4, global_batch_size=4, steps=3, samples=12, dropped_samples=0, reason="kept"
-    )
+    start_epoch(report, 0, 4, steps=3)
     for step, loss in enumerate([2.0, math.nan, math.inf], 1):
         report.step(0, step, 4, loss, 0.1)
-    page = read_page(write_page([tmp_path]))
+    page = page_of(tmp_path)
     assert page.data["runs"][0]["columns"]["loss"] == [2.0, None, None]
     assert page.tables["decisions"][0][1][5] == "nan"
 
@@ -173,12 +160,11 @@ def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, mo
     report = Report(tmp_path)
     write_run(report, range(3), steps=50)
     monkeypatch.setattr(pages, "MOST_POINTS", 40)
-    page = read_page(write_page([tmp_path]))
+    page = page_of(tmp_path)
     [drawn], steps = page.data["runs"], read_events(report.path)["step"]
     columns: dict[str, Any] = drawn["columns"]
     assert len(columns["loss"]) == 38 and "the mean of up to 4 steps" in page.words["training"]
-    first = steps[:4]
-    assert columns["loss"][0] == pytest.approx(sum(each["loss"] for each in first) / 4, rel=1e-5)
+    assert columns["loss"][0] == pytest.approx(sum(each["loss"] for each in steps[:4]) / 4, rel=1e-5)
     assert columns["seen"][-1] == sum(step["samples"] for step in steps)
     assert columns["memory"][-1] == pytest.approx(max(step["peak_bytes"] for step in steps[-2:]) / MIB, rel=1e-5)
     assert columns["trend"][0] is None and columns["trend"][-1] is not None
@@ -186,9 +172,7 @@ def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, mo
 
 def test_what_makes_the_page_loads_nothing_large(run: Path) -> None:
     """So that it takes a fifth of a second, and little memory, while training goes on."""
-    from adaptive_batching._report import apart
-
-    code = apart._CODE + "\nlarge = {'torch', 'numpy', 'torchtune', 'matplotlib'} & set(sys.modules)\nassert not large"
+    code = pages._CODE + "\nlarge = {'torch', 'numpy', 'torchtune', 'matplotlib'} & set(sys.modules)\nassert not large"
     package = str(ROOT / "adaptive_batching")
     done = subprocess.run([sys.executable, "-I", "-c", code, package, str(run)], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"{run / 'report.html'}\n"), done.stderr
@@ -205,8 +189,54 @@ def test_a_page_can_be_made_while_another_is(run: Path, monkeypatch: pytest.Monk
 
     stopped = start_page(run)
     monkeypatch.setattr(Path, "replace", after_another)
-    assert read_page(write_page([run])).facts["Optimizer steps"] == "12"
+    assert page_of(run).facts["Optimizer steps"] == "12"
     assert not list(run.glob(".*"))
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["adaptive-batching", "report", *map(str, arguments)])
+    main()
+
+
+def test_the_command_writes_a_page_next_to_the_record_or_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = (tmp_path / name for name in "ab")
+    for folder in (a, b):
+        write_run(Report(folder / "adaptive_batching", about=about()), ends=False)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for arguments in ([a], [a, b], [a, b, "--output", tmp_path / "x.html"]):
+        command(monkeypatch, *arguments)
+    written = [a / "adaptive_batching" / "report.html", Path("report.html"), tmp_path / "x.html"]
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in written]
+    assert all("<title>" in path.read_text() for path in written)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+ENDED = '{"event": "end", "time": "2026-01-01T00:00:00+00:00"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "output", "message"),
+    [
+        (None, "x.html", "there is no record of a run in "),
+        ('{"event": "run", "version": 99}\n', "x.html", "is a record of version 99, and this adaptive-batching reads"),
+        ("", "x.html", "holds no event that can be read"),
+        (ENDED, "/nowhere/x.html", "name another file with --output"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(
+    content: str | None, output: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "report.jsonl").write_text(content)
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, tmp_path, "--output", output)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_library_is_the_one_that_its_note_says() -> None:

@@ -7,43 +7,51 @@ from pathlib import Path
 import pytest
 
 from adaptive_batching._growth.course import PlannedEpoch
-from adaptive_batching._report.apart import finish_page
 from adaptive_batching._report.events import read_events
-from adaptive_batching._report.page import write_page
+from adaptive_batching._report.page import finish_page, write_page
 from adaptive_batching._report.record import Report
 from adaptive_batching._values import ConfigError
 from tests.support import runs
 from tests.support.examples import RESULT
 from tests.support.html import read_page
+from tests.support.runs import start_epoch
+
+MEAN_LOSSES = ("7.625", "7.125")  # of the first two epochs
 
 
-def write_run(report: Report, epochs: range, changes: bool = False) -> None:
-    for epoch in epochs:
-        size = 4 * 2**epoch
-        report.epoch(epoch=epoch, step=2 * epoch, batch_size=size, global_batch_size=size, steps=2, samples=2 * size,
-                     dropped_samples=1, reason="kept")  # fmt: skip
-        for step in range(2):
-            report.step(epoch, 2 * epoch + step + 1, size, 5.0 - epoch - 0.5 * step, 0.1)
-            if changes and step == 0:
-                report.change(epoch=epoch + 0.5, step=2 * epoch + 1, batch_size=8, global_batch_size=8, reason="added")
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path)
 
 
-def test_the_table_says_what_was_decided_and_why(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+def write_run(report: Report, epochs: range) -> None:
+    runs.write_run(report, epochs, steps=2, all_there_is=False, ends=False)
+
+
+def kinds(report: Report) -> list[str]:
+    return [json.loads(line)["event"] for line in report.path.read_text().splitlines()]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_the_table_says_what_was_decided_and_why(report: Report) -> None:
     report.probe(RESULT, sequence_length=64)
     write_run(report, range(2))
     table = "\n".join(report.table())
-    assert "8, bound by memory" in table
-    assert "20 of 32 tokens, 45 of 16 tokens" in table
-    assert "3 training steps, 1 out of memory" in table
-    assert "64 tokens per sample; 16 would take about 2 MiB" in table
-    assert "4.750" in table and "3.750" in table, "the mean loss of each epoch"
-    assert str(tmp_path / "report.jsonl") in table
+    for words in (
+        "8, bound by memory", "20 of 32 tokens, 45 of 16 tokens", "3 training steps, 1 out of memory",
+        "64 tokens per sample; 16 would take about 2 MiB", *MEAN_LOSSES, str(report.path),
+    ):  # fmt: skip
+        assert words in table
 
 
-def test_a_change_within_an_epoch_has_a_line_of_its_own(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    write_run(report, range(1), changes=True)
+def test_a_change_within_an_epoch_has_a_line_of_its_own(report: Report) -> None:
+    start_epoch(report, 0, 4, steps=2)
+    report.step(0, 1, 4, 5.0, 0.1)
+    report.change(epoch=0.5, step=1, batch_size=8, global_batch_size=8, reason="added")
+    report.step(0, 2, 4, 4.5, 0.1)
     lines = [line.split() for line in report.table()]
     assert ["0", "4", "1", "4", "5.000", "1.00e-01", "kept"] in lines
     assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in lines
@@ -57,30 +65,28 @@ def test_a_run_that_goes_on_within_an_epoch_has_a_line_of_its_own_where_its_size
         write_run(Report(tmp_path), range(1))
     for size, lines in ((4, []), (6, [6])) if has_record else ((4, [4]), (4, [4])):
         resumed = Report(tmp_path, resume=True)
-        resumed.resume(1, epoch=0.5, batch_size=size, global_batch_size=size)
+        resumed.resume(1, epoch=0.5, batch_size=size, global_batch_size=2 * size)
         resumed.step(0, 2, size, 4.0, 0.1)
         assert [change["batch_size"] for change in read_events(tmp_path / "report.jsonl")["change"]] == lines
-    assert [row.split()[:4] for row in resumed.table() if "with this size" in row] == [
-        ["0.5", str(size), "1", str(size)]
-    ]
+    [line] = [row.split()[:4] for row in resumed.table() if "with this size" in row]
+    assert line == ["0.5", str(size), "1", str(size)]
 
 
-def test_the_losses_of_validations_are_told_once_where_an_epoch_ran_twice(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+def test_the_losses_of_validations_are_told_once_where_an_epoch_ran_twice(report: Report) -> None:
     for epoch, loss in enumerate((4.0, 3.0, 3.5)):
         write_run(report, range(epoch, epoch + 1))
         report.validation(epoch, 2 * epoch + 2, loss)
     assert "last 3.5000 after step 6, least 3.0000 after step 4" in "\n".join(report.table())
-    resumed = Report(tmp_path, resume=True)
+    resumed = Report(report.directory, resume=True)
     write_run(resumed, range(1, 2))
     assert "last 4.0000 after step 2, least 4.0000 after step 2" in "\n".join(resumed.table())
-    assert [event["step"] for event in read_events(tmp_path / "report.jsonl")["validation"]] == [2]
+    assert [event["step"] for event in read_events(report.path)["validation"]] == [2]
 
 
-def test_the_plan_is_logged_as_a_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_is_logged_as_a_table(report: Report, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     epochs = [PlannedEpoch(0, [4], [8], 10, 80, 3, 1e-3), PlannedEpoch(1, [4, 8, 16], [8, 16, 32], 5, 80, 3, 0.0)]
-    Report(tmp_path).plan(epochs, decided=True)
+    report.plan(epochs, decided=True)
     [message] = [record.getMessage() for record in caplog.records]
     assert "15 optimizer steps" in message
     assert ["1", "4-16", "8-32", "5", "80", "3", "0"] in [line.split() for line in message.splitlines()]
@@ -107,18 +113,11 @@ def test_the_first_event_of_a_new_run_replaces_the_record(tmp_path: Path) -> Non
     assert len(read_events(report.path)["epoch"]) == 1
 
 
-def test_a_run_that_had_nothing_to_do_has_a_table(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+def test_every_line_of_the_record_is_json_and_a_run_that_had_nothing_to_do_has_a_table(report: Report) -> None:
     report.maximum(16, "max_batch_size=16")
     assert report.table()[-1].endswith("report.jsonl")
-
-
-def test_every_line_of_the_record_is_json(tmp_path: Path) -> None:
-    report = Report(tmp_path)
-    report.maximum(16, "max_batch_size=16")
     write_run(report, range(1))
-    kinds = [json.loads(line)["event"] for line in report.path.read_text().splitlines()]
-    assert kinds == ["run", "maximum", "epoch", "step", "step"]
+    assert kinds(report) == ["run", "maximum", "epoch", "step", "step"]
 
 
 @pytest.mark.parametrize("cut_off", ['{"event": "step", "epoch": 0, "st', "\x00\x00", "[]", '{"event": "other"}'])
@@ -140,46 +139,43 @@ def test_a_directory_that_cannot_be_written_is_an_error_before_training(director
 
 
 def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    report: Report, caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = Report(tmp_path)
     report.path.symlink_to("/dev/full")
     caplog.set_level("INFO")
     write_run(report, range(2))
     report.finish()
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "No space left on device" in warnings[0]
-    assert "4.750" in caplog.text and "3.750" in caplog.text, "the mean loss of each epoch"
+    [warning] = warnings(caplog)
+    assert "No space left on device" in warning and all(loss in caplog.text for loss in MEAN_LOSSES)
     report.path.unlink()
     write_run(report, range(2, 3))
     assert len(read_events(report.path)["step"]) == 2, "it goes on when there is room again"
 
 
-def test_a_page_that_cannot_be_made_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_made_is_one_warning(report: Report, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    report = Report(tmp_path)
-    (tmp_path / "report.html").mkdir()
+    page = report.directory / "report.html"
+    page.mkdir()
     write_run(report, range(1))
     report.finish()
     report.finish()
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [warning] = warnings(caplog)
     assert "what was decided, and why" in caplog.text
-    assert len(warnings) == 1 and "no page of this run (IsADirectoryError" in warnings[0]
-    assert f"'adaptive-batching report {tmp_path}' makes it" in warnings[0]
-    (tmp_path / "report.html").rmdir()
+    assert "no page of this run (IsADirectoryError" in warning
+    assert f"'adaptive-batching report {report.directory}' makes it" in warning
+    page.rmdir()
     report.finish()
-    assert f"the page of this run: {tmp_path / 'report.html'}" in caplog.text
+    assert f"the page of this run: {page}" in caplog.text
 
 
 def test_no_process_for_the_page_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    report: Report, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    report = Report(tmp_path)
     write_run(report, range(3))
     report.finish()
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "no page of this run ([Errno 2] No such file" in warnings[0]
+    [warning] = warnings(caplog)
+    assert "no page of this run ([Errno 2] No such file" in warning
     assert len(read_events(report.path)["step"]) == 6
 
 
@@ -206,33 +202,30 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
 
 @pytest.mark.parametrize(("epochs", "often"), [(1, "at the end"), (2, "once, and at the end")])
 def test_a_run_that_memory_has_ended_does_not_say_that_it_never_ran_out(
-    epochs: int, often: str, tmp_path: Path
+    epochs: int, often: str, report: Report
 ) -> None:
-    report = Report(tmp_path)
     with pytest.raises(RuntimeError), report.showing_errors():
-        runs.write_run(report, range(epochs), ends=False)
+        write_run(report, range(epochs))
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert read_page(write_page([tmp_path])).facts["Out of memory"] == often
+    assert read_page(write_page([report.path])).facts["Out of memory"] == often
 
 
-def test_an_error_before_the_first_decision_takes_nothing(tmp_path: Path) -> None:
-    write_run(Report(tmp_path), range(1))
-    before = (tmp_path / "report.jsonl").read_bytes()
+def test_an_error_before_the_first_decision_takes_nothing(report: Report, tmp_path: Path) -> None:
+    write_run(report, range(1))
+    before = report.path.read_bytes()
     with pytest.raises(ValueError, match="no"), Report(tmp_path).showing_errors():
         raise ValueError("no")
-    assert [path.name for path in tmp_path.iterdir()] == ["report.jsonl"]
-    assert (tmp_path / "report.jsonl").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [report.path] and report.path.read_bytes() == before
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, subprocess.TimeoutExpired("page", 60), MemoryError])
 def test_no_trouble_with_the_page_hides_the_error(
-    trouble: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trouble: type[BaseException], report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> str:
         raise trouble
 
     monkeypatch.setattr("adaptive_batching._report.record.finish_page", fail)
-    report = Report(tmp_path)
     with pytest.raises(ZeroDivisionError), report.showing_errors():
         write_run(report, range(1))
         raise ZeroDivisionError
@@ -251,11 +244,7 @@ def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
         raise ZeroDivisionError("a bug")
     with pytest.raises(RuntimeError, match="closed"), report.showing_errors():
         raise RuntimeError("connection closed")
-    assert [json.loads(line)["event"] for line in report.path.read_text().splitlines()][-3:] == [
-        "step",
-        "error",
-        "error",
-    ]
+    assert kinds(report)[-3:] == ["step", "error", "error"]
     assert not waited and other._page is not None and report._page is not None
     for page in (other._page, report._page):
         assert finish_page(page, seconds=60) == str(tmp_path / "report.html")
@@ -272,13 +261,10 @@ def test_a_rank_that_fails_before_the_first_has_begun_takes_nothing(tmp_path: Pa
         assert not list(tmp_path.iterdir())
 
 
-def test_the_page_shows_each_epoch_once_it_is_over(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+def test_the_page_shows_each_epoch_once_it_is_over(report: Report, tmp_path: Path) -> None:
     write_run(report, range(1))
     assert report._page is None, "nothing has been trained when the first epoch begins"
-    report.epoch(
-        epoch=1, step=2, batch_size=8, global_batch_size=8, steps=2, samples=16, dropped_samples=1, reason="kept"
-    )
+    start_epoch(report, 1, 8, steps=2)
     assert report._page is not None
     assert finish_page(report._page, seconds=60) == str(tmp_path / "report.html")
     assert len(read_page(tmp_path / "report.html").data["runs"][0]["columns"]["step"]) == 2

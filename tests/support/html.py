@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+UPLOT = Path(__file__).parents[2] / "adaptive_batching" / "_report" / "assets" / "uplot"
 _VOID = {"meta", "link", "line", "circle"}
 
 
@@ -83,3 +85,12 @@ class Page(HTMLParser):
 def read_page(path: Path) -> Page:
     """Take a page apart."""
     return Page(path.read_text(encoding="utf-8"))
+
+
+def check_that_it_asks_for_nothing(page: Page) -> None:
+    assert "default-src 'none'" in page.text
+    links = [(tag, value) for tag, name, value in page.attributes if name in ("src", "href", "action", "srcset")]
+    assert links == [("link", "data:,")]
+    own = page.text.replace((UPLOT / "uPlot.iife.min.js").read_text(), "")
+    assert not re.search(r"https?://|//\w+\.\w+/|url\(|@import|fetch\(|XMLHttpRequest|sendBeacon|WebSocket", own)
+    assert len(page.text.encode()) < 300_000

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from adaptive_batching._growth.course import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Estimate, Exploration
+from adaptive_batching._report.events import StepCost
 from adaptive_batching._report.record import Report
-from adaptive_batching._report.watcher import StepCost
 from tests.support.examples import RESULT
 
+FIRST_VERSION = Path(__file__).parents[1] / "report" / "version_1.jsonl"
 CONFIG: dict[str, Any] = {
     "output_dir": "outputs/run",
     "batch_size": 4,
@@ -33,6 +35,13 @@ def about(**changes: Any) -> dict[str, Any]:
     return {"adaptive_batching": "0.1.0", "recipe": "Recipe", "device": "cpu", "ranks": 1, "config": config}
 
 
+def start_epoch(report: Report, epoch: int, batch_size: int, steps: int, reason: str = "kept") -> None:
+    report.epoch(
+        epoch=epoch, step=steps * epoch, batch_size=batch_size, global_batch_size=2 * batch_size, steps=steps,
+        samples=2 * batch_size * steps, dropped_samples=3, reason=reason,
+    )  # fmt: skip
+
+
 def write_run(
     report: Report, epochs: range = range(3), steps: int = 4, *, all_there_is: bool = True, ends: bool = True
 ) -> None:
@@ -44,10 +53,7 @@ def write_run(
         report.plan(planned, decided=True)
     for epoch in epochs:
         size = 4 * 2**epoch
-        report.epoch(
-            epoch=epoch, step=steps * epoch, batch_size=size, global_batch_size=2 * size, steps=steps,
-            samples=2 * size * steps, dropped_samples=3, reason="kept" if epoch == 0 else f"<lambda> added {size // 2}",
-        )  # fmt: skip
+        start_epoch(report, epoch, size, steps, "kept" if epoch == 0 else f"<lambda> added {size // 2}")
         for number in range(1, steps + 1):
             step = steps * epoch + number
             if all_there_is:

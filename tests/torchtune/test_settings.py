@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -23,37 +24,40 @@ def config(*overrides: str) -> DictConfig:
     return cfg
 
 
+OF_BOTH = [
+    ("use_maximum_batch_size='yes'", "use_maximum_batch_size='yes' must be True or False"),
+    ("use_maximum_batchsize=True", "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
+    ("save_every_step=5", "save_every_step is unknown; did you mean 'save_every_n_steps'"),
+    ("adaptive_batching.memory_limt=1GiB", "memory_limt is unknown; did you mean 'memory_limit'"),
+    ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is no amount of memory; write bytes"),
+    ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4; raise"),
+    ("adaptive_batching.keep_global_batch=True adaptive_batching.grow_beyond_memory=True",
+     "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
+    ("batch_size=0", "batch_size=0 must be a whole number"),
+    ("collate_fn=torchtune.data.left_pad_sequence", "left_pad_sequence' pads on the left"),
+]  # fmt: skip
+OF_TRAINING = [
+    ("micro_batch_size=3", r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
+    ("micro_batch_size=most", "micro_batch_size='most' must be a whole number, auto, explore or null"),
+    ("use_maximum_batch_size=True adaptive_batching.keep_global_batch=True",
+     "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to gain"),
+    ("save_every_n_steps=2.5", r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
+]  # fmt: skip
+OF_EVALUATION = [
+    ("batch_increase_function=adaptive_batching.growth.step", "batch_increase_function='adaptive_batching.growth"),
+    ("micro_batch_size=2", "micro_batch_size=2 is for training"),
+    ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
+    ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
+]
+MISTAKES = {read_settings: OF_BOTH + OF_TRAINING, read_evaluation: OF_BOTH + OF_EVALUATION}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["use_maximum_batch_size='yes'"], "use_maximum_batch_size='yes' must be True or False"),
-        (["use_maximum_batchsize=True"], "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
-        (["adaptive_batching.memory_limt=1GiB"], "memory_limt is unknown; did you mean 'memory_limit'"),
-        (["adaptive_batching.memory_limit=lots"], "memory_limit='lots' is no amount of memory; write bytes"),
-        (["adaptive_batching.search=fastest"], r"search='fastest' is unknown; Known: .*predict"),
-        (["adaptive_batching.max_batch_size=3"], "max_batch_size=3 is below batch_size=4; raise"),
-        (["micro_batch_size=3"], r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
-        (["micro_batch_size=most"], "micro_batch_size='most' must be a whole number, auto, explore or null"),
-        (["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True"],
-         "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to gain"),
-        (["adaptive_batching.keep_global_batch=True", "adaptive_batching.grow_beyond_memory=True"],
-         "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
-        (["adaptive_batching.keep_global_batch=1"], "keep_global_batch=1 must be True or False"),
-        (["adaptive_batching.increase_every=0.3"], r"increase_every=0\.3 does not divide an epoch; write epoch, or a"),
-        (["adaptive_batching.lr_scaling=cube"], "lr_scaling='cube' is unknown; Known: auto, linear, none, sqrt"),
-        (["adaptive_batching.max_lr_scale=0"], "max_lr_scale=0 must be a number of at least 1"),
-        (["batch_size=0"], "batch_size=0 must be a whole number"),
-        (["save_every_n_steps=0"], "save_every_n_steps=0 must be a whole number of at least 1"),
-        (["save_every_n_steps=-5"], "save_every_n_steps=-5 must be a whole number of at least 1"),
-        (["save_every_n_steps=2.5"], r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
-        (["save_every_n_steps=epoch"], "save_every_n_steps='epoch' must be a whole number of at least 1"),
-        (["save_every_step=5"], "save_every_step is unknown; did you mean 'save_every_n_steps'"),
-        (["collate_fn=torchtune.data.left_pad_sequence"], "left_pad_sequence' pads on the left"),
-    ],
-)  # fmt: skip
-def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(overrides: list[str], message: str) -> None:
+    ("read", "overrides", "message"), [(read, *each) for read, mistakes in MISTAKES.items() for each in mistakes]
+)
+def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(read: Any, overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        read_settings(config(*overrides))
+        read(config(*overrides.split()))
     assert "\n" not in str(error.value)
 
 
@@ -71,16 +75,14 @@ def test_an_increase_function_that_cannot_be_had_is_refused(path: str, message: 
     assert "\n" not in str(error.value)
 
 
-SETTINGS = ["adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=sqrt"]
-
-
 def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    read_settings(config(*SETTINGS))
+    settings = ["adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=sqrt"]
+    read_settings(config(*settings))
     assert "increase_every=0.5 does nothing without any of the fields" in caplog.text
     assert "lr_scaling=sqrt does nothing without any of the fields" in caplog.text
     caplog.clear()
-    read_settings(config(*SETTINGS, "micro_batch_size=2"))
+    read_settings(config(*settings, "micro_batch_size=2"))
     assert "increase_every=0.5 does nothing without batch_increase_function" in caplog.text
     assert "lr_scaling=sqrt does nothing" not in caplog.text
 
@@ -105,28 +107,10 @@ def test_a_name_of_ours_that_the_config_uses_itself_is_left_alone() -> None:
     assert not read_settings(cfg).enabled
 
 
-EVALUATION = ["use_maximum_batch_size=True", "batch_increase_function._component_=null"]
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("batch_increase_function=adaptive_batching.growth.step", "batch_increase_function='adaptive_batching.growth"),
-        ("micro_batch_size=2", "micro_batch_size=2 is for training"),
-        ("save_every_n_steps=5", "save_every_n_steps=5 is for training"),
-        ("run_val_every_n_steps=5", "run_val_every_n_steps=5 is for training"),
-        ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is no amount of memory"),
-        ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4"),
-    ],
-)
-def test_what_an_evaluation_cannot_use_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_evaluation(config("use_maximum_batch_size=True", override))
-
-
 def test_what_does_nothing_in_an_evaluation_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    evaluation = ["use_maximum_batch_size=True", "batch_increase_function._component_=null"]
     used = ["adaptive_batching.memory_limit=2GiB", "adaptive_batching.recover_from_oom=False", "batch_size=auto"]
-    assert read_evaluation(config(*EVALUATION, *used)).enabled
+    assert read_evaluation(config(*evaluation, *used)).enabled
     assert not caplog.text
-    read_evaluation(config(*EVALUATION, "adaptive_batching.sequence_length=64"))
+    read_evaluation(config(*evaluation, "adaptive_batching.sequence_length=64"))
     assert "adaptive_batching.sequence_length=64 does nothing in an evaluation" in caplog.text

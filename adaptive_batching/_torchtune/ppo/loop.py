@@ -15,15 +15,15 @@ import torch
 from torchtune.rlhf import PPOStats, Trajectory
 from tqdm import tqdm
 
-from adaptive_batching._copies import without_waiting
+from adaptive_batching._device import without_waiting
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.host import Outlet
 from adaptive_batching._torchtune.loop import Loop, Training
-from adaptive_batching._torchtune.memory_history import recorded_memory
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.rollout import Rollout
 from adaptive_batching._torchtune.ppo.stock import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Experience
+from adaptive_batching._torchtune.step_cost import recorded_memory
 
 
 class PPOOutlet(Outlet, Protocol):

@@ -14,10 +14,10 @@ from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, saved
 from adaptive_batching._torchtune.ppo import stock as stocks
 from adaptive_batching._torchtune.ppo.resuming import take_value_model_of
 from adaptive_batching._torchtune.ppo.session import PPOSession
-from adaptive_batching._torchtune.ppo.settings import check_settings
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
 from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.settings import check_ppo_settings
 from adaptive_batching._torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 
 
@@ -40,7 +40,7 @@ class AdaptivePPO(AdaptiveBatching):
     _session: PPOSession | None
 
     def __init__(self, cfg: DictConfig) -> None:
-        check_settings(cfg)
+        check_ppo_settings(cfg)
         super().__init__(cfg)
         self._value_checkpoints = Path(cfg.value_checkpointer.output_dir)
 

@@ -19,8 +19,8 @@ from torchtune.rlhf import PPOStats, Trajectory
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.in_backward import Gate
-from adaptive_batching._torchtune.memory_history import MemoryHistory
 from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.step_cost import MemoryHistory
 
 
 class PolicyAndValue(nn.Module):

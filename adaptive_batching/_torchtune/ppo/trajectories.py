@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchtune.rlhf import PPOStats, Trajectory
 
-from adaptive_batching._copies import without_waiting
+from adaptive_batching._device import without_waiting
 from adaptive_batching._torchtune.data import Sample, indexed, stretch
 from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
 from adaptive_batching._torchtune.ppo.stock import PolicyAndValue, Share, StockPPO

@@ -10,15 +10,15 @@ from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._report.events import read_runs
-from adaptive_batching._report.paste import Snippet, snippet
+from adaptive_batching._report.facts import snippet
 from adaptive_batching._report.record import Report
 from tests.support.runs import about, write_run
 
 FUNCTION = {"_component_": "adaptive_batching.growth.staged", "stages": {0: 4, 2: 8}}
 
 
-def pasted(tmp_path: Path, *, explores: bool = False, **config: Any) -> tuple[dict[str, Any], Snippet]:
-    """What is pasted after a run with this config, read as YAML."""
+def pasted(tmp_path: Path, *, explores: bool = False, **config: Any) -> tuple[dict[str, Any], str, str]:
+    """What is pasted after a run with this config, read as YAML; the YAML; and what it spares."""
     report = Report(tmp_path, about=about(**config))
     write_run(report)
     if not explores:
@@ -27,8 +27,8 @@ def pasted(tmp_path: Path, *, explores: bool = False, **config: Any) -> tuple[di
     [run] = read_runs([tmp_path])
     found = snippet(run)
     assert found is not None
-    values: Any = OmegaConf.to_container(OmegaConf.create(found.yaml))
-    return values, found
+    values: Any = OmegaConf.to_container(OmegaConf.create(found[0]))
+    return values, *found
 
 
 def settings(values: dict[str, Any]) -> AdaptiveBatchingConfig:
@@ -37,26 +37,27 @@ def settings(values: dict[str, Any]) -> AdaptiveBatchingConfig:
 
 
 def test_the_largest_batch_needs_no_probe_again(tmp_path: Path) -> None:
-    values, found = pasted(tmp_path, batch_increase_function=None, batch_size=2)
+    values, yaml, spares = pasted(tmp_path, batch_increase_function=None, batch_size=2)
     assert values == {"batch_size": 4, "use_maximum_batch_size": False, "adaptive_batching": {"memory_limit": "1.5GiB"}}
     assert not settings(values).probes
-    assert found.spares == "With these settings the next run needs no probe." and "was 2" in found.yaml
+    assert spares == "With these settings the next run needs no probe." and "was 2" in yaml
 
 
 def test_growth_gets_the_bound_that_the_probe_found(tmp_path: Path) -> None:
-    values, _ = pasted(tmp_path, batch_increase_function=FUNCTION)
-    assert values["batch_increase_function"] == FUNCTION
-    assert values["adaptive_batching"] == {"memory_limit": "1.5GiB", "max_batch_size": 8}
-    assert (values["batch_size"], values["use_maximum_batch_size"]) == (4, False)
+    values, _, _ = pasted(tmp_path, batch_increase_function=FUNCTION)
+    assert values == {
+        "batch_size": 4, "use_maximum_batch_size": False, "batch_increase_function": FUNCTION,
+        "adaptive_batching": {"memory_limit": "1.5GiB", "max_batch_size": 8},
+    }  # fmt: skip
     assert settings(values).grows and not settings(values).probes
 
 
 def test_what_was_explored_is_taken(tmp_path: Path) -> None:
     explored = {"micro_batch_size": "explore", "use_maximum_batch_size": False, "batch_increase_function": None}
-    values, found = pasted(tmp_path, explores=True, **explored)
+    values, _, spares = pasted(tmp_path, explores=True, **explored)
     assert values["micro_batch_size"] == 4 and values["batch_size"] == 4
     assert not settings(values).probes
-    assert found.spares == "With these settings the next run explores nothing."
+    assert spares == "With these settings the next run explores nothing."
 
 
 @pytest.mark.parametrize(
@@ -68,14 +69,14 @@ def test_what_was_explored_is_taken(tmp_path: Path) -> None:
     ],
 )
 def test_what_has_to_know_the_memory_is_left_as_it_is(config: dict[str, Any], tmp_path: Path) -> None:
-    values, found = pasted(tmp_path, **config)
+    values, _, spares = pasted(tmp_path, **config)
     before = {**about()["config"], **config}
     assert settings(values) == settings({key: before[key] for key in values})
-    assert found.spares.startswith("Nothing to change")
+    assert spares.startswith("Nothing to change")
 
 
 def test_a_function_that_the_command_line_has_taken_away_stays_away(tmp_path: Path) -> None:
-    values, _ = pasted(tmp_path, batch_increase_function={"_component_": None, "every": 1})
+    values, _, _ = pasted(tmp_path, batch_increase_function={"_component_": None, "every": 1})
     assert "batch_increase_function" not in values and values["batch_size"] == 4 and not settings(values).probes
 
 
@@ -83,7 +84,7 @@ def test_a_function_that_the_command_line_has_taken_away_stays_away(tmp_path: Pa
     "text", ["yes", "1e3", "on", "a: b", "#x", "", "90%", "1.5GiB", "pkg.module.function", "null", "ü"]
 )
 def test_text_stays_text(text: str, tmp_path: Path) -> None:
-    values, _ = pasted(tmp_path, adaptive_batching={"report_dir": text})
+    values, _, _ = pasted(tmp_path, adaptive_batching={"report_dir": text})
     assert values["adaptive_batching"]["report_dir"] == text
 
 

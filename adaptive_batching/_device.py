@@ -1,4 +1,4 @@
-"""Read, set and restore the state of random number generators."""
+"""Random number generators of a device, read and restored, and copies to it that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+_PINS_MEMORY = ("cuda", "xpu")
 
 
 @contextlib.contextmanager
@@ -47,3 +49,15 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type], device)
+
+
+def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ``tensor`` on ``device``, and go on while it is copied there.
+
+    A copy from ordinary memory would wait until the device has finished all its work, so that the next micro-batch
+    could not be collated meanwhile.
+    """
+    pins = device.type in _PINS_MEMORY  # elsewhere a copy that is not waited for could outlive its source
+    if pins and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=pins)
