@@ -29,4 +29,4 @@ class Agreement:
         )
 
 
-AGREEMENT = Agreement(45, 0.0007, 0.0177, 0.976)
+AGREEMENT = Agreement(45, 0.0007, 0.0177, 0.992)
