@@ -7,7 +7,7 @@ for those that some recipe lacks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +18,64 @@ from torch.optim import Optimizer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
-from adaptive_batching._torchtune.data import Sample, SampleLoader
-from adaptive_batching._torchtune.distillation import Distillation
-from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.data import SampleLoader
 from adaptive_batching._torchtune.memory_history import MemoryHistory
-from adaptive_batching._torchtune.objective import NextToken, Objective
-from adaptive_batching._torchtune.preferences import Preferences
-from adaptive_batching._torchtune.quantization_aware import FakeQuantized
+from adaptive_batching._torchtune.objective import Objective, StockParts
+
+
+class Gate:
+    """Lets the optimizers of a model step in its backward passes, or holds them back. Open unless told otherwise.
+
+    Stock's hooks step each as soon as the gradient of its parameter is there, in every backward, so that a batch is one
+    forward. Held back, gradients add up over micro-batches, and the optimizers step in the last one's backward. That
+    takes the gradients' memory, which stepping in the backward pass saves; only a batch that is cut has to pay it.
+    """
+
+    def __init__(self) -> None:
+        self.updated = False
+        """True once a parameter has been updated, until set to False. After that a step that runs out of memory cannot
+        run again."""
+        self._times_closed = 0
+        self._optimizers: dict[Any, Optimizer] = {}
+
+    def register(self, model: nn.Module, optim_dict: Mapping[torch.nn.Parameter, Optimizer]) -> None:
+        """Take the place of torchtune's ``register_optim_in_bwd_hooks``: while open, do what that does."""
+        self._optimizers = dict(optim_dict)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Let go of the optimizers, which their parameters would hold for good: no hook of theirs is ever collected."""
+        self._optimizers = {}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self._optimizers.values())
+
+    def optimizer_of(self, parameter: torch.Tensor) -> Optimizer:
+        return self._optimizers[parameter]
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Let gradients add up inside, without a step."""
+        self._times_closed += 1
+        try:
+            yield
+        finally:
+            self._times_closed -= 1
+
+    def flush(self) -> None:
+        """Step the parameters that have a gradient of earlier micro-batches, and none of the last."""
+        for parameter in self._optimizers:
+            if parameter.grad is not None:
+                self._step(parameter)
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        if self._times_closed == 0:
+            self.updated = True
+            self._optimizers[parameter].step()
+            self._optimizers[parameter].zero_grad()
 
 
 @dataclass(frozen=True)
@@ -78,6 +129,11 @@ class Host:
         return self.ranks.size == 1 or self.collectives is not None
 
     @property
+    def models(self) -> list[nn.Module]:
+        """The model that is trained, and the frozen ones that its loss needs."""
+        return [self.model, *self.objective.frozen_models]
+
+    @property
     def samples_per_rank(self) -> int:
         """Samples of an epoch on one replica."""
         return len(self.loader.sampler)
@@ -128,63 +184,6 @@ class Outlet(Protocol):
     def save_step(self, step: int, *, is_last: bool) -> None: ...
 
     def learning_rate(self) -> float: ...
-
-
-@dataclass(frozen=True)
-class StockParts:
-    """The parts of a recipe that an objective is made from."""
-
-    collate: Callable[[list[Sample]], Any]
-    loss: Any
-    activations: Any
-    """Context of a forward."""
-
-    num_chunks: int
-    """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
-
-    frozen: nn.Module | None = None
-    """Second model, which is not trained: a reference or a teacher."""
-
-    num_ranks: int = 1
-    teacher_loss: Any = None
-    """Divergence from the teacher."""
-
-    teacher_share: float = 0.0
-    """Share of the divergence in the loss."""
-
-    model: nn.Module | None = None
-    fake_quantized_from: int | None = None
-    """Optimizer step that fake quantization begins with; None for the first."""
-
-    quantizer_mode: str | None = None
-
-
-def next_token(parts: StockParts) -> NextToken:
-    """Return the objective of supervised fine-tuning."""
-    return NextToken(parts.collate, parts.loss, parts.activations, parts.num_chunks)
-
-
-def preferences(parts: StockParts) -> Preferences:
-    """Return the objective of direct preference optimization."""
-    return Preferences(parts.collate, parts.loss, parts.activations, parts.frozen, parts.num_ranks)
-
-
-def distillation(parts: StockParts) -> Distillation:
-    """Return the objective of knowledge distillation."""
-    assert parts.frozen is not None
-    return Distillation(
-        parts.collate, parts.loss, parts.activations, parts.num_chunks, teacher=parts.frozen,
-        teacher_loss=parts.teacher_loss, teacher_share=parts.teacher_share, num_ranks=parts.num_ranks,
-    )  # fmt: skip
-
-
-def fake_quantized(parts: StockParts) -> FakeQuantized:
-    """Return the objective of quantization-aware training."""
-    assert parts.model is not None
-    return FakeQuantized(
-        parts.collate, parts.loss, parts.activations, parts.num_chunks, model=parts.model,
-        first_step=parts.fake_quantized_from, mode=parts.quantizer_mode,
-    )  # fmt: skip
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:

@@ -105,7 +105,7 @@ def record_collectives(
         if host.ranks.is_first:
             log.warning("recovery from running out of memory is off: %s", why)
         return None, why
-    collectives = MicroBatchCollectives(_models(host))
+    collectives = MicroBatchCollectives(host.models)
     batch = host.objective.smallest_batch(host.loader.dataset)
     try:
         with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
@@ -125,16 +125,12 @@ def record_collectives(
     return collectives, ""
 
 
-def _models(host: Host) -> list[torch.nn.Module]:
-    return [host.model, *host.objective.frozen_models]
-
-
 def _why_not_possible(host: Host) -> str:
     if host.steps_in_backward:
         return "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
     if host.tensor_parallel:
         return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
-    if not all(map(is_sharded, _models(host))):
+    if not all(map(is_sharded, host.models)):
         return "the model is not sharded by FSDP2"
     if not can_drain():
         return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"

@@ -25,11 +25,11 @@ from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
-from adaptive_batching._torchtune.in_backward import Gate
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
+from adaptive_batching._torchtune.next_token import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
-from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching._torchtune.session import Session
@@ -64,7 +64,7 @@ class AdaptiveBatching:
     global_step: int
     total_epochs: int
 
-    make_objective: Callable[[hosts.StockParts], Objective] = staticmethod(hosts.next_token)
+    make_objective: Callable[[StockParts], Objective] = staticmethod(next_token)
     """Makes the recipe's objective."""
 
     validates = True
@@ -98,7 +98,7 @@ class AdaptiveBatching:
         """Are told what happens while the recipe trains."""
 
         self._checkpoints = Path(cfg.checkpointer.output_dir)
-        self._gate = Gate()
+        self._gate = hosts.Gate()
         self._stored: dict[str, Any] = {}
         self._rates: list[float] | None = None
         self._session: Session | None = None
