@@ -12,6 +12,7 @@ from adaptive_batching._torchtune.ppo.recipe import AdaptivePPO
 from adaptive_batching._torchtune.ppo.settings import check_settings as check_ppo_settings
 from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
+from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "load_stock",
     "load_stock_evaluation",
     "preferences",
+    "recipe",
     "run_evaluation",
     "run_recipe",
     "start_process_group",

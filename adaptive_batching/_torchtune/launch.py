@@ -26,6 +26,7 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._torchtune.checkpoints import CheckpointError
+from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._torchtune.validating import check_validation
@@ -52,9 +53,9 @@ def entry_point(
     Args:
         recipe_class: The recipe.
         before: Called with the config before the recipe is made.
-        run: Runs it; None for :func:`run_recipe`.
+        run: Runs it; None for :func:`run_recipe`, or :func:`run_evaluation` if it evaluates.
     """
-    run = run or run_recipe
+    run = run or (run_evaluation if issubclass(recipe_class, AdaptiveEvaluation) else run_recipe)
 
     def main() -> Any:
         begun = False
@@ -113,6 +114,7 @@ def run_recipe(
         # Before the config is shown and pushes errors out of sight.
         increase = resolve_increase(read_settings(cfg, warns=False))
         check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+        recipe_class.prepare(cfg)
         before(cfg)
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
         recipe = recipe_class(cfg=cfg)

@@ -70,6 +70,9 @@ class AdaptiveBatching:
     validates = True
     """True if the loss is a mean over target tokens, which a validation computes."""
 
+    prepare: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
+    """Called with the config before the recipe is launched."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
