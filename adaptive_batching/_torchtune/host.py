@@ -256,8 +256,13 @@ def optimizers_of(recipe: Any) -> list[Optimizer]:
     return list(recipe._optim_ckpt_wrapper.optim_map.values()) if _steps_in_backward(recipe) else [recipe._optimizer]
 
 
+def groups_of(recipe: Any) -> list[dict[str, Any]]:
+    """Return the groups of parameters of all optimizers, which hold learning rates."""
+    return [group for optimizer in optimizers_of(recipe) for group in optimizer.param_groups]
+
+
 def learning_rate_holder(recipe: Any) -> Any:
-    """Return the object that torchtune reads the learning rate from."""
+    """Return the object that torchtune reads the learning rate from, and saves as the optimizer."""
     return recipe._optim_ckpt_wrapper if _steps_in_backward(recipe) else recipe._optimizer
 
 
@@ -284,7 +289,7 @@ def saves_asynchronously(recipe: Any) -> bool:
 
 def initial_learning_rate(recipe: Any) -> float:
     """Return the learning rate that the schedule starts from, on resume as well."""
-    group = optimizers_of(recipe)[0].param_groups[0]
+    group = groups_of(recipe)[0]
     return float(group.get("initial_lr", group["lr"]))
 
 

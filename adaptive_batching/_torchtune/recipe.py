@@ -23,7 +23,13 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.watcher import Watcher
 from adaptive_batching._torchtune import host as hosts
-from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
+from adaptive_batching._torchtune.checkpoints import (
+    WITHIN_TRAINING,
+    kept_if_disk_is_full,
+    restore_state,
+    saved_as_step,
+    unchanged_weights,
+)
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
@@ -34,7 +40,6 @@ from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
-from adaptive_batching._torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
 from adaptive_batching._torchtune.validating import HeldOut, check_validation, hold_out
 from adaptive_batching._values import ConfigError
@@ -283,14 +288,13 @@ class AdaptiveBatching:
             initial_lr = hosts.initial_learning_rate(self)
             rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
             if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
-                for group in (group for optimizer in hosts.optimizers_of(self) for group in optimizer.param_groups):
+                for group in hosts.groups_of(self):
                     set_rate(group, initial_lr)
         scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
             num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
         )
         if enabled and last_epoch >= 0 and scheduler is not None:
             # Some of torch's schedulers take the step that they resume at a second time.
-            for optimizer in hosts.optimizers_of(self):
-                for group in optimizer.param_groups:
-                    set_rate(group, rates[last_epoch + 1])
+            for group in hosts.groups_of(self):
+                set_rate(group, rates[last_epoch + 1])
         return scheduler
