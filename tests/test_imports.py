@@ -38,7 +38,6 @@ PURE = [
     "config",
     "emulated_device/build",
     "emulated_device/control",
-    "emulated_device/launch",
     "growth/accumulation",
     "growth/by_epoch",
     "growth/controller",

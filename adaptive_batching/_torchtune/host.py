@@ -1,6 +1,6 @@
-"""A stock recipe as the rest of this package sees it: typed, frozen, and read in this one place.
+"""A stock recipe as the rest of this package sees it: typed and frozen.
 
-Stock keeps its state in attributes with a leading underscore. Only this module reads them, and it supplies a default
+Only this module reads the attributes with a leading underscore that stock keeps its state in, and it supplies a default
 for those that some recipe lacks.
 """
 
@@ -271,8 +271,8 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
 
     Stock merges LoRA's adapters into ``tensor.cpu()``, which on the cpu is the tensor that is being trained.
     """
-    merges = not getattr(recipe, "_save_adapter_weights_only", True)
-    merges = merges or hasattr(recipe, "_teacher_model")  # distillation merges even what it then leaves out
+    # Distillation merges even what it then leaves out.
+    merges = hasattr(recipe, "_teacher_model") or not getattr(recipe, "_save_adapter_weights_only", True)
     model: nn.Module = recipe._model
     return model if merges and recipe._device.type == "cpu" and not is_sharded(model) else None
 
@@ -283,7 +283,7 @@ def checkpointer_of(recipe: Any) -> Any:
 
 
 def saves_asynchronously(recipe: Any) -> bool:
-    """Return True if all checkpoints but the last are saved by threads while training goes on."""
+    """True if all checkpoints but the last are saved by threads while training goes on."""
     return bool(getattr(recipe, "_enable_async_checkpointing", False))
 
 

@@ -80,14 +80,13 @@ def entry_point(
 
 
 def _what_cannot_be_read() -> str:
-    """Return the first override on the command line that cannot be read by itself; else what else it may be."""
-    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    """Name the first override on the command line that cannot be read by itself, or what else it may be."""
     config_path = next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
     try:
         values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
     except Exception:  # whatever is wrong with it
         return f"the config {config_path!r}"
-    for override in overrides:
+    for override in (argument for argument in sys.argv[1:] if "=" in argument):
         try:
             _merge_yaml_and_cli_args(values, [override])
         except Exception:
@@ -204,15 +203,14 @@ def _frames_of_the_user(error: BaseException) -> str:
     lines: list[str] = []
     cause = error.__cause__
     while cause is not None:
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_of_the_user(frame.filename)]
+        frames = [
+            frame for frame in traceback.extract_tb(cause.__traceback__)
+            if not frame.filename.startswith(("<", *_NOT_OF_THE_USER))
+        ]  # fmt: skip
         if frames:
             lines += [*traceback.format_list(frames), f"{type(cause).__name__}: {cause}\n"]
         cause = cause.__cause__
     return "".join(lines)
-
-
-def _is_of_the_user(filename: str) -> bool:
-    return not filename.startswith(("<", *_NOT_OF_THE_USER))
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +26,6 @@ from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
-_NO_STATS: dict[str, Callable[..., Any]] = {
-    "get_memory_stats": lambda *args, **kwargs: {},
-    "log_memory_stats": lambda *args, **kwargs: None,
-}
-
 
 class ManyDevices:
     """Mixed into a stock distributed recipe, between ``AdaptiveBatching`` and the recipe."""
@@ -48,18 +44,25 @@ class ManyDevices:
         with replaced_in_torchtune(**on_cpu):
             super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
-    def _setup_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        # Stock reads and logs the memory of an accelerator when the model is set up, and there is none.
-        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
-            return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+    def _setup_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_statistics():
+            return super()._setup_model(*args, **kwargs)  # type: ignore[misc]
 
-    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
-            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_statistics():
+            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc]
 
-    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
-            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_statistics():
+            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _without_statistics(self) -> contextlib.AbstractContextManager[None]:
+        """Keep stock from reading and logging the memory of an accelerator that is not there."""
+        no_stats: dict[str, Callable[..., Any]] = {
+            "get_memory_stats": lambda *args, **kwargs: {},
+            "log_memory_stats": lambda *args, **kwargs: None,
+        }
+        return replaced_in_torchtune(**no_stats if self._device.type == "cpu" else {})
 
 
 def start_process_group(cfg: DictConfig) -> None:
@@ -78,7 +81,6 @@ def record_collectives(
 ) -> tuple[MicroBatchCollectives | None, str]:
     """Make running out of memory survivable on every rank, if that is possible and wanted; say so if it is not.
 
-    The sequence of collectives is recorded in a forward and backward of a few tokens, which leaves nothing behind.
     Returned are the collectives, or None and the reason if there is one. What could not go on without, such as a probe,
     is refused.
     """
@@ -105,6 +107,11 @@ def record_collectives(
         if host.ranks.is_first:
             log.warning("recovery from running out of memory is off: %s", why)
         return None, why
+    return _recorded(host), ""
+
+
+def _recorded(host: Host) -> MicroBatchCollectives:
+    """Return the collectives of a forward and backward of a few tokens, which leaves nothing behind."""
     collectives = MicroBatchCollectives(host.models)
     batch = host.objective.smallest_batch(host.loader.dataset)
     try:
@@ -122,7 +129,7 @@ def record_collectives(
     for parameter in host.model.parameters():
         parameter.grad = None
     release_workspaces(host.device)
-    return collectives, ""
+    return collectives
 
 
 def _why_not_possible(host: Host) -> str:

@@ -22,14 +22,8 @@ from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.watcher import Watcher
+from adaptive_batching._torchtune import checkpoints
 from adaptive_batching._torchtune import host as hosts
-from adaptive_batching._torchtune.checkpoints import (
-    WITHIN_TRAINING,
-    kept_if_disk_is_full,
-    restore_state,
-    saved_as_step,
-    unchanged_weights,
-)
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
@@ -59,7 +53,6 @@ class AdaptiveBatching:
     """
 
     # Set by the stock recipe
-    _dataloader: SampleLoader
     _device: torch.device
     _gradient_accumulation_steps: int
     _metric_logger: Any
@@ -123,7 +116,7 @@ class AdaptiveBatching:
             self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
-                restore_state(self._checkpoints)
+                checkpoints.restore_state(self._checkpoints)
             if self.ranks.size > 1:
                 dist.barrier()
         resumes = cfg.resume_from_checkpoint and not hosts.saves_asynchronously(self)
@@ -193,21 +186,21 @@ class AdaptiveBatching:
 
     def save_epoch(self, epoch: int) -> None:
         """Save the checkpoint that ends ``epoch``, as stock does."""
-        is_first = self.ranks.is_first
-        self._save(epoch, kept_if_disk_is_full(self._checkpoints, epoch) if is_first else contextlib.nullcontext())
+        keep = checkpoints.kept_if_disk_is_full
+        self._save(epoch, keep(self._checkpoints, epoch) if self.ranks.is_first else contextlib.nullcontext())
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
         writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
         to = hosts.checkpointer_of(self), self._checkpoints
-        around = saved_as_step(step, to) if writes else contextlib.nullcontext()
-        self._save(self.total_epochs - 1 if is_last else WITHIN_TRAINING, around)
+        around = checkpoints.saved_as_step(step, to) if writes else contextlib.nullcontext()
+        self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, around)
 
     def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:
         assert self._session is not None, "set up first"
         self._session.note_random_state()
         merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
-        with unchanged_weights(merged_into), around:
+        with checkpoints.unchanged_weights(merged_into), around:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
     def cleanup(self) -> None:
@@ -227,10 +220,9 @@ class AdaptiveBatching:
         except (FileNotFoundError, ValueError) as error:
             if self._resume_from_checkpoint:
                 raise
-            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
             raise ConfigError(
-                f"the model cannot be loaded: {type(error).__name__}: {reason}. Check checkpointer.checkpoint_dir and "
-                f"its files; the head of a config says how to get them"
+                f"the model cannot be loaded: {_in_short(error)}. Check checkpointer.checkpoint_dir and its files; the "
+                f"head of a config says how to get them"
             ) from error
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,9 +243,8 @@ class AdaptiveBatching:
         try:
             made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
-            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".!")
             raise ConfigError(
-                f"{key} cannot be loaded: {type(error).__name__}: {reason}. Check {key}.source, its split and files"
+                f"{key} cannot be loaded: {_in_short(error)}. Check {key}.source, its split and files"
             ) from error
         return made if isinstance(made, tuple) else (None, made)
 
@@ -298,3 +289,8 @@ class AdaptiveBatching:
             for group in hosts.groups_of(self):
                 set_rate(group, rates[last_epoch + 1])
         return scheduler
+
+
+def _in_short(error: Exception) -> str:
+    """Return the kind of an error and its first line, without a mark at its end."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.!')}"
