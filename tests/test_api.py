@@ -119,13 +119,9 @@ AdaptiveEvaluation(cfg)
 AdaptiveEvaluation.setup(self, cfg)
 AdaptiveEvaluation.evaluate(self)
 AdaptivePPO(cfg)
-AdaptivePPO.validates
-AdaptivePPO.train(self)
 AdaptivePPO.note_rollouts(self, *, epochs_run, rollouts)
-AdaptivePPO.learning_rate(self)
 AdaptivePPO.log_rollout(self, trajectory, stats, divergence, tokens_per_second, added)
 AdaptivePPO.save(self, epoch, *, is_last)
-AdaptivePPO.save_step(self, step, *, is_last)
 BatchStateInCheckpoint()
 BatchStateInCheckpoint.save_checkpoint(self, epoch)
 BatchesThatFit()
@@ -136,19 +132,6 @@ Counts(terms, tokens)
 ManyDevices(cfg)
 ManyDevices.profiles_steps
 NextToken(collate, loss, activations, num_chunks=...)
-NextToken.tokens(self, sample)
-NextToken.counts(self, samples)
-NextToken.size(self, sample)
-NextToken.is_text(self, sample)
-NextToken.stretch(self, sample, length)
-NextToken.filler(self, samples)
-NextToken.collate(self, samples)
-NextToken.loss(self, model, batch, weight)
-NextToken.smallest_batch(self, dataset)
-NextToken.equalize_collectives(self)
-NextToken.divisor(self, sums)
-NextToken.mean_loss(self, sums)
-NextToken.recompile(self, again)
 Objective()
 Objective.frozen_models
 Objective.sums_gradients
@@ -202,7 +185,10 @@ start_process_group(cfg)
 
 
 def described(package: Any, name: str) -> Iterator[str]:
-    """Lines that say what a user can call: arguments without types, and ``=...`` for a default."""
+    """Lines that say what a user can call: arguments without types, and ``=...`` for a default.
+
+    What a public base has with the same arguments is left out.
+    """
     found = getattr(package, name)
     if inspect.ismodule(found):
         yield f"{name} (module)"
@@ -214,14 +200,15 @@ def described(package: Any, name: str) -> Iterator[str]:
         # Its arguments are the settings, which have a page of their own.
         yield name if found is AdaptiveBatchingConfig else f"{name}{arguments(found)}"
         fields = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+        bases = [base.__name__ for base in found.__mro__[1:] if base.__name__ in package.__all__]
+        known = {line.removeprefix(f"{base}.") for base in bases for line in described(package, base)}
         for member, value in vars(found).items():
             if member.startswith("_") and member != "__call__":
                 continue
             value = getattr(value, "__func__", value)  # of a classmethod
-            if inspect.isfunction(value):
-                yield f"{name}.{member}{arguments(value)}"
-            elif member not in fields:
-                yield f"{name}.{member}"
+            line = f"{member}{arguments(value)}" if inspect.isfunction(value) else member
+            if line not in known | fields:
+                yield f"{name}.{line}"
 
 
 def arguments(function: Callable[..., Any]) -> str:
