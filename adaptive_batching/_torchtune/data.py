@@ -29,11 +29,7 @@ class SampleLoader:
     """
 
     def __init__(
-        self,
-        stock: DataLoader[Any],
-        extra_state: Callable[[], dict[str, Any] | None] = lambda: None,
-        *,
-        drops_last: bool = True,
+        self, stock: DataLoader[Any], extra_state: Callable[[], Any] = lambda: None, *, drops_last: bool = True
     ) -> None:
         self.dataset: Any = stock.dataset
         self.sampler: Any = stock.sampler
@@ -41,7 +37,7 @@ class SampleLoader:
         self._extra_state = extra_state
         self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
         self._indexed = _Indexed(self.dataset)
-        self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=_as_list)
+        self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=list)
 
     @property
     def batch_size(self) -> int:
@@ -163,7 +159,3 @@ def repeat_to(values: Sequence[Any], length: int) -> list[Any]:
 def repeat(sample: Sample, count: int) -> list[Sample]:
     """Return ``count`` copies, so that a collate function that changes its input does no harm."""
     return [copy.copy(sample) for _ in range(count)]
-
-
-def _as_list(samples: list[Sample]) -> list[Sample]:
-    return samples

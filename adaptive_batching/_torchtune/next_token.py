@@ -70,8 +70,15 @@ class NextToken(Objective):
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         batch = self._collate(list(samples))
-        length = self._padded(batch["tokens"].shape[1])  # tokens: [b, s]
-        return _pad_to(batch, length, self._loss.ignore_index)
+        length = batch["tokens"].shape[1]  # tokens: [b, s]
+        missing = self._padded(length) - length
+        if missing <= 0 or set(batch) != {"tokens", "labels"}:
+            return batch
+        # That is exact: under a causal mask no earlier token sees the padding, and it has no part in the loss.
+        return {
+            "tokens": functional.pad(batch["tokens"], (0, missing)),
+            "labels": functional.pad(batch["labels"], (0, missing), value=self._loss.ignore_index),
+        }
 
     def _padded(self, length: int) -> int:
         return length_in_chunks(length, self._num_chunks) if self._pads else length
@@ -259,17 +266,3 @@ def accept_configs_of_torchao() -> None:
 def keeps_scales(model: nn.Module) -> bool:
     """Return True if layers of ``model`` keep the scales that they round with until the next forward."""
     return any("FakeQuantizer" in type(module).__name__ for module in model.modules())
-
-
-def _pad_to(batch: Batch, length: int, ignore_index: int) -> Batch:
-    """Return collated text, padded on the right to ``length`` with labels to be ignored; other batches as they are.
-
-    That is exact: under a causal mask no earlier token sees the padding, and it has no part in the loss.
-    """
-    missing = length - batch["tokens"].shape[1]  # tokens: [b, s]
-    if missing <= 0 or set(batch) != {"tokens", "labels"}:
-        return batch
-    return {
-        "tokens": functional.pad(batch["tokens"], (0, missing)),
-        "labels": functional.pad(batch["labels"], (0, missing), value=ignore_index),
-    }

@@ -225,12 +225,7 @@ def _empty(offloaded: Any) -> None:
 
 
 def worst_case_sample(
-    dataset: Any,
-    objective: Objective,
-    *,
-    sequence_length: int | None,
-    tokenizer_max: int | None,
-    model_max: int | None,
+    dataset: Any, objective: Objective, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
 ) -> Sample:
     """Return a sample as long as training can meet.
 

@@ -110,7 +110,7 @@ def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str
 
 
 def _signature(name: str, node: Documented) -> str:
-    """Return the line that opens a definition, its name qualified: ``async def asyncio.Queue.put(self, item)``."""
+    """Return what opens a definition, its name qualified: ``async def asyncio.Queue.put(self, item)``."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         return f"class {name}({bases})" if bases else f"class {name}"

@@ -53,6 +53,7 @@ class AdaptiveBatching:
     """
 
     # Set by the stock recipe
+    _dataloader: SampleLoader
     _device: torch.device
     _gradient_accumulation_steps: int
     _metric_logger: Any

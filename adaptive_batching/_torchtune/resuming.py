@@ -25,8 +25,7 @@ def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
 
     What the config's ``checkpointer`` needs for that is set in it.
     """
-    own = cfg.checkpointer
-    output_dir = Path(own.output_dir)
+    own, output_dir = cfg.checkpointer, Path(cfg.checkpointer.output_dir)
     named = _named_folder(own, output_dir)
     state = _state(own, output_dir, named)
     folder = _folder_of(state, output_dir)
@@ -38,12 +37,8 @@ def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
     files = sorted(f"{folder.name}/{path.name}" for path in folder.glob("model-*"))
     if named is None and files and not list(folder.glob("adapter_model*")):
         OmegaConf.update(cfg, "checkpointer.checkpoint_files", files, force_add=True)
-
-    def largest_folder(*args: Any, **kwargs: Any) -> str:
-        return folder.name
-
     # Where stock looks for adapters. It fails where no folder is that of an epoch.
-    with replaced_in(_utils, get_largest_iter_folder=largest_folder):
+    with replaced_in(_utils, get_largest_iter_folder=lambda *args, **kwargs: folder.name):
         yield
 
 

@@ -13,6 +13,10 @@ from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 stock = load_stock("full_finetune_single_device")
 
 
+def as_it_is(parts: Any) -> Any:
+    return parts
+
+
 def test_a_stock_recipe_before_ours_is_refused_when_the_class_is_made() -> None:
     with pytest.raises(TypeError, match=r"class Wrong: FullFinetuneRecipeSingleDevice stands before AdaptiveBatching"):
 
@@ -41,7 +45,7 @@ def test_our_recipes_can_be_subclassed_and_mixed_with_others() -> None:
 
 
 def test_a_recipe_by_name_is_stocks_with_another_objective_if_there_is_one() -> None:
-    made = recipe("full_finetune_single_device", lambda parts: parts)
+    made = recipe("full_finetune_single_device", as_it_is)
     assert issubclass(made, stock.FullFinetuneRecipeSingleDevice) and made.make_objective("parts") == "parts"
     assert issubclass(recipe("ppo_full_finetune_single_device"), AdaptivePPO)
 
@@ -52,4 +56,4 @@ def test_a_recipe_by_name_is_stocks_with_another_objective_if_there_is_one() -> 
 )
 def test_a_recipe_that_is_not_there_or_computes_nothing_of_the_kind_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"recipe '{name}' {message}"):
-        recipe(name, lambda parts: parts)
+        recipe(name, as_it_is)
