@@ -81,11 +81,7 @@ class ThroughClient:
 
 
 class AsyncCheckpoint:
-    """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
-
-    With ``by_step`` they are named by optimizer steps, ``dist_step_N``, rather than by epochs, and the last one alone
-    keeps its state, as where they are not asynchronous.
-    """
+    """Completes stock's distributed checkpoints; ``by_step`` they are named ``dist_step_N``, rather than by epochs."""
 
     def __init__(self, client: Any, *, by_step: bool, resumes: bool) -> None:
         self.by_step = by_step
@@ -108,11 +104,7 @@ class AsyncCheckpoint:
 
     @contextlib.contextmanager
     def saved_as(self, number: int, loader_state: Any, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Have what the client begins to save inside become the checkpoint of an epoch or a step.
-
-        What stock does not read back is stored next to it. When one of a step is complete, those before it are left
-        with their weights alone.
-        """
+        """Have what the client begins to save inside become a checkpoint, with what stock does not read back."""
         checkpointer = self._checkpointer
         folder = Path(checkpointer._output_dir, f"{self._prefix}_{number}")
         if dist.get_rank() == 0:
@@ -136,7 +128,6 @@ class AsyncCheckpoint:
 
 
 def check_that_state_is_there(folder: Path) -> None:
-    """Refuse to go on from a checkpoint of a step that has been left with its weights alone."""
     if not (folder / _NOT_READ_BACK).exists():
         raise ConfigError(
             f"resume_from_checkpoint=True, and the last checkpoint in output_dir={str(folder.parent)!r}, "
@@ -146,7 +137,7 @@ def check_that_state_is_there(folder: Path) -> None:
 
 
 def _supersede(folder: Path, saved: Future[Any]) -> None:
-    """Leave the checkpoints of the steps before that of ``folder`` with their weights alone, if it has been saved."""
+    """Leave the checkpoints of earlier steps with their weights alone, if that of ``folder`` has been saved."""
     if saved.exception() is not None:
         return  # stock says so
     with _ONE_AT_A_TIME:

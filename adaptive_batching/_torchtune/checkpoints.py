@@ -147,9 +147,8 @@ def _what_stands_of_epochs(output_dir: Path) -> str:
 def saved_as_step(step: int, *checkpointers: tuple[Any, Path]) -> Iterator[None]:
     """Have what checkpointers of stock save inside become folders ``step_<step>``, all of them or none.
 
-    With each checkpointer comes the folder that it saves into. The optimizer's state is moved into the first one's; the
-    one in the folder before is deleted then, as stock keeps only one. As that state makes a checkpoint, the folder that
-    holds it is completed last. If the disk is full, what was written is gone, and the checkpoint before stands.
+    With each comes its folder. The optimizer's state is moved into the first one's, which is completed last, as that
+    state makes a checkpoint; the one before is deleted, as stock keeps only one. If the disk is full, it stands.
     """
     output_dirs = [output_dir for _, output_dir in checkpointers]
     own_dirs = [checkpointer._output_dir for checkpointer, _ in checkpointers]
@@ -224,10 +223,7 @@ def _what_stands_of_steps(output_dir: Path) -> str:
 
 @contextlib.contextmanager
 def unchanged_weights(model: nn.Module | None) -> Iterator[None]:
-    """Restore the frozen weights of ``model``, into which stock merges adapters to save them; None for nothing to do.
-
-    Otherwise the next epoch would start from merged weights with the adapters on top, and a resumed run would not.
-    """
+    """Restore the frozen weights of ``model``, into which stock merges adapters that the next epoch adds once more."""
     frozen = [] if model is None else [p for p in model.parameters() if not p.requires_grad]
     base = [p for p in frozen if type(p.data) is torch.Tensor]
     saved = [p.detach().clone() for p in base]
@@ -253,10 +249,7 @@ def with_batch_state(checkpointer: Any, state: dict[str, Any] | None) -> Iterato
 
 @contextlib.contextmanager
 def saved_last(checkpointer: Any) -> Iterator[None]:
-    """Have ``checkpointer`` save what it is given inside when others have saved theirs.
-
-    It has the state, which is not to be found before all that belongs to it is complete.
-    """
+    """Have ``checkpointer``, which has the state that makes a checkpoint complete, save after the others inside."""
     waiting: list[Callable[[], None]] = []
     stock_save = checkpointer.save_checkpoint
 

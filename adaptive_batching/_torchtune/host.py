@@ -228,7 +228,7 @@ def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
 
 
 def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> StockRun:
-    """Read how stock has laid out the run of a recipe that has been set up."""
+    """Read how stock has laid out the run."""
     history = None
     # Only the first rank of a stock recipe knows its profiler's settings.
     if getattr(recipe, "profiler_profile_memory", False) and recipe._device.type == "cuda":
@@ -298,10 +298,7 @@ def _steps_in_backward(recipe: Any) -> bool:
 
 
 def _gathered_chunks(model: nn.Module) -> int:
-    """Return the chunks of tokens for each of which a forward of ``model`` gathers its output layer, or 0.
-
-    It does so where that layer is sharded on its own (``custom_sharded_layers``) and the loss takes logits in chunks.
-    """
+    """Return the chunks of tokens for each of which a forward gathers an output layer that is sharded on its own."""
     decoder: Any = getattr(model, "decoder", model)  # of a multimodal model
     output = getattr(decoder, "output", None)
     on_its_own = isinstance(output, nn.Module) and is_sharded(output)

@@ -142,10 +142,7 @@ def run_evaluation(
 
 @contextlib.contextmanager
 def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
-    """Show our log, and end the process with one line where the user can do something about an error.
-
-    ``recovered`` names what runs again where it runs out of memory, ``kept`` what an error leaves as it was.
-    """
+    """Show our log, and end mistakes in one line: ``recovered`` can run again, ``kept`` is what an error leaves."""
     _log_for_people()
     try:
         yield

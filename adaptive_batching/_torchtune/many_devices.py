@@ -79,11 +79,7 @@ def start_process_group(cfg: DictConfig) -> None:
 def record_collectives(
     host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
 ) -> tuple[MicroBatchCollectives | None, str]:
-    """Make running out of memory survivable on every rank, if that is possible and wanted; say so if it is not.
-
-    Returned are the collectives, or None and the reason if there is one. What could not go on without, such as a probe,
-    is refused.
-    """
+    """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
     why = _why_not_possible(host)
     if why and settings.probes:
         raise ConfigError(

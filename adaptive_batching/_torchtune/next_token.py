@@ -197,10 +197,7 @@ class Distillation(NextToken):
 
 
 class FakeQuantized(NextToken):
-    """Next tokens, computed with weights and activations as rounding will leave them.
-
-    A probe runs before the first step, with rounding on, which takes the most memory.
-    """
+    """Next tokens, as rounding will leave them. A probe runs with rounding on, which takes the most memory."""
 
     def __init__(self, parts: StockParts) -> None:
         super().__init__(parts.collate, parts.loss, parts.activations, parts.num_chunks)

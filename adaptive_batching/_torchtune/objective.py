@@ -227,11 +227,7 @@ def _empty(offloaded: Any) -> None:
 def worst_case_sample(
     dataset: Any, objective: Objective, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
 ) -> Sample:
-    """Return a sample as long as training can meet.
-
-    That is ``sequence_length``, else ``tokenizer_max``, else the length of the longest. A ``sequence_length`` where the
-    length of the data is fixed, as in packs and with images, and any length above ``model_max`` are refused.
-    """
+    """Return a sample of ``sequence_length`` tokens, else ``tokenizer_max``, else as long as the longest."""
     sample = dict(dataset[0])
     packed = is_packed(dataset)
     if objective.stretch(sample, len(objective.tokens(sample))) is None:  # as with tokens that refer to images

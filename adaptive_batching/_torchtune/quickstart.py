@@ -226,10 +226,7 @@ def save_checkpoint(model: TransformerDecoder, model_dir: Path, architecture: Ar
 
 
 def build(output_dir: Path, architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> None:
-    """Build data, tokenizer and model in ``output_dir``, or do nothing where the same build is there already.
-
-    The folder appears under this name only when it is complete; one that holds anything else is a FileExistsError.
-    """
+    """Build data, tokenizer and model; a folder with anything but the same build is a FileExistsError."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     settings = {"python": platform.python_version(), "stdlib": str(stdlib), "seed": seed, **asdict(architecture)}
     if output_dir.exists() and any(output_dir.iterdir()):

@@ -245,7 +245,7 @@ class AdaptiveBatching:
             made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{key} cannot be loaded: {_in_short(error)}. Check {key}.source, its split and files"
+                f"{key} cannot be loaded: {_in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
         return made if isinstance(made, tuple) else (None, made)
 
@@ -293,5 +293,5 @@ class AdaptiveBatching:
 
 
 def _in_short(error: Exception) -> str:
-    """Return the kind of an error and its first line, without a mark at its end."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.!')}"
+    """Return the kind of an error and its first line, without a full stop."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"

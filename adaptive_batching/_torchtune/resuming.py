@@ -21,10 +21,7 @@ from adaptive_batching._values import ConfigError
 
 @contextlib.contextmanager
 def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
-    """Have stock's checkpointers load, inside, the last checkpoint, or the one that the config names.
-
-    What the config's ``checkpointer`` needs for that is set in it.
-    """
+    """Have stock load, inside, the last checkpoint, or the one that the config names; ``checkpointer`` is set so."""
     own, output_dir = cfg.checkpointer, Path(cfg.checkpointer.output_dir)
     named = _named_folder(own, output_dir)
     state = _state(own, output_dir, named)
@@ -54,10 +51,7 @@ def refuse_step_checkpoints(cfg: DictConfig) -> None:
 
 
 def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
-    """Have the value model go on from the checkpoint that the policy goes on from, unless the config names another.
-
-    Stock starts it from ``checkpoint_dir``, on resume as well. ConfigError if the checkpoint has no value model.
-    """
+    """Have the value model, which stock starts anew, go on where the policy does, unless the config names another."""
     files = policy.checkpoint_files
     name = Path(str(files[0])).parent.name if OmegaConf.is_list(files) and files else ""
     output_dir = Path(value.output_dir)
