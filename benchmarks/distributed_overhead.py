@@ -37,9 +37,10 @@ def measure(inputs: str, directory: str, device: str, samples: int, first: int) 
     from omegaconf import OmegaConf
 
     from adaptive_batching._report.events import Watcher
+    from adaptive_batching.torchtune import load_stock
     from recipes import full_finetune_distributed as ours
 
-    stock: Any = ours.stock
+    stock: Any = load_stock("full_finetune_distributed")
 
     def make(name: str, recover: bool) -> Any:
         cfg: Any = OmegaConf.load(ROOT / "recipes/configs/quickstart/full_single_device.yaml")

@@ -34,6 +34,7 @@ from omegaconf import OmegaConf
 from timed_epoch import time_epoch
 
 from adaptive_batching._torchtune.quickstart import Architecture, build, build_model, save_checkpoint
+from adaptive_batching.torchtune import load_stock
 
 ROOT = Path(__file__).parent.parent
 BATCH_SIZE, ACCUMULATION = 4, 8
@@ -95,7 +96,7 @@ def measure(kind: Kind, way: str, inputs: str, device: str, samples: int) -> dic
         }  # fmt: skip
         for key, value in changes.items():
             OmegaConf.update(cfg, key, value, merge=False)
-        recipe = getattr(ours.stock if way == STOCK else ours, kind.recipe_class)(cfg)
+        recipe = getattr(load_stock(kind.recipe) if way == STOCK else ours, kind.recipe_class)(cfg)
         start = time.perf_counter()
         recipe.setup(cfg)
         set_up = time.perf_counter() - start

@@ -32,7 +32,8 @@ from torchtune.modules import RMSNorm
 
 from adaptive_batching._plan.published import PEAKS, Peak, error_band
 from adaptive_batching._torchtune.levers import CONFIGS
-from adaptive_batching._torchtune.objective import NextToken, Sums
+from adaptive_batching._torchtune.next_token import NextToken
+from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.planning import Question, sketch
 
 GIB = 2**30

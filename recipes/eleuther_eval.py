@@ -9,29 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import (
-    AdaptiveEvaluation,
-    BatchesThatFit,
-    entry_point,
-    load_stock_evaluation,
-    run_evaluation,
-)
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock_evaluation()
-
-
-class _LLMEvalWrapper(BatchesThatFit, stock._LLMEvalWrapper):  # type: ignore[name-defined]
-    """Stock's wrapper of a model for the harness."""
-
-
-class EleutherEvalRecipe(AdaptiveEvaluation, stock.EleutherEvalRecipe):  # type: ignore[name-defined]
-    """Stock's evaluation."""
-
-    stock = stock
-    wrapper = _LLMEvalWrapper
-
-
-recipe_main = entry_point(EleutherEvalRecipe, run=run_evaluation)
+EleutherEvalRecipe = recipe("eleuther_eval")
+recipe_main = entry_point(EleutherEvalRecipe)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

@@ -9,28 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import (
-    AdaptiveBatching,
-    BatchStateInCheckpoint,
-    ManyDevices,
-    entry_point,
-    load_stock,
-    preferences,
-    start_process_group,
-)
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("full_dpo_distributed")
-
-
-class FullDPORecipeDistributed(AdaptiveBatching, ManyDevices, BatchStateInCheckpoint, stock.FullDPORecipeDistributed):  # type: ignore[name-defined]
-    """Stock's full fine-tuning by direct preference optimization."""
-
-    make_objective = staticmethod(preferences)
-    validates = False
-    logs_gradient_norm = False
-
-
-recipe_main = entry_point(FullDPORecipeDistributed, before=start_process_group)
+FullDPORecipeDistributed = recipe("full_dpo_distributed")
+recipe_main = entry_point(FullDPORecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

@@ -9,20 +9,9 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, ThroughClient, entry_point, load_stock
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("full_finetune_distributed")
-
-
-class FullFinetuneRecipeDistributed(
-    AdaptiveBatching,
-    ManyDevices,
-    ThroughClient,
-    stock.FullFinetuneRecipeDistributed,  # type: ignore[name-defined]
-):
-    """Stock's full fine-tuning."""
-
-
+FullFinetuneRecipeDistributed = recipe("full_finetune_distributed")
 recipe_main = entry_point(FullFinetuneRecipeDistributed)
 
 if __name__ == "__main__":

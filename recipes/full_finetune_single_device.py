@@ -9,15 +9,9 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptiveBatching, entry_point, load_stock
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("full_finetune_single_device")
-
-
-class FullFinetuneRecipeSingleDevice(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[name-defined]
-    """Stock's full fine-tuning."""
-
-
+FullFinetuneRecipeSingleDevice = recipe("full_finetune_single_device")
 recipe_main = entry_point(FullFinetuneRecipeSingleDevice)
 
 if __name__ == "__main__":

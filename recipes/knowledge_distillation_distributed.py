@@ -9,27 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import (
-    AdaptiveBatching,
-    BatchStateInCheckpoint,
-    ManyDevices,
-    distillation,
-    entry_point,
-    load_stock,
-    start_process_group,
-)
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("knowledge_distillation_distributed")
-
-
-class KDRecipeDistributed(AdaptiveBatching, ManyDevices, BatchStateInCheckpoint, stock.KDRecipeDistributed):  # type: ignore[name-defined]
-    """Stock's knowledge distillation."""
-
-    make_objective = staticmethod(distillation)
-    profiles_steps = False
-
-
-recipe_main = entry_point(KDRecipeDistributed, before=start_process_group)
+KDRecipeDistributed = recipe("knowledge_distillation_distributed")
+recipe_main = entry_point(KDRecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

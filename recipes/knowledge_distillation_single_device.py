@@ -9,17 +9,9 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptiveBatching, distillation, entry_point, load_stock
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("knowledge_distillation_single_device")
-
-
-class KDRecipeSingleDevice(AdaptiveBatching, stock.KDRecipeSingleDevice):  # type: ignore[name-defined]
-    """Stock's knowledge distillation."""
-
-    make_objective = staticmethod(distillation)
-
-
+KDRecipeSingleDevice = recipe("knowledge_distillation_single_device")
 recipe_main = entry_point(KDRecipeSingleDevice)
 
 if __name__ == "__main__":

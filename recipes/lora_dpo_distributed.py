@@ -9,27 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import (
-    AdaptiveBatching,
-    BatchStateInCheckpoint,
-    ManyDevices,
-    entry_point,
-    load_stock,
-    preferences,
-    start_process_group,
-)
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("lora_dpo_distributed")
-
-
-class LoRADPORecipeDistributed(AdaptiveBatching, ManyDevices, BatchStateInCheckpoint, stock.LoRADPORecipeDistributed):  # type: ignore[name-defined]
-    """Stock's LoRA fine-tuning by direct preference optimization."""
-
-    make_objective = staticmethod(preferences)
-    validates = False
-
-
-recipe_main = entry_point(LoRADPORecipeDistributed, before=start_process_group)
+LoRADPORecipeDistributed = recipe("lora_dpo_distributed")
+recipe_main = entry_point(LoRADPORecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

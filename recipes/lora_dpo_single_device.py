@@ -9,18 +9,9 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptiveBatching, BatchStateInCheckpoint, entry_point, load_stock, preferences
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("lora_dpo_single_device")
-
-
-class LoRADPORecipeSingleDevice(AdaptiveBatching, BatchStateInCheckpoint, stock.LoRADPORecipeSingleDevice):  # type: ignore[name-defined]
-    """Stock's LoRA fine-tuning by direct preference optimization."""
-
-    make_objective = staticmethod(preferences)
-    validates = False
-
-
+LoRADPORecipeSingleDevice = recipe("lora_dpo_single_device")
 recipe_main = entry_point(LoRADPORecipeSingleDevice)
 
 if __name__ == "__main__":

@@ -9,16 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptiveBatching, ManyDevices, entry_point, load_stock, start_process_group
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("lora_finetune_distributed")
-
-
-class LoRAFinetuneRecipeDistributed(AdaptiveBatching, ManyDevices, stock.LoRAFinetuneRecipeDistributed):  # type: ignore[name-defined]
-    """Stock's LoRA fine-tuning."""
-
-
-recipe_main = entry_point(LoRAFinetuneRecipeDistributed, before=start_process_group)
+LoRAFinetuneRecipeDistributed = recipe("lora_finetune_distributed")
+recipe_main = entry_point(LoRAFinetuneRecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

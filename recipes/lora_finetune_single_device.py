@@ -9,15 +9,9 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptiveBatching, entry_point, load_stock
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("lora_finetune_single_device")
-
-
-class LoRAFinetuneRecipeSingleDevice(AdaptiveBatching, stock.LoRAFinetuneRecipeSingleDevice):  # type: ignore[name-defined]
-    """Stock's LoRA fine-tuning."""
-
-
+LoRAFinetuneRecipeSingleDevice = recipe("lora_finetune_single_device")
 recipe_main = entry_point(LoRAFinetuneRecipeSingleDevice)
 
 if __name__ == "__main__":

@@ -9,16 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import AdaptivePPO, check_ppo_settings, entry_point, load_stock
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("ppo_full_finetune_single_device")
-
-
-class PPOFullFinetuneRecipeSingleDevice(AdaptivePPO, stock.PPOFullFinetuneRecipeSingleDevice):  # type: ignore[name-defined]
-    """Stock's fine-tuning by proximal policy optimization."""
-
-
-recipe_main = entry_point(PPOFullFinetuneRecipeSingleDevice, before=check_ppo_settings)
+PPOFullFinetuneRecipeSingleDevice = recipe("ppo_full_finetune_single_device")
+recipe_main = entry_point(PPOFullFinetuneRecipeSingleDevice)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

@@ -9,26 +9,10 @@ To launch from an installed package, in any directory:
 
 import sys
 
-from adaptive_batching.torchtune import (
-    AdaptiveBatching,
-    BatchStateInCheckpoint,
-    ManyDevices,
-    entry_point,
-    fake_quantized,
-    load_stock,
-    start_process_group,
-)
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("qat_distributed")
-
-
-class QATRecipeDistributed(AdaptiveBatching, ManyDevices, BatchStateInCheckpoint, stock.QATRecipeDistributed):  # type: ignore[name-defined]
-    """Stock's quantization-aware full fine-tuning."""
-
-    make_objective = staticmethod(fake_quantized)
-
-
-recipe_main = entry_point(QATRecipeDistributed, before=start_process_group)
+QATRecipeDistributed = recipe("qat_distributed")
+recipe_main = entry_point(QATRecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

@@ -8,35 +8,11 @@ To launch from an installed package, in any directory:
 """
 
 import sys
-from typing import Any
 
-from adaptive_batching.torchtune import (
-    AdaptiveBatching,
-    BatchStateInCheckpoint,
-    ManyDevices,
-    accept_configs_of_torchao,
-    entry_point,
-    load_stock,
-    start_process_group,
-)
+from adaptive_batching.torchtune import entry_point, recipe
 
-stock = load_stock("qat_lora_finetune_distributed")
-
-
-class QATLoRAFinetuneRecipeDistributed(
-    AdaptiveBatching,
-    ManyDevices,
-    BatchStateInCheckpoint,
-    stock.QATLoRAFinetuneRecipeDistributed,  # type: ignore[name-defined]
-):
-    """Stock's quantization-aware fine-tuning with LoRA."""
-
-    def _setup_model(self, *args: Any, **kwargs: Any) -> Any:
-        accept_configs_of_torchao()
-        return super()._setup_model(*args, **kwargs)
-
-
-recipe_main = entry_point(QATLoRAFinetuneRecipeDistributed, before=start_process_group)
+QATLoRAFinetuneRecipeDistributed = recipe("qat_lora_finetune_distributed")
+recipe_main = entry_point(QATLoRAFinetuneRecipeDistributed)
 
 if __name__ == "__main__":
     sys.exit(recipe_main())

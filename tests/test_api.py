@@ -105,6 +105,7 @@ step(every=..., gamma=...)
 AdaptiveBatching(cfg)
 AdaptiveBatching.make_objective(parts)
 AdaptiveBatching.validates
+AdaptiveBatching.prepare(cfg)
 AdaptiveBatching.setup(self, cfg)
 AdaptiveBatching.train(self)
 AdaptiveBatching.note_progress(self, *, epochs_run, global_step, steps_per_epoch)
@@ -134,21 +135,6 @@ Counts(terms, tokens)
 ManyDevices(cfg)
 ManyDevices.profiles_steps
 NextToken(collate, loss, activations, num_chunks=...)
-NextToken.tokens(self, sample)
-NextToken.counts(self, samples)
-NextToken.size(self, sample)
-NextToken.is_text(self, sample)
-NextToken.stretch(self, sample, length)
-NextToken.filler(self, samples)
-NextToken.collate(self, samples)
-NextToken.loss(self, model, batch, weight)
-NextToken.smallest_batch(self, dataset)
-NextToken.equalize_collectives(self)
-NextToken.forget(self)
-NextToken.divisor(self, sums)
-NextToken.mean_loss(self, sums)
-NextToken.recompile(self, again)
-NextToken.for_trace(self, frozen_models)
 Objective()
 Objective.frozen_models
 Objective.sums_gradients
@@ -193,6 +179,7 @@ fake_quantized(parts)
 load_stock(name)
 load_stock_evaluation()
 preferences(parts)
+recipe(name, objective=...)
 run_evaluation(recipe_class, cfg, before=...)
 run_recipe(recipe_class, cfg, before=...)
 start_process_group(cfg)
@@ -201,7 +188,10 @@ start_process_group(cfg)
 
 
 def described(package: Any, name: str) -> Iterator[str]:
-    """Lines that say what a user can call: arguments without types, and ``=...`` for a default."""
+    """Lines that say what a user can call: arguments without types, and ``=...`` for a default.
+
+    What a public base has with the same arguments is left out.
+    """
     found = getattr(package, name)
     if inspect.ismodule(found):
         yield f"{name} (module)"
@@ -213,14 +203,15 @@ def described(package: Any, name: str) -> Iterator[str]:
         # Its arguments are the settings, which have a page of their own.
         yield name if found is AdaptiveBatchingConfig else f"{name}{arguments(found)}"
         fields = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+        bases = [base.__name__ for base in found.__mro__[1:] if base.__name__ in package.__all__]
+        known = {line.removeprefix(f"{base}.") for base in bases for line in described(package, base)}
         for member, value in vars(found).items():
             if member.startswith("_") and member != "__call__":
                 continue
             value = getattr(value, "__func__", value)  # of a classmethod
-            if inspect.isfunction(value):
-                yield f"{name}.{member}{arguments(value)}"
-            elif member not in fields:
-                yield f"{name}.{member}"
+            line = f"{member}{arguments(value)}" if inspect.isfunction(value) else member
+            if line not in known | fields:
+                yield f"{name}.{line}"
 
 
 def arguments(function: Callable[..., Any]) -> str:

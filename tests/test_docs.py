@@ -22,8 +22,8 @@ from torchtune.models.llama2 import llama2
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
 from adaptive_batching._cli.main import COMMANDS
 from adaptive_batching._growth.increase import resolve
-from adaptive_batching._torchtune.host import StockParts, next_token
-from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.next_token import next_token
+from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, read_settings
 from tests.conftest import ROOT

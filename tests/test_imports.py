@@ -37,7 +37,6 @@ PURE = [
     "config",
     "emulated_device/build",
     "emulated_device/control",
-    "emulated_device/launch",
     "growth/course",
     "growth/epoch",
     "growth/increase",

@@ -6,8 +6,7 @@ import argparse
 import os
 import re
 
-from adaptive_batching._emulated_device.build import BuildError
-from adaptive_batching._emulated_device.launch import EmulatedDevice
+from adaptive_batching._emulated_device.build import BuildError, EmulatedDevice
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 

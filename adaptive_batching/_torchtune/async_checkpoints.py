@@ -21,14 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.checkpointing._checkpoint_client import TrainingProgress
 
-from adaptive_batching._torchtune.host import optimizers_of
-from adaptive_batching._torchtune.step_checkpoints import flush
+from adaptive_batching._torchtune.checkpoints import flush
+from adaptive_batching._torchtune.host import groups_of, learning_rate_holder
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -47,61 +45,43 @@ class ThroughClient:
     The client's checkpoints get the state of our loader, and asynchronous ones what resuming needs.
     """
 
-    # Set by the stock recipe
-    _checkpoint_client: Any
-    _dataloader: Any
-    _model: nn.Module
-    _optimizer: Any
-    _optim_ckpt_wrapper: Any
-    _optimizer_in_bwd: bool
-    _enable_async_checkpointing: bool
-    seed: int
-    global_step: int
-    epochs_run: int
-    total_epochs: int
-    max_steps_per_epoch: int | None
-
     def __init__(self, cfg: DictConfig) -> None:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
+        recipe: Any = self
         by_step = cfg.get("save_every_n_steps") is not None
         self._async = None
-        if self._enable_async_checkpointing:
-            self._async = AsyncCheckpoint(self._checkpoint_client, by_step=by_step, resumes=cfg.resume_from_checkpoint)
+        if recipe._enable_async_checkpointing:
+            client = recipe._checkpoint_client
+            self._async = AsyncCheckpoint(client, by_step=by_step, resumes=cfg.resume_from_checkpoint)
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
         if self._async is not None:
-            ckpt_dict[training.DATALOADER_KEY] = self._async.load(optimizers_of(self))
+            ckpt_dict[training.DATALOADER_KEY] = self._async.load(groups_of(self))
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
 
     def save_checkpoint(self, epoch: int) -> None:
-        loader_state = self._dataloader.state_dict()
-        save = self._checkpoint_client.save_checkpoint
+        recipe: Any = self
+        progress = TrainingProgress(
+            seed=recipe.seed,
+            epochs_run=recipe.epochs_run,
+            total_epochs=recipe.total_epochs,
+            max_steps_per_epoch=recipe.max_steps_per_epoch,
+            dataloader_state_dict=recipe._dataloader.state_dict(),
+        )
+        save = recipe._checkpoint_client.save_checkpoint
         around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._async is not None and self.epochs_run < self.total_epochs:  # the last one is not asynchronous
-            epoch = self.global_step if self._async.by_step else epoch  # names the folder
-            around = self._async.saved_as(epoch, loader_state, optimizers_of(self))
-            save = self._checkpoint_client._save_checkpoint_async
+        if self._async is not None and progress.epochs_run < progress.total_epochs:  # the last one is not asynchronous
+            epoch = recipe.global_step if self._async.by_step else epoch  # names the folder
+            around = self._async.saved_as(epoch, progress.dataloader_state_dict, groups_of(self))
+            save = recipe._checkpoint_client._save_checkpoint_async
         with around:
             save(
-                model=self._model,
-                optimizer=self._optim_ckpt_wrapper if self._optimizer_in_bwd else self._optimizer,
-                training_progress=TrainingProgress(
-                    seed=self.seed,
-                    epochs_run=self.epochs_run,
-                    total_epochs=self.total_epochs,
-                    max_steps_per_epoch=self.max_steps_per_epoch,
-                    dataloader_state_dict=loader_state,
-                ),
-                epoch=epoch,
-            )
+                model=recipe._model, optimizer=learning_rate_holder(self), training_progress=progress, epoch=epoch
+            )  # fmt: skip
 
 
 class AsyncCheckpoint:
-    """Completes the distributed checkpoints of a stock recipe, which cannot be resumed from with a schedule.
-
-    With ``by_step`` they are named by optimizer steps, ``dist_step_N``, rather than by epochs, and the last one alone
-    keeps its state, as where they are not asynchronous.
-    """
+    """Completes stock's distributed checkpoints; ``by_step`` they are named ``dist_step_N``, rather than by epochs."""
 
     def __init__(self, client: Any, *, by_step: bool, resumes: bool) -> None:
         self.by_step = by_step
@@ -123,35 +103,31 @@ class AsyncCheckpoint:
             check_that_state_is_there(self._last)
 
     @contextlib.contextmanager
-    def saved_as(self, number: int, loader_state: dict[str, Any], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Have what the client begins to save inside become the checkpoint of an epoch or a step.
-
-        What stock does not read back is stored next to it. When one of a step is complete, those before it are left
-        with their weights alone.
-        """
+    def saved_as(self, number: int, loader_state: Any, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+        """Have what the client begins to save inside become a checkpoint, with what stock does not read back."""
         checkpointer = self._checkpointer
         folder = Path(checkpointer._output_dir, f"{self._prefix}_{number}")
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"loader": loader_state, "initial_lr": _initial_lr(optimizers)}, folder / _NOT_READ_BACK)
+            initial_lr = [float(group.get("initial_lr", group["lr"])) for group in groups]
+            torch.save({"loader": loader_state, "initial_lr": initial_lr}, folder / _NOT_READ_BACK)
         yield
         if self.by_step and dist.get_rank() == 0:
             # When its own part is done, the rank that writes the metadata has heard from all others.
             checkpointer._checkpoint_future.add_done_callback(partial(_supersede, folder))
 
-    def load(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """Give the optimizers the rates that a schedule starts from; return the loader's state, if it is stored."""
+    def load(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Give ``groups`` the rates that a schedule starts from; return the loader's state, if it is stored."""
         if self._last is None or not (self._last / _NOT_READ_BACK).exists():
             return {}
         stored = torch.load(self._last / _NOT_READ_BACK, weights_only=True)
-        for group, initial_lr in zip(_groups(optimizers), stored["initial_lr"], strict=True):
+        for group, initial_lr in zip(groups, stored["initial_lr"], strict=True):
             group["initial_lr"] = initial_lr
         loader_state: dict[str, Any] = stored["loader"]
         return loader_state
 
 
 def check_that_state_is_there(folder: Path) -> None:
-    """Refuse to go on from a checkpoint of a step that has been left with its weights alone."""
     if not (folder / _NOT_READ_BACK).exists():
         raise ConfigError(
             f"resume_from_checkpoint=True, and the last checkpoint in output_dir={str(folder.parent)!r}, "
@@ -161,7 +137,7 @@ def check_that_state_is_there(folder: Path) -> None:
 
 
 def _supersede(folder: Path, saved: Future[Any]) -> None:
-    """Leave the checkpoints of the steps before that of ``folder`` with their weights alone, if it has been saved."""
+    """Leave the checkpoints of earlier steps with their weights alone, if that of ``folder`` has been saved."""
     if saved.exception() is not None:
         return  # stock says so
     with _ONE_AT_A_TIME:
@@ -196,11 +172,3 @@ def keep_weights_alone(folder: Path) -> None:
 
 def _is_weight(name: str) -> bool:
     return name.startswith(f"{training.MODEL_KEY}.")
-
-
-def _groups(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in optimizers for group in optimizer.param_groups]
-
-
-def _initial_lr(optimizers: Sequence[Optimizer]) -> list[float]:
-    return [float(group.get("initial_lr", group["lr"])) for group in _groups(optimizers)]

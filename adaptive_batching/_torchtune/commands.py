@@ -12,6 +12,8 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,8 @@ _PACKAGE = Path(adaptive_batching.__file__).parent
 # A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
 # runs out of memory, and is recovered.
 _SHORT = [
-    "dataset.split=train[:384]",
-    "lr_scheduler.num_warmup_steps=10",
-    "adaptive_batching.memory_limit=1.5GiB",
-    "adaptive_batching.sequence_length=128",
+    *("dataset.split=train[:384]", "lr_scheduler.num_warmup_steps=10"),
+    *("adaptive_batching.memory_limit=1.5GiB", "adaptive_batching.sequence_length=128"),
 ]
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
 """Pattern of the recipe that a config says it is launched with, in a comment."""
@@ -60,12 +60,9 @@ def add_commands(subparsers: Any, prog: str) -> None:
                 text = getattr(part, attribute, None)
                 if isinstance(text, str):
                     setattr(part, attribute, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
-    validate = subparsers.choices["validate"].get_default("func")
-    subparsers.choices["validate"].set_defaults(
-        func=lambda args: _validate(args, subparsers.choices["validate"], validate)
-    )
-    run = subparsers.choices["run"].get_default("func")
-    subparsers.choices["run"].set_defaults(func=lambda args: _run(args, subparsers.choices["run"], run))
+    for name, ours in (("validate", _validate), ("run", _run)):
+        parser = subparsers.choices[name]
+        parser.set_defaults(func=partial(ours, parser, parser.get_default("func")))
 
 
 def add_quickstart(subparsers: Any, prog: str) -> None:
@@ -101,23 +98,20 @@ def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog:
 def _ours() -> list[Any]:
     folder, found = recipes_folder(), []
     ours = sorted((folder / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name != "quickstart", path))
-    stock = {recipe.name: recipe for recipe in registry.get_all_recipes()}
-    for path in sorted(folder.glob("*.py")):
-        if path.stem not in stock:
+    for stock in sorted(registry.get_all_recipes(), key=lambda recipe: recipe.name):
+        path = folder / f"{stock.name}.py"
+        if not path.is_file():
             continue
         configs = [
             registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
             for config in ours
-            if path.stem in re.findall(LAUNCHED, config.read_text())
+            if stock.name in re.findall(LAUNCHED, config.read_text())
         ]
-        several = stock[path.stem].supports_distributed
-        found.append(
-            registry.Recipe(path.stem, str(path), [*configs, *stock[path.stem].configs], supports_distributed=several)
-        )
+        found.append(registry.Recipe(stock.name, str(path), [*configs, *stock.configs], stock.supports_distributed))
     return found
 
 
-def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) -> None:
+def _run(parser: argparse.ArgumentParser, run: Callable[[Any], None], args: argparse.Namespace) -> None:
     """Run a recipe, after a look at what is named; torchtune would end in a traceback."""
     known = [recipe.name for recipe in registry.get_all_recipes()]
     name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
@@ -137,7 +131,7 @@ def _run(args: argparse.Namespace, parser: argparse.ArgumentParser, run: Any) ->
     run(args)
 
 
-def _validate(args: argparse.Namespace, parser: argparse.ArgumentParser, validate: Any) -> None:
+def _validate(parser: argparse.ArgumentParser, validate: Callable[[Any], None], args: argparse.Namespace) -> None:
     """Check a config, by path or by name, after a look at what is named; torchtune takes a path that can be read."""
     configs = {each.name: each.file_path for recipe in registry.get_all_recipes() for each in recipe.configs}
     if args.config.is_file():

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import BatchSampler
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.datasets import ConcatDataset, PackedDataset
-from tqdm import tqdm
 
 from adaptive_batching._values import ConfigError
-
-if TYPE_CHECKING:
-    from adaptive_batching._torchtune.objective import Objective
 
 Sample = dict[str, Any]
 STATE_KEY = "adaptive_batching"
@@ -33,11 +29,7 @@ class SampleLoader:
     """
 
     def __init__(
-        self,
-        stock: DataLoader[Any],
-        extra_state: Callable[[], dict[str, Any] | None] = lambda: None,
-        *,
-        drops_last: bool = True,
+        self, stock: DataLoader[Any], extra_state: Callable[[], Any] = lambda: None, *, drops_last: bool = True
     ) -> None:
         self.dataset: Any = stock.dataset
         self.sampler: Any = stock.sampler
@@ -45,7 +37,7 @@ class SampleLoader:
         self._extra_state = extra_state
         self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
         self._indexed = _Indexed(self.dataset)
-        self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=_as_list)
+        self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=list)
 
     @property
     def batch_size(self) -> int:
@@ -148,42 +140,6 @@ def is_packed(dataset: Any) -> bool:
     return isinstance(dataset, PackedDataset) or (isinstance(dataset, ConcatDataset) and dataset.packed)
 
 
-def worst_case_sample(
-    dataset: Any,
-    objective: Objective,
-    *,
-    sequence_length: int | None,
-    tokenizer_max: int | None,
-    model_max: int | None,
-) -> Sample:
-    """Return a sample as long as training can meet.
-
-    That is ``sequence_length``, else ``tokenizer_max``, else the length of the longest. A ``sequence_length`` where the
-    length of the data is fixed, as in packs and with images, and any length above ``model_max`` are refused.
-    """
-    sample = dict(dataset[0])
-    packed = is_packed(dataset)
-    if objective.stretch(sample, len(objective.tokens(sample))) is None:  # as with tokens that refer to images
-        sample = sample if packed else _longest(dataset, objective)
-        length = len(objective.tokens(sample))
-        if sequence_length is not None and sequence_length != length:
-            kind = "packed" if packed else "multimodal"
-            raise ConfigError(
-                f"adaptive_batching.sequence_length={sequence_length} cannot be used with {kind} data, whose longest "
-                f"sample has {length} tokens; leave it null"
-            )
-    elif sequence_length is not None or tokenizer_max is not None:
-        length = sequence_length or min(n for n in (tokenizer_max, model_max) if n is not None)
-        sample = objective.stretch(sample, length) or sample
-    else:
-        sample = _longest(dataset, objective)
-        length = len(objective.tokens(sample))
-    if model_max is not None and length > model_max:
-        source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
-        raise ConfigError(f"{source} {length} tokens, and the model takes {model_max}; set tokenizer.max_seq_len")
-    return sample
-
-
 def stretch(sample: Sample, length: int) -> Sample | None:
     """Return ``sample`` with ``length`` tokens, at least one of them a target; None of a pack or of more than text."""
     if not set(sample) <= TEXT_KEYS:
@@ -203,16 +159,3 @@ def repeat_to(values: Sequence[Any], length: int) -> list[Any]:
 def repeat(sample: Sample, count: int) -> list[Sample]:
     """Return ``count`` copies, so that a collate function that changes its input does no harm."""
     return [copy.copy(sample) for _ in range(count)]
-
-
-def _longest(dataset: Any, objective: Objective) -> Sample:
-    longest: Sample = {}
-    for index in tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True):
-        sample = dataset[index]
-        if not longest or len(objective.tokens(sample)) > len(objective.tokens(longest)):
-            longest = dict(sample)
-    return longest
-
-
-def _as_list(samples: list[Sample]) -> list[Sample]:
-    return samples

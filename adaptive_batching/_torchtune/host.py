@@ -1,13 +1,13 @@
-"""A stock recipe as the rest of this package sees it: typed, frozen, and read in this one place.
+"""A stock recipe as the rest of this package sees it: typed and frozen.
 
-Stock keeps its state in attributes with a leading underscore. Only this module reads them, and it supplies a default
+Only this module reads the attributes with a leading underscore that stock keeps its state in, and it supplies a default
 for those that some recipe lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +18,64 @@ from torch.optim import Optimizer
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
-from adaptive_batching._torchtune.data import Sample, SampleLoader
-from adaptive_batching._torchtune.distillation import Distillation
-from adaptive_batching._torchtune.in_backward import Gate
-from adaptive_batching._torchtune.objective import NextToken, Objective
-from adaptive_batching._torchtune.preferences import Preferences
-from adaptive_batching._torchtune.quantization_aware import FakeQuantized
+from adaptive_batching._torchtune.data import SampleLoader
+from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.step_cost import MemoryHistory
+
+
+class Gate:
+    """Lets the optimizers of a model step in its backward passes, or holds them back. Open unless told otherwise.
+
+    Stock's hooks step each as soon as the gradient of its parameter is there, in every backward, so that a batch is one
+    forward. Held back, gradients add up over micro-batches, and the optimizers step in the last one's backward. That
+    takes the gradients' memory, which stepping in the backward pass saves; only a batch that is cut has to pay it.
+    """
+
+    def __init__(self) -> None:
+        self.updated = False
+        """True once a parameter has been updated, until set to False. After that a step that runs out of memory cannot
+        run again."""
+        self._times_closed = 0
+        self._optimizers: dict[Any, Optimizer] = {}
+
+    def register(self, model: nn.Module, optim_dict: Mapping[torch.nn.Parameter, Optimizer]) -> None:
+        """Take the place of torchtune's ``register_optim_in_bwd_hooks``: while open, do what that does."""
+        self._optimizers = dict(optim_dict)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Let go of the optimizers, which their parameters would hold for good: no hook of theirs is ever collected."""
+        self._optimizers = {}
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return list(self._optimizers.values())
+
+    def optimizer_of(self, parameter: torch.Tensor) -> Optimizer:
+        return self._optimizers[parameter]
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Let gradients add up inside, without a step."""
+        self._times_closed += 1
+        try:
+            yield
+        finally:
+            self._times_closed -= 1
+
+    def flush(self) -> None:
+        """Step the parameters that have a gradient of earlier micro-batches, and none of the last."""
+        for parameter in self._optimizers:
+            if parameter.grad is not None:
+                self._step(parameter)
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        if self._times_closed == 0:
+            self.updated = True
+            self._optimizers[parameter].step()
+            self._optimizers[parameter].zero_grad()
 
 
 @dataclass(frozen=True)
@@ -76,6 +127,11 @@ class Host:
     def recovers_together(self) -> bool:
         """True if ranks learn of an out-of-memory error on one of them, or if there is only one."""
         return self.ranks.size == 1 or self.collectives is not None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The model that is trained, and the frozen ones that its loss needs."""
+        return [self.model, *self.objective.frozen_models]
 
     @property
     def samples_per_rank(self) -> int:
@@ -130,63 +186,6 @@ class Outlet(Protocol):
     def learning_rate(self) -> float: ...
 
 
-@dataclass(frozen=True)
-class StockParts:
-    """The parts of a recipe that an objective is made from."""
-
-    collate: Callable[[list[Sample]], Any]
-    loss: Any
-    activations: Any
-    """Context of a forward."""
-
-    num_chunks: int
-    """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
-
-    frozen: nn.Module | None = None
-    """Second model, which is not trained: a reference or a teacher."""
-
-    num_ranks: int = 1
-    teacher_loss: Any = None
-    """Divergence from the teacher."""
-
-    teacher_share: float = 0.0
-    """Share of the divergence in the loss."""
-
-    model: nn.Module | None = None
-    fake_quantized_from: int | None = None
-    """Optimizer step that fake quantization begins with; None for the first."""
-
-    quantizer_mode: str | None = None
-
-
-def next_token(parts: StockParts) -> NextToken:
-    """Return the objective of supervised fine-tuning."""
-    return NextToken(parts.collate, parts.loss, parts.activations, parts.num_chunks)
-
-
-def preferences(parts: StockParts) -> Preferences:
-    """Return the objective of direct preference optimization."""
-    return Preferences(parts.collate, parts.loss, parts.activations, parts.frozen, parts.num_ranks)
-
-
-def distillation(parts: StockParts) -> Distillation:
-    """Return the objective of knowledge distillation."""
-    assert parts.frozen is not None
-    return Distillation(
-        parts.collate, parts.loss, parts.activations, parts.num_chunks, teacher=parts.frozen,
-        teacher_loss=parts.teacher_loss, teacher_share=parts.teacher_share, num_ranks=parts.num_ranks,
-    )  # fmt: skip
-
-
-def fake_quantized(parts: StockParts) -> FakeQuantized:
-    """Return the objective of quantization-aware training."""
-    assert parts.model is not None
-    return FakeQuantized(
-        parts.collate, parts.loss, parts.activations, parts.num_chunks, model=parts.model,
-        first_step=parts.fake_quantized_from, mode=parts.quantizer_mode,
-    )  # fmt: skip
-
-
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
     """Read a stock recipe that has been set up."""
     loader: SampleLoader = recipe._dataloader
@@ -229,7 +228,7 @@ def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
 
 
 def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> StockRun:
-    """Read how stock has laid out the run of a recipe that has been set up."""
+    """Read how stock has laid out the run."""
     history = None
     # Only the first rank of a stock recipe knows its profiler's settings.
     if getattr(recipe, "profiler_profile_memory", False) and recipe._device.type == "cuda":
@@ -257,8 +256,13 @@ def optimizers_of(recipe: Any) -> list[Optimizer]:
     return list(recipe._optim_ckpt_wrapper.optim_map.values()) if _steps_in_backward(recipe) else [recipe._optimizer]
 
 
+def groups_of(recipe: Any) -> list[dict[str, Any]]:
+    """Return the groups of parameters of all optimizers, which hold learning rates."""
+    return [group for optimizer in optimizers_of(recipe) for group in optimizer.param_groups]
+
+
 def learning_rate_holder(recipe: Any) -> Any:
-    """Return the object that torchtune reads the learning rate from."""
+    """Return the object that torchtune reads the learning rate from, and saves as the optimizer."""
     return recipe._optim_ckpt_wrapper if _steps_in_backward(recipe) else recipe._optimizer
 
 
@@ -267,8 +271,8 @@ def model_in_checkpoint(recipe: Any) -> nn.Module | None:
 
     Stock merges LoRA's adapters into ``tensor.cpu()``, which on the cpu is the tensor that is being trained.
     """
-    merges = not getattr(recipe, "_save_adapter_weights_only", True)
-    merges = merges or hasattr(recipe, "_teacher_model")  # distillation merges even what it then leaves out
+    # Distillation merges even what it then leaves out.
+    merges = hasattr(recipe, "_teacher_model") or not getattr(recipe, "_save_adapter_weights_only", True)
     model: nn.Module = recipe._model
     return model if merges and recipe._device.type == "cpu" and not is_sharded(model) else None
 
@@ -279,13 +283,13 @@ def checkpointer_of(recipe: Any) -> Any:
 
 
 def saves_asynchronously(recipe: Any) -> bool:
-    """Return True if all checkpoints but the last are saved by threads while training goes on."""
+    """True if all checkpoints but the last are saved by threads while training goes on."""
     return bool(getattr(recipe, "_enable_async_checkpointing", False))
 
 
 def initial_learning_rate(recipe: Any) -> float:
     """Return the learning rate that the schedule starts from, on resume as well."""
-    group = optimizers_of(recipe)[0].param_groups[0]
+    group = groups_of(recipe)[0]
     return float(group.get("initial_lr", group["lr"]))
 
 
@@ -294,10 +298,7 @@ def _steps_in_backward(recipe: Any) -> bool:
 
 
 def _gathered_chunks(model: nn.Module) -> int:
-    """Return the chunks of tokens for each of which a forward of ``model`` gathers its output layer, or 0.
-
-    It does so where that layer is sharded on its own (``custom_sharded_layers``) and the loss takes logits in chunks.
-    """
+    """Return the chunks of tokens for each of which a forward gathers an output layer that is sharded on its own."""
     decoder: Any = getattr(model, "decoder", model)  # of a multimodal model
     output = getattr(decoder, "output", None)
     on_its_own = isinstance(output, nn.Module) and is_sharded(output)

@@ -26,6 +26,7 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._torchtune.checkpoints import CheckpointError
+from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._torchtune.validating import check_validation
@@ -52,9 +53,9 @@ def entry_point(
     Args:
         recipe_class: The recipe.
         before: Called with the config before the recipe is made.
-        run: Runs it; None for :func:`run_recipe`.
+        run: Runs it; None for :func:`run_recipe`, or :func:`run_evaluation` if it evaluates.
     """
-    run = run or run_recipe
+    run = run or (run_evaluation if issubclass(recipe_class, AdaptiveEvaluation) else run_recipe)
 
     def main() -> Any:
         begun = False
@@ -79,14 +80,13 @@ def entry_point(
 
 
 def _what_cannot_be_read() -> str:
-    """Return the first override on the command line that cannot be read by itself; else what else it may be."""
-    overrides = [argument for argument in sys.argv[1:] if "=" in argument]
+    """Name the first override on the command line that cannot be read by itself, or what else it may be."""
     config_path = next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
     try:
         values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
     except Exception:  # whatever is wrong with it
         return f"the config {config_path!r}"
-    for override in overrides:
+    for override in (argument for argument in sys.argv[1:] if "=" in argument):
         try:
             _merge_yaml_and_cli_args(values, [override])
         except Exception:
@@ -113,6 +113,7 @@ def run_recipe(
         # Before the config is shown and pushes errors out of sight.
         increase = resolve_increase(read_settings(cfg, warns=False))
         check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+        recipe_class.prepare(cfg)
         before(cfg)
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
         recipe = recipe_class(cfg=cfg)
@@ -141,10 +142,7 @@ def run_evaluation(
 
 @contextlib.contextmanager
 def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
-    """Show our log, and end the process with one line where the user can do something about an error.
-
-    ``recovered`` names what runs again where it runs out of memory, ``kept`` what an error leaves as it was.
-    """
+    """Show our log, and end mistakes in one line: ``recovered`` can run again, ``kept`` is what an error leaves."""
     _log_for_people()
     try:
         yield
@@ -202,12 +200,11 @@ def _frames_of_the_user(error: BaseException) -> str:
     lines: list[str] = []
     cause = error.__cause__
     while cause is not None:
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_of_the_user(frame.filename)]
+        frames = [
+            frame for frame in traceback.extract_tb(cause.__traceback__)
+            if not frame.filename.startswith(("<", *_NOT_OF_THE_USER))
+        ]  # fmt: skip
         if frames:
             lines += [*traceback.format_list(frames), f"{type(cause).__name__}: {cause}\n"]
         cause = cause.__cause__
     return "".join(lines)
-
-
-def _is_of_the_user(filename: str) -> bool:
-    return not filename.startswith(("<", *_NOT_OF_THE_USER))

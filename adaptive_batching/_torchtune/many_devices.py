@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +26,6 @@ from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
-_NO_STATS: dict[str, Callable[..., Any]] = {
-    "get_memory_stats": lambda *args, **kwargs: {},
-    "log_memory_stats": lambda *args, **kwargs: None,
-}
-
 
 class ManyDevices:
     """Mixed into a stock distributed recipe, between ``AdaptiveBatching`` and the recipe."""
@@ -48,18 +44,25 @@ class ManyDevices:
         with replaced_in_torchtune(**on_cpu):
             super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
-    def _setup_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        # Stock reads and logs the memory of an accelerator when the model is set up, and there is none.
-        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
-            return super()._setup_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+    def _setup_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_statistics():
+            return super()._setup_model(*args, **kwargs)  # type: ignore[misc]
 
-    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
-            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_statistics():
+            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc]
 
-    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        with replaced_in_torchtune(**_NO_STATS if self._device.type == "cpu" else {}):
-            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc, no-any-return]
+    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without_statistics():
+            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _without_statistics(self) -> contextlib.AbstractContextManager[None]:
+        """Keep stock from reading and logging the memory of an accelerator that is not there."""
+        no_stats: dict[str, Callable[..., Any]] = {
+            "get_memory_stats": lambda *args, **kwargs: {},
+            "log_memory_stats": lambda *args, **kwargs: None,
+        }
+        return replaced_in_torchtune(**no_stats if self._device.type == "cpu" else {})
 
 
 def start_process_group(cfg: DictConfig) -> None:
@@ -76,12 +79,7 @@ def start_process_group(cfg: DictConfig) -> None:
 def record_collectives(
     host: Host, settings: AdaptiveBatchingConfig, *, measures_noise: bool
 ) -> tuple[MicroBatchCollectives | None, str]:
-    """Make running out of memory survivable on every rank, if that is possible and wanted; say so if it is not.
-
-    The sequence of collectives is recorded in a forward and backward of a few tokens, which leaves nothing behind.
-    Returned are the collectives, or None and the reason if there is one. What could not go on without, such as a probe,
-    is refused.
-    """
+    """Return what makes running out of memory survivable on every rank; None, and the reason, if there is nothing."""
     why = _why_not_possible(host)
     if why and settings.probes:
         raise ConfigError(
@@ -105,7 +103,12 @@ def record_collectives(
         if host.ranks.is_first:
             log.warning("recovery from running out of memory is off: %s", why)
         return None, why
-    collectives = MicroBatchCollectives(_models(host))
+    return _recorded(host), ""
+
+
+def _recorded(host: Host) -> MicroBatchCollectives:
+    """Return the collectives of a forward and backward of a few tokens, which leaves nothing behind."""
+    collectives = MicroBatchCollectives(host.models)
     batch = host.objective.smallest_batch(host.loader.dataset)
     try:
         with unchanged_random_state(host.device), torch.compiler.set_stance("force_eager"):
@@ -122,11 +125,7 @@ def record_collectives(
     for parameter in host.model.parameters():
         parameter.grad = None
     release_workspaces(host.device)
-    return collectives, ""
-
-
-def _models(host: Host) -> list[torch.nn.Module]:
-    return [host.model, *host.objective.frozen_models]
+    return collectives
 
 
 def _why_not_possible(host: Host) -> str:
@@ -134,7 +133,7 @@ def _why_not_possible(host: Host) -> str:
         return "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
     if host.tensor_parallel:
         return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
-    if not all(map(is_sharded, _models(host))):
+    if not all(map(is_sharded, host.models)):
         return "the model is not sharded by FSDP2"
     if not can_drain():
         return f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can)"

@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 from torchtune.training import OffloadActivations
+from tqdm import tqdm
 
-from adaptive_batching._micro_batches.cut import length_in_chunks
-from adaptive_batching._torchtune.data import Sample, is_packed, is_text, stretch
+from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.offloading import TracedOffloading
+from adaptive_batching._values import ConfigError
 
 Batch = dict[str, Any]
 Activations = contextlib.AbstractContextManager[Any]
 """Context of a forward, which may offload activations."""
 
-_SHORT = 8
+SHORT = 8
+"""Tokens of the shortest text that is run."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,38 @@ class Sums:
         return Sums(loss, tokens, {name: function(value) for name, value in self.metrics.items()})
 
 
+@dataclass(frozen=True)
+class StockParts:
+    """The parts of a recipe that an objective is made from."""
+
+    collate: Callable[[list[Sample]], Any]
+    loss: Any
+    activations: Any
+    """Context of a forward."""
+
+    num_chunks: int
+    """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
+
+    frozen: nn.Module | None = None
+    """Second model, which is not trained: a reference or a teacher."""
+
+    num_ranks: int = 1
+    teacher_loss: Any = None
+    """Mean divergence of logits from the teacher's, over the labels that are not ignored."""
+
+    teacher_share: float = 0.0
+    """Share of the divergence in the loss."""
+
+    model: nn.Module | None = None
+    """Model that is trained."""
+
+    fake_quantized_from: int | None = None
+    """Optimizer step that fake quantization begins with; None for the first."""
+
+    quantizer_mode: str | None = None
+    """Kind of the quantizer, as torchtune names it."""
+
+
 class Objective(ABC):
     """The computation of a recipe's loss. Subclasses say what is common to all samples of a data set."""
 
@@ -74,6 +106,9 @@ class Objective(ABC):
 
     saves_memory_by: frozenset[str] = frozenset({"offloading", "lora"})
     """Ways to save memory that recipes of this kind have, besides checkpointing of activations."""
+
+    _activations: Activations = contextlib.nullcontext()
+    _is_stock = True
 
     # Samples
 
@@ -131,16 +166,20 @@ class Objective(ABC):
     def smallest_batch(self, dataset: Any) -> Batch:
         """Return a batch as small as possible whose forward issues the collectives of training."""
         sample = dataset[0]
-        return self.collate([self.stretch(sample, _SHORT) or sample])
+        return self.collate([self.stretch(sample, SHORT) or sample])
 
-    def leave_stock(self) -> None:  # noqa: B027 (an objective may have nothing to do here)
+    def leave_stock(self) -> None:
         """From now on, report what is right where stock reports something else."""
+        self._is_stock = False
 
-    def equalize_collectives(self) -> None:  # noqa: B027
+    def equalize_collectives(self) -> None:  # noqa: B027 (an objective may have nothing to do here)
         """From now on, pad batches so that every forward of a sharded model issues the same collectives."""
 
-    def forget(self) -> None:  # noqa: B027
+    def forget(self) -> None:
         """Drop what a forward that broke off has left behind."""
+        if isinstance(self._activations, OffloadActivations):
+            _empty(self._activations)
+            self._activations = OffloadActivations()
 
     def batch_dependent_part(self) -> str | None:
         """Name a part of the loss through which the parts of a batch would not add up to it, or return None."""
@@ -172,145 +211,50 @@ class Objective(ABC):
         """Return a copy that computes with copies of the frozen models, on fake tensors of the host."""
         traced = copy.copy(self)
         traced.frozen_models = frozen_models
+        offloads = isinstance(self._activations, (OffloadActivations, TracedOffloading))
+        traced._activations = TracedOffloading() if offloads else contextlib.nullcontext()
         return traced
 
 
-class NextToken(Objective):
-    """Supervised fine-tuning: the mean loss over target tokens, as stock's SFT recipes compute it.
-
-    Args:
-        collate: The collate function of stock's loader.
-        loss: Mean over the labels that are not its ``ignore_index``.
-        activations: Context of the forward, which may offload activations.
-        num_chunks: Chunks of tokens for each of which a forward gathers the sharded output layer; 0 for none.
-    """
-
-    def __init__(
-        self,
-        collate: Callable[[list[Sample]], Batch],
-        loss: Any,
-        activations: Activations,
-        num_chunks: int = 0,
-    ) -> None:
-        self._collate = collate
-        self._loss = loss
-        self._activations = activations
-        self._num_chunks = num_chunks
-        self._pads = False
-
-    def tokens(self, sample: Sample) -> Sequence[int]:
-        tokens: Sequence[int] = sample["tokens"]
-        return tokens
-
-    def counts(self, samples: Sequence[Sample]) -> Counts:
-        # A sample's first label predicts nothing, yet stock counts it.
-        return Counts(self._count(samples, 1), self._count(samples, 0))
-
-    def _count(self, samples: Sequence[Sample], first: int) -> int:
-        ignored = self._loss.ignore_index
-        return sum(int((np.asarray(sample["labels"][first:]) != ignored).sum()) for sample in samples)
-
-    def size(self, sample: Sample) -> int:
-        return self._padded(len(sample["tokens"])) if self.is_text(sample) else 1
-
-    def is_text(self, sample: Sample) -> bool:
-        return is_text(sample)
-
-    def stretch(self, sample: Sample, length: int) -> Sample | None:
-        return stretch(sample, length)
-
-    def filler(self, samples: Sequence[Sample]) -> Sample:
-        several = [sample for sample in samples if len(sample["tokens"]) > 1]
-        first = samples[0]
-        shortest = min(several, key=lambda sample: len(sample["tokens"])) if several else stretch(first, 2) or first
-        return {**shortest, "labels": shortest["tokens"]}  # a mean over no targets would be 0/0
-
-    def collate(self, samples: Sequence[Sample]) -> Batch:
-        batch = self._collate(list(samples))
-        length = self._padded(batch["tokens"].shape[1])  # tokens: [b, s]
-        return _pad_to(batch, length, self._loss.ignore_index)
-
-    def _padded(self, length: int) -> int:
-        return length_in_chunks(length, self._num_chunks) if self._pads else length
-
-    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
-        labels = batch.pop("labels")  # [b, s]
-        num_tokens = (labels != self._loss.ignore_index).sum()
-        with self._activations:
-            logits = model(**batch)  # [b, s, vocabulary], or a list of chunks of s
-        labels = self._shifted(labels)
-        if not isinstance(logits, list):
-            labels = labels.reshape(-1)
-            logits = logits.reshape(-1, logits.size(-1))
-        # The mean times the number of its labels can be summed over micro-batches, and the gradient be divided by all
-        # labels of the step.
-        loss = self._loss(logits, labels) * (num_tokens if weight is None else weight)
-        return loss, Sums(loss.detach(), num_tokens)
-
-    def _shifted(self, labels: torch.Tensor) -> torch.Tensor:
-        """Move labels, so that logits stay whole: each position predicts the next one."""
-        last = torch.full_like(labels[..., :1], self._loss.ignore_index, dtype=torch.long)
-        return torch.hstack((labels[..., 1:], last))
-
-    def smallest_batch(self, dataset: Any) -> Batch:
-        length = length_in_chunks(_SHORT, self._num_chunks)
-        if self._num_chunks > 1 and is_packed(dataset):  # packs cannot be padded, and need not be: they have one length
-            of_pack = len(dataset[0]["tokens"])
-            fewer = -(-of_pack // -(-of_pack // self._num_chunks))
-            length = fewer if fewer < self._num_chunks else length  # tokens, each a chunk
-        tokens = torch.arange(1, length + 1)[None]  # [1, s]; any text will do
-        return {"tokens": tokens, "labels": tokens.clone()}
-
-    def equalize_collectives(self) -> None:
-        self._pads = True
-
-    def forget(self) -> None:
-        self._activations = renewed(self._activations)
-
-    def divisor(self, sums: Sums) -> torch.Tensor:
-        return sums.tokens
-
-    def mean_loss(self, sums: Sums) -> Any:
-        return sums.loss.item() / sums.tokens
-
-    def recompile(self, again: Callable[[Any], Any]) -> None:
-        self._loss = again(self._loss)
-
-    def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
-        traced = super().for_trace(frozen_models)
-        assert isinstance(traced, NextToken)
-        traced._activations = traced_like(self._activations)
-        return traced
-
-
-def renewed(activations: Activations) -> Activations:
-    """Return the context of a forward without what one that broke off has left in it."""
-    if not isinstance(activations, OffloadActivations):
-        return activations
-    # Its hooks refer to it, so that it lives on until the garbage is collected; what it holds need not.
+def _empty(offloaded: Any) -> None:
+    """Empty the context of a forward that broke off: it lives on until the garbage is collected."""
     for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
-        getattr(activations, name, {}).clear()
+        getattr(offloaded, name, {}).clear()
     # It refers to a node of the graph, whose hooks refer to it: a circle through C++, which no collection finds.
-    activations.curr_autograd_node = None
-    fresh: Activations = OffloadActivations()
-    return fresh
+    offloaded.curr_autograd_node = None
 
 
-def traced_like(activations: Activations) -> Activations:
-    """Return the context for a forward on fake tensors."""
-    offloads = isinstance(activations, (OffloadActivations, TracedOffloading))
-    return TracedOffloading() if offloads else contextlib.nullcontext()
+def worst_case_sample(
+    dataset: Any, objective: Objective, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
+) -> Sample:
+    """Return a sample of ``sequence_length`` tokens, else ``tokenizer_max``, else as long as the longest."""
+    sample = dict(dataset[0])
+    packed = is_packed(dataset)
+    if objective.stretch(sample, len(objective.tokens(sample))) is None:  # as with tokens that refer to images
+        sample = sample if packed else _longest(dataset, objective)
+        length = len(objective.tokens(sample))
+        if sequence_length is not None and sequence_length != length:
+            kind = "packed" if packed else "multimodal"
+            raise ConfigError(
+                f"adaptive_batching.sequence_length={sequence_length} cannot be used with {kind} data, whose longest "
+                f"sample has {length} tokens; leave it null"
+            )
+    elif sequence_length is not None or tokenizer_max is not None:
+        length = sequence_length or min(n for n in (tokenizer_max, model_max) if n is not None)
+        sample = objective.stretch(sample, length) or sample
+    else:
+        sample = _longest(dataset, objective)
+        length = len(objective.tokens(sample))
+    if model_max is not None and length > model_max:
+        source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
+        raise ConfigError(f"{source} {length} tokens, and the model takes {model_max}; set tokenizer.max_seq_len")
+    return sample
 
 
-def _pad_to(batch: Batch, length: int, ignore_index: int) -> Batch:
-    """Return collated text, padded on the right to ``length`` with labels to be ignored; other batches as they are.
-
-    That is exact: under a causal mask no earlier token sees the padding, and it has no part in the loss.
-    """
-    missing = length - batch["tokens"].shape[1]  # tokens: [b, s]
-    if missing <= 0 or set(batch) != {"tokens", "labels"}:
-        return batch
-    return {
-        "tokens": functional.pad(batch["tokens"], (0, missing)),
-        "labels": functional.pad(batch["labels"], (0, missing), value=ignore_index),
-    }
+def _longest(dataset: Any, objective: Objective) -> Sample:
+    longest: Sample = {}
+    for index in tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True):
+        sample = dataset[index]
+        if not longest or len(objective.tokens(sample)) > len(objective.tokens(longest)):
+            longest = dict(sample)
+    return longest

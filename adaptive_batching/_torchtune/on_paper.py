@@ -34,28 +34,27 @@ from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.images import Image, image_of, without_torchvision
-from adaptive_batching._torchtune.in_backward import Gate
 from adaptive_batching._torchtune.learning_rate import scheduled_rates
-from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.next_token import accept_configs_of_torchao, distillation, fake_quantized, next_token
+from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.offloading import TracedOffloading
-from adaptive_batching._torchtune.preferences import KINDS
-from adaptive_batching._torchtune.quantization_aware import accept_configs_of_torchao
+from adaptive_batching._torchtune.preferences import KINDS, preferences
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
 
-RECIPES: Mapping[str, Callable[[hosts.StockParts], Objective]] = {
-    "full_finetune_single_device": hosts.next_token,
-    "lora_finetune_single_device": hosts.next_token,
-    "full_finetune_distributed": hosts.next_token,
-    "lora_finetune_distributed": hosts.next_token,
-    "lora_dpo_single_device": hosts.preferences,
-    "lora_dpo_distributed": hosts.preferences,
-    "full_dpo_distributed": hosts.preferences,
-    "knowledge_distillation_single_device": hosts.distillation,
-    "knowledge_distillation_distributed": hosts.distillation,
-    "qat_distributed": hosts.fake_quantized,
-    "qat_lora_finetune_distributed": hosts.next_token,
+RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
+    "full_finetune_single_device": next_token,
+    "lora_finetune_single_device": next_token,
+    "full_finetune_distributed": next_token,
+    "lora_finetune_distributed": next_token,
+    "lora_dpo_single_device": preferences,
+    "lora_dpo_distributed": preferences,
+    "full_dpo_distributed": preferences,
+    "knowledge_distillation_single_device": distillation,
+    "knowledge_distillation_distributed": distillation,
+    "qat_distributed": fake_quantized,
+    "qat_lora_finetune_distributed": next_token,
 }
 """Stock recipes that can be set up on paper, and what makes their objectives."""
 
@@ -137,7 +136,7 @@ def set_up(
     stock, make_objective = load_stock(recipe), RECIPES[recipe]
     [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]
     planned = type(base.__name__, (_OnPaper, base), {})
-    cfg = _without_files(cfg, replace(data, pairs=make_objective is hosts.preferences))
+    cfg = _without_files(cfg, replace(data, pairs=make_objective is preferences))
     accept_configs_of_torchao()
     with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock, allocations):
         made: Any = planned(cfg)
@@ -180,7 +179,7 @@ class _OnPaper:
     _model: nn.Module
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.gate = Gate()
+        self.gate = hosts.Gate()
         self.rates: list[float] = []
         self.enabled = read_settings(cfg, warns=False).enabled
         super().__init__(cfg=cfg)  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ from torchtune import rlhf
 from torchtune.modules.peft import disable_adapter
 
 from adaptive_batching._torchtune.data import Sample, repeat_to
-from adaptive_batching._torchtune.objective import Activations, Batch, Counts, Objective, Sums, renewed, traced_like
+from adaptive_batching._torchtune.objective import Batch, Counts, Objective, StockParts, Sums
 
 KINDS = ("chosen", "rejected")
 """Answers of a pair, by the names that torchtune gives them."""
@@ -31,28 +31,20 @@ class _OfLast(Sums):
 class Preferences(Objective):
     """The mean loss over pairs, as stock's DPO recipes compute it.
 
-    A pair is two sequences of one forward, which are padded alike; its length is that of the longer one. ``collate``
-    makes (tokens, labels) of pairs, both [2b, s], all chosen answers first. ``loss`` takes the log probabilities of
-    policy and reference, and returns the loss of each pair and the rewards of its answers. ``reference`` is None for
-    the policy without its adapters.
+    A pair is two sequences of one forward, which are padded alike; its length is that of the longer one. Stock's
+    collate function makes (tokens, labels) of pairs, both [2b, s], all chosen answers first. Its loss takes the log
+    probabilities of policy and reference, and returns the loss of each pair and the rewards of its answers. Without a
+    frozen model the reference is the policy without its adapters.
     """
 
     sums_gradients = False
 
-    def __init__(
-        self,
-        collate: Callable[[list[Sample]], tuple[torch.Tensor, torch.Tensor]],
-        loss: Any,
-        activations: Activations,
-        reference: nn.Module | None = None,
-        num_ranks: int = 1,
-    ) -> None:
-        self._collate = collate
-        self._loss = loss
-        self._activations = activations
-        self.frozen_models = () if reference is None else (reference,)
-        self._num_ranks = num_ranks
-        self._is_stock = True
+    def __init__(self, parts: StockParts) -> None:
+        self._collate = parts.collate
+        self._loss = parts.loss
+        self._activations = parts.activations
+        self.frozen_models = () if parts.frozen is None else (parts.frozen,)
+        self._num_ranks = parts.num_ranks
         self._pairs = 0  # of the optimizer step on this rank
 
     def tokens(self, sample: Sample) -> Sequence[int]:
@@ -119,12 +111,6 @@ class Preferences(Objective):
             return self.frozen_models[0], contextlib.nullcontext()
         return model, disable_adapter(model)
 
-    def leave_stock(self) -> None:
-        self._is_stock = False
-
-    def forget(self) -> None:
-        self._activations = renewed(self._activations)
-
     def mean_loss(self, sums: Sums) -> Any:
         """Return the mean over all pairs. Stock's LoRA recipe logs its sum over ranks, which is what is summed here."""
         as_summed = self._is_stock and not self.frozen_models
@@ -141,11 +127,10 @@ class Preferences(Objective):
     def recompile(self, again: Callable[[Any], Any]) -> None:
         self._loss = again(self._loss)
 
-    def for_trace(self, frozen_models: Sequence[nn.Module]) -> Objective:
-        traced = super().for_trace(frozen_models)
-        assert isinstance(traced, Preferences)
-        traced._activations = traced_like(self._activations)
-        return traced
+
+def preferences(parts: StockParts) -> Preferences:
+    """Return the objective of direct preference optimization."""
+    return Preferences(parts)
 
 
 def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,9 +23,10 @@ from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.bits_and_bytes import without_kernels
-from adaptive_batching._torchtune.data import Sample, is_packed, worst_case_sample
+from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe, only_cuts, runs_in_parts
+from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.step import remedies, training_step
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize
 

@@ -3,8 +3,6 @@
 The data are signatures and docstrings of Python's own standard library, the tokenizer is trained on them, and the model
 is a randomly initialised Llama of about 5 million parameters::
 
-    python -m adaptive_batching._torchtune.quickstart --output_dir data/quickstart
-
     data/quickstart/train.json       [{"instruction": "def shlex.quote(s)", "output": "Return a shell-escaped ..."}, ..]
     data/quickstart/preferences.json the same as conversations, "chosen" and "rejected": with another's docstring
     data/quickstart/tokenizer.model  SentencePiece, for torchtune.models.llama2.llama2_tokenizer
@@ -12,7 +10,8 @@ is a randomly initialised Llama of about 5 million parameters::
     data/quickstart/quickstart.json  the settings that all of this was built with
 """
 
-import argparse
+from __future__ import annotations
+
 import ast
 import io
 import json
@@ -59,11 +58,7 @@ PUBLIC_NAMES = {
 
 SETTINGS_FILE = "quickstart.json"
 RESULT_FILES = (
-    "train.json",
-    "preferences.json",
-    "tokenizer.model",
-    "model/config.json",
-    "model/model.safetensors",
+    *("train.json", "preferences.json", "tokenizer.model", "model/config.json", "model/model.safetensors"),
     SETTINGS_FILE,
 )
 
@@ -82,7 +77,6 @@ class Architecture:
 
 
 ARCHITECTURE = Architecture()
-
 Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -91,7 +85,7 @@ def _is_public(dotted_name: str) -> bool:
 
 
 def _find_modules(stdlib: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the public modules below ``stdlib``: (dotted name, source file), in no particular order."""
+    """Yield the public modules: (dotted name, source file)."""
     for folder, subfolders, files in os.walk(stdlib):
         # site-packages, which can hold a hundred times more files than the library, is no identifier.
         subfolders[:] = [name for name in subfolders if name.isidentifier() and name not in SKIPPED_PACKAGES]
@@ -104,20 +98,19 @@ def _find_modules(stdlib: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str, Documented]]:
-    """Yield public functions, methods and classes in ``body``: (qualified name, node). Functions are not entered."""
+    """Yield public definitions in ``body``, those in classes as well: (qualified name, node)."""
     for node in body:
-        if isinstance(node, Documented):
-            if _is_public(node.name):
-                name = f"{prefix}.{node.name}"
-                yield name, node
-                if isinstance(node, ast.ClassDef):
-                    yield from _find_documented(node.body, name)
+        if isinstance(node, Documented) and _is_public(node.name):
+            name = f"{prefix}.{node.name}"
+            yield name, node
+            if isinstance(node, ast.ClassDef):
+                yield from _find_documented(node.body, name)
         elif isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):  # definitions that depend on the platform
             yield from _find_documented(ast.iter_child_nodes(node), prefix)
 
 
 def _signature(name: str, node: Documented) -> str:
-    """Return the line that opens a definition, its name qualified: ``async def asyncio.Queue.put(self, item)``."""
+    """Return what opens a definition, its name qualified: ``async def asyncio.Queue.put(self, item)``."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         return f"class {name}({bases})" if bases else f"class {name}"
@@ -138,12 +131,8 @@ def _shorten(text: str, limit: int) -> str:
     return text[:limit]
 
 
-def extract_pairs(stdlib: Path, seed: int = SEED) -> list[dict[str, str]]:
-    """Read instruction data out of the Python sources below ``stdlib``, which are parsed and never imported.
-
-    They are ``{"instruction": signature, "output": docstring}`` for the public functions, methods and classes that have
-    a docstring, shuffled with ``seed``. No instruction and no output occurs twice.
-    """
+def _extract_pairs(stdlib: Path, seed: int) -> list[dict[str, str]]:
+    """Read pairs of signature and docstring, each once and shuffled, out of sources that are never imported."""
     pairs = set()
     for module, path in _find_modules(stdlib):
         for name, node in _find_documented(ast.parse(path.read_bytes()).body, module):
@@ -163,8 +152,8 @@ def extract_pairs(stdlib: Path, seed: int = SEED) -> list[dict[str, str]]:
     return unique
 
 
-def prefer(pairs: Sequence[dict[str, str]]) -> list[dict[str, list[dict[str, str]]]]:
-    """Return preferences in the format of ``torchtune.datasets.preference_dataset``: each docstring over the next."""
+def _prefer(pairs: Sequence[dict[str, str]]) -> list[dict[str, list[dict[str, str]]]]:
+    """Return preferences as ``torchtune.datasets.preference_dataset`` reads them: each docstring over the next."""
 
     def conversation(pair: dict[str, str], answer: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": pair["instruction"]}, {"role": "assistant", "content": answer}]
@@ -176,12 +165,8 @@ def prefer(pairs: Sequence[dict[str, str]]) -> list[dict[str, list[dict[str, str
     ]
 
 
-def train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: int = ARCHITECTURE.vocab_size) -> None:
-    """Train a SentencePiece model on ``pairs`` in the manner of Llama 2 and write it to ``path``.
-
-    Every text can be encoded and comes back unchanged: what has no piece of its own becomes bytes, and neither blanks
-    nor Unicode are normalised. Text that is too little for ``vocab_size`` pieces is SentencePiece's RuntimeError.
-    """
+def _train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: int) -> None:
+    """Train a SentencePiece model in the manner of Llama 2, from which every text comes back unchanged."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for pair in pairs for text in pair.values() for line in text.splitlines()),
@@ -235,23 +220,14 @@ def save_checkpoint(model: TransformerDecoder, model_dir: Path, architecture: Ar
     }
     (model_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state_dict = convert_weights.tune_to_hf(
-        model.state_dict(),
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        dim=architecture.embed_dim,
+        model.state_dict(), architecture.num_heads, architecture.num_kv_heads, architecture.embed_dim
     )
     save_file(state_dict, model_dir / "model.safetensors", metadata={"format": "pt"})
 
 
-def build(
-    output_dir: Path, stdlib: Path | None = None, architecture: Architecture = ARCHITECTURE, seed: int = SEED
-) -> None:
-    """Build data, tokenizer and model in ``output_dir``, or do nothing where the same build is there already.
-
-    The folder appears under this name only when it is complete; one that holds anything else is a FileExistsError.
-    ``stdlib`` is a folder of Python sources, None for the standard library of the running interpreter.
-    """
-    stdlib = stdlib or Path(sysconfig.get_paths()["stdlib"])
+def build(output_dir: Path, architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> None:
+    """Build data, tokenizer and model; a folder with anything but the same build is a FileExistsError."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
     settings = {"python": platform.python_version(), "stdlib": str(stdlib), "seed": seed, **asdict(architecture)}
     if output_dir.exists() and any(output_dir.iterdir()):
         complete = all((output_dir / name).is_file() for name in RESULT_FILES)
@@ -265,34 +241,17 @@ def build(
         )
 
     start = time.perf_counter()
-    pairs = extract_pairs(stdlib, seed)
-    if not pairs:
-        raise ValueError(f"stdlib={stdlib} holds no documented Python sources; pass a folder that does")
+    pairs = _extract_pairs(stdlib, seed)
     model = build_model(architecture, seed)
     output_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output_dir.name}-", dir=output_dir.parent) as scratch:
         staged = Path(scratch, output_dir.name)
         save_checkpoint(model, staged / "model", architecture)
-        train_tokenizer(pairs, staged / "tokenizer.model", architecture.vocab_size)
-        for name, data in (("train.json", pairs), ("preferences.json", prefer(pairs))):
+        _train_tokenizer(pairs, staged / "tokenizer.model", architecture.vocab_size)
+        for name, data in (("train.json", pairs), ("preferences.json", _prefer(pairs))):
             (staged / name).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         (staged / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         staged.replace(output_dir)
     seconds = time.perf_counter() - start
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     logger.info("built %s in %.1f s: %d pairs, %.2f million parameters", output_dir, seconds, len(pairs), millions)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make small but real inputs for a first fine-tuning run.")
-    parser.add_argument("--output_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        build(args.output_dir)
-    except FileExistsError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -22,19 +22,18 @@ from adaptive_batching._memory import little_to_collect
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
+from adaptive_batching._torchtune import checkpoints
 from adaptive_batching._torchtune import host as hosts
-from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.growing import resolve_increase
-from adaptive_batching._torchtune.in_backward import Gate
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
+from adaptive_batching._torchtune.next_token import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
-from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
-from adaptive_batching._torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
 from adaptive_batching._torchtune.validating import HeldOut, check_validation, hold_out
 from adaptive_batching._values import ConfigError
@@ -64,11 +63,14 @@ class AdaptiveBatching:
     global_step: int
     total_epochs: int
 
-    make_objective: Callable[[hosts.StockParts], Objective] = staticmethod(hosts.next_token)
+    make_objective: Callable[[StockParts], Objective] = staticmethod(next_token)
     """Makes the recipe's objective."""
 
     validates = True
     """True if the loss is a mean over target tokens, which a validation computes."""
+
+    prepare: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
+    """Called with the config before the recipe is launched."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -98,7 +100,7 @@ class AdaptiveBatching:
         """Are told what happens while the recipe trains."""
 
         self._checkpoints = Path(cfg.checkpointer.output_dir)
-        self._gate = Gate()
+        self._gate = hosts.Gate()
         self._stored: dict[str, Any] = {}
         self._rates: list[float] | None = None
         self._session: Session | None = None
@@ -115,7 +117,7 @@ class AdaptiveBatching:
             self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
-                restore_state(self._checkpoints)
+                checkpoints.restore_state(self._checkpoints)
             if self.ranks.size > 1:
                 dist.barrier()
         resumes = cfg.resume_from_checkpoint and not hosts.saves_asynchronously(self)
@@ -185,21 +187,21 @@ class AdaptiveBatching:
 
     def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoint that ends ``epoch``, as stock does."""
-        is_first = self.ranks.is_first
-        self._save(epoch, kept_if_disk_is_full(self._checkpoints, epoch) if is_first else contextlib.nullcontext())
+        keep = checkpoints.kept_if_disk_is_full
+        self._save(epoch, keep(self._checkpoints, epoch) if self.ranks.is_first else contextlib.nullcontext())
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoint after the ``step``-th optimizer step; the last one has no state, as in stock."""
         writes = self.ranks.is_first and (is_last or not hosts.saves_asynchronously(self))
         to = hosts.checkpointer_of(self), self._checkpoints
-        around = saved_as_step(step, to) if writes else contextlib.nullcontext()
-        self._save(self.total_epochs - 1 if is_last else WITHIN_TRAINING, around)
+        around = checkpoints.saved_as_step(step, to) if writes else contextlib.nullcontext()
+        self._save(self.total_epochs - 1 if is_last else checkpoints.WITHIN_TRAINING, around)
 
     def _save(self, epoch: int, around: contextlib.AbstractContextManager[None]) -> None:
         assert self._session is not None, "set up first"
         self._session.note_random_state()
         merged_into = hosts.model_in_checkpoint(self) if self._settings.enabled else None
-        with unchanged_weights(merged_into), around:
+        with checkpoints.unchanged_weights(merged_into), around:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
     def cleanup(self) -> None:
@@ -219,10 +221,9 @@ class AdaptiveBatching:
         except (FileNotFoundError, ValueError) as error:
             if self._resume_from_checkpoint:
                 raise
-            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
             raise ConfigError(
-                f"the model cannot be loaded: {type(error).__name__}: {reason}. Check checkpointer.checkpoint_dir and "
-                f"its files; the head of a config says how to get them"
+                f"the model cannot be loaded: {_in_short(error)}. Check checkpointer.checkpoint_dir and its files; the "
+                f"head of a config says how to get them"
             ) from error
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,9 +244,8 @@ class AdaptiveBatching:
         try:
             made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
-            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".!")
             raise ConfigError(
-                f"{key} cannot be loaded: {type(error).__name__}: {reason}. Check {key}.source, its split and files"
+                f"{key} cannot be loaded: {_in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
         return made if isinstance(made, tuple) else (None, made)
 
@@ -280,14 +280,18 @@ class AdaptiveBatching:
             initial_lr = hosts.initial_learning_rate(self)
             rates = self._rates = scheduled_rates(kwargs["cfg_lr_scheduler"], num_training_steps, initial_lr)
             if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
-                for group in (group for optimizer in hosts.optimizers_of(self) for group in optimizer.param_groups):
+                for group in hosts.groups_of(self):
                     set_rate(group, initial_lr)
         scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
             num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
         )
         if enabled and last_epoch >= 0 and scheduler is not None:
             # Some of torch's schedulers take the step that they resume at a second time.
-            for optimizer in hosts.optimizers_of(self):
-                for group in optimizer.param_groups:
-                    set_rate(group, rates[last_epoch + 1])
+            for group in hosts.groups_of(self):
+                set_rate(group, rates[last_epoch + 1])
         return scheduler
+
+
+def _in_short(error: Exception) -> str:
+    """Return the kind of an error and its first line, without a full stop."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"

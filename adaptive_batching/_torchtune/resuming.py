@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run goes on from: the folder of weights or adapters that its stored state belongs to.
+"""Find the checkpoint that a run goes on from: the folders of weights or adapters that its stored state belongs to.
 
 Stock takes the adapters of the last epoch's folder, which need not be those of the state, and of a fully fine-tuned
 model it has to be told the files.
@@ -11,24 +11,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import training
 from torchtune.training.checkpointing import _utils
 
-from adaptive_batching._torchtune.step_checkpoints import STATE_NAME, states_of_steps
+from adaptive_batching._torchtune.checkpoints import STATE_NAME, epoch_of, state_of_epoch, states_of_steps
 from adaptive_batching._torchtune.stock import replaced_in
 from adaptive_batching._values import ConfigError
 
 
 @contextlib.contextmanager
 def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
-    """Have stock's checkpointers load, inside, the last checkpoint, or the one that the config names.
-
-    What the config's ``checkpointer`` needs for that is set in it.
-    """
-    own = cfg.checkpointer
-    output_dir = Path(own.output_dir)
+    """Have stock load, inside, the last checkpoint, or the one that the config names; ``checkpointer`` is set so."""
+    own, output_dir = cfg.checkpointer, Path(cfg.checkpointer.output_dir)
     named = _named_folder(own, output_dir)
     state = _state(own, output_dir, named)
     folder = _folder_of(state, output_dir)
@@ -40,12 +34,8 @@ def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
     files = sorted(f"{folder.name}/{path.name}" for path in folder.glob("model-*"))
     if named is None and files and not list(folder.glob("adapter_model*")):
         OmegaConf.update(cfg, "checkpointer.checkpoint_files", files, force_add=True)
-
-    def largest_folder(*args: Any, **kwargs: Any) -> str:
-        return folder.name
-
     # Where stock looks for adapters. It fails where no folder is that of an epoch.
-    with replaced_in(_utils, get_largest_iter_folder=largest_folder):
+    with replaced_in(_utils, get_largest_iter_folder=lambda *args, **kwargs: folder.name):
         yield
 
 
@@ -53,11 +43,27 @@ def refuse_step_checkpoints(cfg: DictConfig) -> None:
     """Refuse to resume from a checkpoint within an epoch with the loop of stock, which would begin the epoch again."""
     output_dir, named = Path(cfg.checkpointer.output_dir), Path(cfg.checkpointer.get("recipe_checkpoint") or "").parent
     of_steps = states_of_steps(output_dir)
-    if named.name.startswith("step_") or (of_steps and not _state_of_epoch(output_dir).exists()):
+    if named.name.startswith("step_") or (of_steps and not state_of_epoch(output_dir).exists()):
         raise ConfigError(
             f"resume_from_checkpoint=True without save_every_n_steps, and the checkpoints in {str(output_dir)!r} were "
             f"saved within an epoch; set save_every_n_steps as in the run to resume"
         )
+
+
+def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
+    """Have the value model, which stock starts anew, go on where the policy does, unless the config names another."""
+    files = policy.checkpoint_files
+    name = Path(str(files[0])).parent.name if OmegaConf.is_list(files) and files else ""
+    output_dir = Path(value.output_dir)
+    if not name or output_dir.resolve() in Path(value.checkpoint_dir).resolve().parents:
+        return
+    found = sorted(path.name for path in (output_dir / name).glob("model-*"))
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint=True, and the policy goes on from {name}, of which value_checkpointer.output_dir="
+            f"{value.output_dir!r} has no value model; set it to that of the run to resume"
+        )
+    value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), found
 
 
 def _named_folder(own: DictConfig, output_dir: Path) -> Path | None:
@@ -74,7 +80,7 @@ def _state(own: DictConfig, output_dir: Path, named: Path | None) -> Path:
     """Return the file of the state to go on from."""
     if own.get("recipe_checkpoint"):
         return output_dir / str(own.recipe_checkpoint)
-    of_epoch, of_steps = _state_of_epoch(output_dir), states_of_steps(output_dir)
+    of_epoch, of_steps = state_of_epoch(output_dir), states_of_steps(output_dir)
     if named is not None and named.name.startswith("step_"):
         if not (named / STATE_NAME).exists():
             last = f"; the last that can be resumed from is {of_steps[-1].parent.name}" if of_steps else ""
@@ -93,19 +99,10 @@ def _state(own: DictConfig, output_dir: Path, named: Path | None) -> Path:
     return of_epoch if named is not None else max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
-def _state_of_epoch(output_dir: Path) -> Path:
-    """Return the file that stock keeps the state of the last epoch in."""
-    path: Path = output_dir / _utils.RECIPE_STATE_DIRNAME / STATE_NAME
-    return path
-
-
 def _folder_of(state: Path, output_dir: Path) -> Path | None:
     """Return the folder of the weights that ``state`` belongs to, if it is there."""
     if state.parent.name.startswith("step_"):
         return state.parent
-    try:
-        epochs_run = torch.load(state, mmap=True, weights_only=True, map_location="cpu")[training.EPOCHS_KEY]
-    except (OSError, RuntimeError, KeyError, EOFError, ValueError):
-        return None  # stock says what is wrong with it
-    folder = output_dir / f"epoch_{epochs_run - 1}"
-    return folder if folder.is_dir() else None
+    epoch = epoch_of(state)  # if it has none, stock says what is wrong with it
+    folder = output_dir / f"epoch_{epoch}"
+    return folder if epoch is not None and folder.is_dir() else None

@@ -28,11 +28,10 @@ from adaptive_batching._torchtune.gradients import (
     sum_over_ranks,
 )
 from adaptive_batching._torchtune.gradients import discard as drop_step
-from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.host import Gate, Host
 from adaptive_batching._torchtune.images import run_without_values
-from adaptive_batching._torchtune.in_backward import Gate
+from adaptive_batching._torchtune.next_token import keeps_scales
 from adaptive_batching._torchtune.objective import Batch, Sums
-from adaptive_batching._torchtune.quantization_aware import keeps_scales
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
 
@@ -181,7 +180,7 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
         gate.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
     objective = host.objective.for_trace(frozen)
     if compiling.is_cut_by_inductor(host):
-        compiling.run_as_compiled([trained, *frozen], [host.model, *host.objective.frozen_models], objective)
+        compiling.run_as_compiled([trained, *frozen], host.models, objective)
     run_without_values(trained)
     return replace(
         host,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._torchtune.loop import TrainingLoop
+from adaptive_batching._torchtune.stock import load_stock
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, sample_of
 from tests.integration.two_ranks import in_the_group_of_this_launch
@@ -70,7 +71,7 @@ def train(inputs: Path, directory: Path, name: str, kind: str) -> None:
     given = [f"data_dir={inputs}", f"output_dir={directory / name}", *SMALL, *ON_CUDA, *overrides]
     keys = {override.split("=")[0]: override for override in given}  # the last one counts
     sys.argv = [recipe, "--config", str(path), *keys.values()]
-    with in_the_group_of_this_launch(module, module.stock):
+    with in_the_group_of_this_launch(load_stock(recipe)):
         try:
             module.recipe_main()
         except SystemExit as end:

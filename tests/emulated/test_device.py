@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adaptive_batching._emulated_device import control
-from adaptive_batching._emulated_device.launch import EmulatedDevice
+from adaptive_batching._emulated_device.build import EmulatedDevice
 from adaptive_batching._probe.managed_memory import move_to_host
 from tests.conftest import ROOT
 

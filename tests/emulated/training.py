@@ -61,8 +61,7 @@ def train(recipe: str, config: str, checkpoint: Path, output_dir: Path, **overri
     """
     module = importlib.import_module(f"recipes.{recipe}")
     [kind] = [
-        each for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, AdaptiveBatching) and each.__module__ == module.__name__
+        each for each in vars(module).values() if isinstance(each, type) and issubclass(each, AdaptiveBatching)
     ]  # fmt: skip
     cfg: Any = OmegaConf.load(CONFIGS / f"{config}.yaml")
     settings = {

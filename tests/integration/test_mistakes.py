@@ -8,10 +8,11 @@ from unittest import mock
 
 import pytest
 
+from adaptive_batching.torchtune import load_stock
 from recipes import full_finetune_single_device as full
 from recipes import lora_dpo_single_device as lora_dpo
 from recipes import lora_finetune_single_device as lora
-from tests.conftest import ROOT, TuneRun
+from tests.conftest import RECIPES, ROOT, TuneRun
 from tests.support.command_line import in_this_process
 
 CONFIGS = ROOT / "recipes" / "configs" / "quickstart"
@@ -136,10 +137,10 @@ FOR_BOTH = [f"{OURS}=[]", "max_batch_size=16", f"{OURS}.search=fastest"]
 
 def end_of(recipe: str, overrides: str, tmp_path: Path) -> str:
     """Return what a command with these mistakes ends with; it does so before the model or the data are touched."""
-    module = {"full": full, "lora": lora, "lora_dpo": lora_dpo}[recipe]
+    module, name = {"full": full, "lora": lora, "lora_dpo": lora_dpo}[recipe], RECIPES[recipe][0]
     path = str(CONFIGS / f"{recipe}_single_device.yaml")
     arguments = ["run", "--config", path, f"output_dir={tmp_path}/out", *overrides.split()]
-    stock = mock.patch.object(module.stock.config, "instantiate", side_effect=AssertionError("something was made"))
+    stock = mock.patch.object(load_stock(name).config, "instantiate", side_effect=AssertionError("something was made"))
     with mock.patch.object(sys, "argv", arguments), stock, pytest.raises(SystemExit) as end:
         module.recipe_main()
     return str(end.value)

@@ -168,13 +168,12 @@ class Runner:
         keys = {override.split("=")[0] for override in overrides}
         defaults = [default for default in defaults if default.split("=")[0] not in keys]
         recipe = load_stock(module) if stock else importlib.import_module(f"recipes.{module}")
-        modules = [recipe] if stock else [recipe, recipe.stock]
         sys.argv = [module, "--config", str(cfg), *defaults, *overrides]
         if RANK == 0:
             print(f"RUN {name}", flush=True)
         try:
             with (
-                in_the_group_of_this_launch(*modules),
+                in_the_group_of_this_launch(load_stock(module)),
                 stock_on_cpu() if stock else contextlib.nullcontext(),
                 mock.patch.object(TrainingLoop, "run", begin),
                 collectives or contextlib.nullcontext(),

@@ -32,34 +32,38 @@ def save(folder: Path) -> dict[str, Any]:
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    target = folder.parent / "loaded.pt"
-    dcp_to_torch_save(folder, target)
-    found: dict[str, Any] = torch.load(target)
+    dcp_to_torch_save(folder, folder.parent / "loaded.pt")
+    found: dict[str, Any] = torch.load(folder.parent / "loaded.pt")
     return found
 
 
+def complete(folder: Path, error: Exception | None = None) -> None:
+    """Tell that a checkpoint has been saved, or has failed."""
+    done: Future[None] = Future()
+    done.set_result(None) if error is None else done.set_exception(error)
+    _supersede(folder, done)
+
+
 def test_those_before_one_that_is_complete_keep_their_weights_alone(tmp_path: Path) -> None:
-    of_step = {step: save(tmp_path / f"dist_step_{step}") for step in (4, 8, 12)}
+    first, *others = (tmp_path / f"dist_step_{step}" for step in (4, 8, 12))
+    weights = save(first)
+    for folder in others:
+        save(folder)
     broken_off, another = tmp_path / "dist_step_6", tmp_path / "dist_step_4_of_mine"
     for folder in (broken_off, another):
         folder.mkdir()
     (broken_off / "__0_0.distcp").touch()
-    done: Future[None] = Future()
-    done.set_result(None)
     for _ in range(2):  # as well where it was done before
-        _supersede(tmp_path / "dist_step_8", done)
-    earlier = loaded(tmp_path / "dist_step_4")
+        complete(others[0])
+    earlier = loaded(first)
     assert earlier.keys() == {"model"}
-    for name, weight in of_step[4].items():
-        assert torch.equal(earlier["model"][name], weight), name
-    assert len(list((tmp_path / "dist_step_4").glob("*.distcp"))) == len(of_step[4])
-    with pytest.raises(
-        ConfigError, match=r"resume_from_checkpoint=True, and .*, dist_step_4, holds weights alone; set"
-    ):
-        check_that_state_is_there(tmp_path / "dist_step_4")
-    for step in (8, 12):
-        check_that_state_is_there(tmp_path / f"dist_step_{step}")
-        assert loaded(tmp_path / f"dist_step_{step}").keys() == {"model", "optimizer", "epochs_run", "seed"}
+    assert all(torch.equal(earlier["model"][name], weight) for name, weight in weights.items())
+    assert len(list(first.glob("*.distcp"))) == len(weights)
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=True, .*, dist_step_4, holds weights alone; set"):
+        check_that_state_is_there(first)
+    for folder in others:
+        check_that_state_is_there(folder)
+        assert loaded(folder).keys() == {"model", "optimizer", "epochs_run", "seed"}
     assert (broken_off / "__0_0.distcp").exists() and another.exists()
 
 
@@ -78,24 +82,18 @@ def test_two_that_are_complete_at_once_do_not_disturb_each_other(
         running.pop()
 
     monkeypatch.setattr(async_checkpoints, "keep_weights_alone", note)
-    done: Future[None] = Future()
-    done.set_result(None)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda step: _supersede(tmp_path / f"dist_step_{step}", done), (8, 12)))
+        list(pool.map(complete, (tmp_path / "dist_step_8", tmp_path / "dist_step_12")))
     assert overlaps == [False] * 3
 
 
-@pytest.mark.parametrize("fails", ["to be saved", "to be followed"])
+@pytest.mark.parametrize("error", [OSError("No space left on device"), None], ids=["not saved", "not there"])
 def test_nothing_is_removed_where_the_next_one_is_not_there(
-    fails: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: Exception | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path / "dist_step_4")
-    done: Future[None] = Future()
-    if fails == "to be saved":
+    if error is not None:
         (tmp_path / "dist_step_8").mkdir()
-        done.set_exception(OSError("No space left on device"))
-    else:
-        done.set_result(None)
-    _supersede(tmp_path / "dist_step_8", done)
+    complete(tmp_path / "dist_step_8", error)
     assert "optimizer" in loaded(tmp_path / "dist_step_4")
-    assert ("keeps its state" in caplog.text) == (fails == "to be followed")
+    assert ("keeps its state" in caplog.text) == (error is None)

@@ -18,11 +18,12 @@ from tests.conftest import ROOT
 from tests.support.planned_batches import ADAPTIVE, planned, planned_apart, question_of, shown
 
 OURS = sorted((ROOT / "recipes" / "configs").glob("**/*.yaml"))
+EACH = pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py") if path.stem != "__init__")
 STOCK_CONFIGS = Path(load_stock("full_finetune_single_device").__file__ or "").parent / "configs"
 
 
-@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+@EACH
 def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
     cfg = OmegaConf.load(path)
     assert read_settings(cfg).enabled
@@ -35,7 +36,7 @@ def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
     assert ROOT / "recipes" / "configs" / f"{launched[2]}.yaml" == path
 
 
-@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+@EACH
 def test_a_recipe_reads_all_keys_of_our_config(path: Path) -> None:
     source = Path(load_stock(question_of(path).recipe).__file__ or "").read_text()
     text = path.read_text()

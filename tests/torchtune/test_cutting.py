@@ -12,8 +12,8 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._torchtune import cutting
 from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.data import index_of
-from adaptive_batching._torchtune.in_backward import Gate
-from adaptive_batching._torchtune.objective import NextToken
+from adaptive_batching._torchtune.host import Gate
+from adaptive_batching._torchtune.next_token import NextToken
 from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 

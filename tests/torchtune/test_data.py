@@ -6,7 +6,8 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from adaptive_batching._torchtune.data import SampleLoader, check_data_fills_a_step, stretch, worst_case_sample
+from adaptive_batching._torchtune.data import SampleLoader, check_data_fills_a_step, stretch
+from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._values import ConfigError
 from tests.support.hosts import next_token
 
@@ -71,10 +72,15 @@ def test_data_that_fill_no_step_are_refused(samples: int, batch_size: int, accum
     check_data_fills_a_step(batch_size * accumulation, batch_size, accumulation)
 
 
+def worst_case(data: list[Any], **limits: int) -> dict[str, Any]:
+    return worst_case_sample(
+        data, next_token(), **{"sequence_length": None, "tokenizer_max": None, "model_max": None, **limits}
+    )
+
+
 def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the_longest_sample() -> None:
-    def length(**limits: int | None) -> int:
-        none = {"sequence_length": None, "tokenizer_max": None, "model_max": None}
-        sample = worst_case_sample(DATA, next_token(), **{**none, **limits})
+    def length(**limits: int) -> int:
+        sample = worst_case(DATA, **limits)
         assert len(sample["tokens"]) == len(sample["labels"])
         return len(sample["tokens"])
 
@@ -91,10 +97,9 @@ def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the
 
 def test_samples_with_images_are_not_stretched() -> None:
     images: list[dict[str, Any]] = [{**sample, "encoder_input": object()} for sample in DATA]
-    sample = worst_case_sample(images, next_token(), sequence_length=None, tokenizer_max=100, model_max=None)
-    assert sample == images[1]
+    assert worst_case(images, tokenizer_max=100) == images[1]
     with pytest.raises(ConfigError, match="multimodal data, whose longest sample has 9 tokens"):
-        worst_case_sample(images, next_token(), sequence_length=20, tokenizer_max=None, model_max=None)
+        worst_case(images, sequence_length=20)
 
 
 def test_a_stretched_sample_has_a_target_to_learn_from() -> None:

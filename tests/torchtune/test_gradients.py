@@ -28,7 +28,6 @@ def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_i
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     context = OffloadActivations(use_pin_memory=False, use_streams=False)
     objective = next_token(activations=context)
-    tiny = host(objective, model=model)
     with pytest.raises(RuntimeError, match="breaks off"), context:
         model(torch.ones(32, 64, requires_grad=True))
         raise RuntimeError("breaks off")
@@ -41,7 +40,7 @@ def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_i
     )
     gc.disable()
     try:
-        gradients.discard(tiny)
+        gradients.discard(host(objective, model=model))
     finally:
         gc.enable()
     assert not any(alive_at_release) and len(alive_at_release) == len(held)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,12 +53,17 @@ class Pairs(Objective):
 
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
         tokens = batch["tokens"]
-        with torch.no_grad():
-            reference = log_likelihood(self.frozen_models[0], tokens)
-        chosen, rejected = (log_likelihood(model, tokens) - reference).chunk(2)
-        mean = -functional.logsigmoid(0.5 * (chosen - rejected)).mean()
+        mean, chosen = loss_of_pairs(model, self.frozen_models[0], tokens)
         loss = mean * (len(chosen) if weight is None else weight) / self._pairs_of_step
         return loss, Sums(loss.detach(), torch.tensor(tokens.numel()), {"chosen": chosen.detach().sum()})
+
+
+def loss_of_pairs(model: nn.Module, reference: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean loss, and by how much the model finds the chosen answers, [pairs], more likely than the reference does."""
+    with torch.no_grad():
+        before = log_likelihood(reference, tokens)
+    chosen, rejected = (log_likelihood(model, tokens) - before).chunk(2)
+    return -functional.logsigmoid(0.5 * (chosen - rejected)).mean(), chosen
 
 
 def log_likelihood(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -67,28 +72,6 @@ def log_likelihood(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     targets = tokens[:, 1:]
     picked = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return (picked * (targets >= 0)).sum(-1)
-
-
-class Outlet:
-    """Takes what a recipe would."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
-        self.steps = global_step
-
-    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
-        self.losses.append(metrics["loss"])
-
-    def save_epoch(self, epoch: int, *, is_last: bool) -> None:
-        pass
-
-    def save_step(self, step: int, *, is_last: bool) -> None:
-        pass
-
-    def learning_rate(self) -> float:
-        return 0.1
 
 
 def a_model() -> nn.Module:
@@ -105,27 +88,20 @@ def some_pairs(count: int) -> list[Sample]:
 
 
 def a_host(batch_size: int) -> Host:
-    model, samples = a_model(), some_pairs(48)
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = loader_of(samples, batch_size)
-    return host(Pairs(reference), model=model, optimizers=[optimizer], loader=loader, clip_norm=1.0)
+    model = a_model()
+    optimizers, loader = [torch.optim.SGD(model.parameters(), lr=0.1)], loader_of(some_pairs(48), batch_size)
+    return host(Pairs(a_model()), model=model, optimizers=optimizers, loader=loader, clip_norm=1.0)
 
 
-def plain_loop(batch_size: int, accumulation: int, epochs: int) -> tuple[nn.Module, list[float]]:
+def plain_loop(batch_size: int, epochs: int) -> tuple[nn.Module, list[float]]:
     """Train as anyone would in plain torch."""
     host = a_host(batch_size)
     losses = []
     for epoch in range(epochs):
         host.loader.sampler.set_epoch(epoch)
-        batches = list(host.loader)
-        for start in range(0, len(batches) - accumulation + 1, accumulation):
-            window = [sample for batch in batches[start : start + accumulation] for sample in batch]
+        for window in host.loader:
             tokens = host.objective.collate(window)["tokens"]
-            with torch.no_grad():
-                reference = log_likelihood(host.objective.frozen_models[0], tokens)
-            chosen, rejected = (log_likelihood(host.model, tokens) - reference).chunk(2)
-            loss = -functional.logsigmoid(0.5 * (chosen - rejected)).mean()
+            loss, _ = loss_of_pairs(host.model, host.objective.frozen_models[0], tokens)
             loss.backward()
             nn.utils.clip_grad_norm_(host.model.parameters(), 1.0)
             host.optimizers[0].step()
@@ -140,10 +116,9 @@ def test_preferences_are_probed_cut_and_recovered_as_a_plain_loop_trains(
     micro_batch_size: Any, fails: bool, tmp_path: Path
 ) -> None:
     host = a_host(batch_size=2)
+    limits = {"memory_limit": "16GiB", "max_batch_size": 8}
     settings = AdaptiveBatchingConfig.from_mapping(
-        {"memory_limit": "16GiB", "max_batch_size": 8},
-        use_maximum_batch_size=True,
-        micro_batch_size=micro_batch_size,
+        limits, use_maximum_batch_size=True, micro_batch_size=micro_batch_size
     )
     run = StockRun(batch_size=2, accumulation=2, epochs=2, steps_per_epoch=12)
     circumstances = Circumstances(dict, lambda groups: [torch.optim.SGD(group, lr=0.1) for group in groups])
@@ -158,11 +133,12 @@ def test_preferences_are_probed_cut_and_recovered_as_a_plain_loop_trains(
             raise torch.OutOfMemoryError("out of memory, for the test")
 
     host.model.register_forward_pre_hook(run_out)
-    outlet = Outlet()
+    outlet = mock.Mock(learning_rate=lambda: 0.1)
     session.loop(outlet).run()
 
-    expected, losses = plain_loop(batch_size=8, accumulation=2, epochs=2)
-    assert outlet.losses == pytest.approx(losses, rel=1e-4) and len(losses) == 6
+    expected, losses = plain_loop(batch_size=16, epochs=2)
+    logged = [call.args[0]["loss"] for call in outlet.log_metrics.call_args_list]
+    assert logged == pytest.approx(losses, rel=1e-4) and len(losses) == 6
     for name, weights in expected.state_dict().items():
         torch.testing.assert_close(host.model.state_dict()[name], weights, rtol=1e-4, atol=1e-6)
     reference = session.host.objective.frozen_models[0].state_dict()

@@ -25,11 +25,13 @@ from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, kept_tensors
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
-from adaptive_batching._torchtune.host import Host, preferences
+from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
+from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.stock import load_stock
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER
@@ -92,8 +94,9 @@ def real_host(case: str, cfg: Any) -> Host:
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, AdaptiveBatching) and each is not AdaptiveBatching
     ]
-    no_group = mock.patch.object(module.stock, "init_process_group", lambda *args, **kwargs: None)
-    with no_group if hasattr(module.stock, "init_process_group") else contextlib.nullcontext():
+    stock = load_stock(CASES[case][0])
+    no_group = mock.patch.object(stock, "init_process_group", lambda *args, **kwargs: None)
+    with no_group if hasattr(stock, "init_process_group") else contextlib.nullcontext():
         made: Any = recipe(cfg)
         made.setup(cfg)
     return as_one_of(made._session.host)

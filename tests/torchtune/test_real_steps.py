@@ -16,6 +16,7 @@ from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.stock import load_stock
 from tests.support.real_memory import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 
@@ -145,7 +146,8 @@ def test_a_sharded_step_on_paper_is_that_of_a_rank_to_the_byte(
     module: Any = importlib.import_module(f"recipes.{kind}_finetune_distributed")
     [recipe] = [c for name, c in vars(module).items() if name.endswith("RecipeDistributed")]
     cfg = config(kind, *overrides, inputs=inputs, out=tmp_path)
-    with mock.patch.object(module.stock, "init_process_group", lambda *args, **kwargs: None):
+    stock = load_stock(f"{kind}_finetune_distributed")
+    with mock.patch.object(stock, "init_process_group", lambda *args, **kwargs: None):
         made = recipe(cfg)
         made.setup(cfg)
     on_paper, _ = set_up(f"{kind}_finetune_distributed", config(kind, *overrides), Data(LENGTH, 50), 2)

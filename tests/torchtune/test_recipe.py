@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from adaptive_batching import ConfigError
+from adaptive_batching.torchtune import AdaptiveBatching, AdaptivePPO, load_stock, recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 
 stock = load_stock("full_finetune_single_device")
+
+
+def as_it_is(parts: Any) -> Any:
+    return parts
 
 
 def test_a_stock_recipe_before_ours_is_refused_when_the_class_is_made() -> None:
@@ -36,6 +41,19 @@ def test_our_recipes_can_be_subclassed_and_mixed_with_others() -> None:
         def train(self) -> None:
             super().train()
 
-    assert [each.__name__ for each in Ours.__mro__[:4]] == [
-        "Ours", "Noisy", "FullFinetuneRecipeSingleDevice", "AdaptiveBatching",
-    ]  # fmt: skip
+    assert Ours.__mro__[:4] == (Ours, Noisy, FullFinetuneRecipeSingleDevice, AdaptiveBatching)
+
+
+def test_a_recipe_by_name_is_stocks_with_another_objective_if_there_is_one() -> None:
+    made = recipe("full_finetune_single_device", as_it_is)
+    assert issubclass(made, stock.FullFinetuneRecipeSingleDevice) and made.make_objective("parts") == "parts"
+    assert issubclass(recipe("ppo_full_finetune_single_device"), AdaptivePPO)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("full_finetune_everywhere", "is not known here; take one of full_"), ("eleuther_eval", "takes no objective")],
+)
+def test_a_recipe_that_is_not_there_or_computes_nothing_of_the_kind_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"recipe '{name}' {message}"):
+        recipe(name, as_it_is)

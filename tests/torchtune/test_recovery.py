@@ -19,7 +19,8 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
-from adaptive_batching._torchtune.distillation import Distillation
+from adaptive_batching._torchtune.next_token import Distillation
+from adaptive_batching._torchtune.objective import StockParts
 from adaptive_batching._torchtune.recovery import Recovery, remedy
 from adaptive_batching._torchtune.step import remedies
 from adaptive_batching._values import ByLength
@@ -170,7 +171,7 @@ def test_the_remedy_is_one_that_is_not_used_yet() -> None:
 def test_offloading_is_no_remedy_for_a_distillation() -> None:
     """Its recipes do not read the key."""
     teacher = nn.Linear(2, 2)
-    objective = Distillation(None, None, None, teacher=teacher, teacher_loss=None, teacher_share=0.5)
+    objective = Distillation(StockParts(None, None, None, 0, frozen=teacher, teacher_share=0.5))
     learner = host(objective, device=torch.device("cuda"), checkpoints_activations=True)
     assert remedy(learner).startswith("a model with quantized weights, as in QLoRA;")
     found = remedies(learner, dict(SAMPLES[0]), lambda groups: [], accumulates=False)

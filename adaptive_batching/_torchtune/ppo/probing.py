@@ -20,9 +20,9 @@ from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.result import ProbeResult
 from adaptive_batching._probe.trial import Run, TrainingStep
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.data import worst_case_sample
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe
+from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.ppo.stock import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories, bytes_of, longest
 from adaptive_batching._torchtune.probing import Probed, probe_or_stored, settled, upper_bound
