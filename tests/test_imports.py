@@ -17,6 +17,7 @@ CORE = sorted(
     for path in PACKAGE.glob("**/*.py")
     if path.name != SITE and not set(OUTER) & set(path.relative_to(PACKAGE).parts)
 )
+MEMORY = {"memory", "out_of_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "values": set(),
@@ -24,14 +25,15 @@ MAY_IMPORT = {
     "emulated_device": {"values"},
     "copies": set(),
     "memory": {"host_memory"},
+    "out_of_memory": set(),
     "host_memory": set(),
     "random_state": set(),
-    "ranks": {"host_memory", "memory"},
+    "ranks": {"host_memory", "out_of_memory"},
     "growth": set(),
-    "loop": {"config", "copies", "memory", "micro_batches", "probe", "random_state", "ranks", "values"},
-    "micro_batches": {"memory", "random_state", "ranks"},
+    "loop": {"config", "copies", "micro_batches", "probe", "random_state", "ranks", "values"} | MEMORY,
+    "micro_batches": {"random_state", "ranks"} | MEMORY,
     "plan": {"probe", "values"},
-    "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
+    "probe": {"config", "host_memory", "random_state", "ranks", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
 }
 PURE = [
@@ -59,11 +61,9 @@ PURE = [
     "plan/varying",
     "plan/verdict",
     "probe/allocator",
-    "probe/corrected_curve",
     "probe/curve",
     "probe/ledger",
     "probe/reserved",
-    "probe/result",
     "probe/scratch",
     "probe/search",
     "probe/sizes",

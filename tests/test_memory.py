@@ -17,11 +17,10 @@ from adaptive_batching._memory import (
     Segments,
     allocator_advice,
     cuda_segments,
-    forget_frames,
-    is_out_of_memory,
     memory_meter,
     release_cached_memory,
 )
+from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 
 MIB = 2**20
 

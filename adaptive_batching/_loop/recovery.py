@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
-from adaptive_batching._memory import allocator_advice, is_out_of_memory
+from adaptive_batching._memory import allocator_advice
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
 from adaptive_batching._micro_batches.cut import padded_tokens
 from adaptive_batching._micro_batches.limits import Attempts, TokenLimit
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._values import ConfigError
 

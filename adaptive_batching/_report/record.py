@@ -17,7 +17,7 @@ from typing import Any
 from adaptive_batching._growth.course import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
-from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.apart import finish_page, start_page, stop_page
 from adaptive_batching._report.events import RECORD, VERSION, lines_that_count, written
 from adaptive_batching._report.rows import Row

@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import is_out_of_memory, release_workspaces
+from adaptive_batching._memory import release_workspaces
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._random_state import unchanged_random_state
 from adaptive_batching._ranks.agree import GroupError

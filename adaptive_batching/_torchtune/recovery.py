@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from adaptive_batching._memory import allocator_advice, is_out_of_memory
+from adaptive_batching._memory import allocator_advice
 from adaptive_batching._micro_batches.limits import Attempts, TokenLimit
 from adaptive_batching._micro_batches.run import Outcome
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._torchtune.cutting import MicroBatch

@@ -20,7 +20,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.accumulation import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._probe.budget import require_room, within_memory_limit
+from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit
 from adaptive_batching._random_state import random_state, set_random_state
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.watcher import Watcher
@@ -42,7 +42,7 @@ from adaptive_batching._torchtune.many_devices import record_collectives
 from adaptive_batching._torchtune.probing import Probed, find_maximum
 from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.second_moment import check_that_beta2_can_follow
-from adaptive_batching._torchtune.step import batch_dependent_module
+from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation, execution_of
 from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, Whole
 

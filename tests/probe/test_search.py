@@ -11,8 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._probe.corrected_curve import CERTAIN_FIT
-from adaptive_batching._probe.search import SEARCHES, settle_for_enough
+from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, settle_for_enough
 from adaptive_batching._probe.sizes import MAX_STEPS, Measurement, SizesRun, can_repeat, candidate_sizes
 
 

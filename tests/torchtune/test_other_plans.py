@@ -29,7 +29,7 @@ from adaptive_batching._torchtune.host import Host, preferences
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.set_up_memory import Allocations
-from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.training_step import training_step
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER

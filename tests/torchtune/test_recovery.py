@@ -21,7 +21,7 @@ from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching._torchtune.distillation import Distillation
 from adaptive_batching._torchtune.recovery import Recovery, remedy
-from adaptive_batching._torchtune.step import remedies
+from adaptive_batching._torchtune.training_step import remedies
 from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 from tests.support.hosts import ALONE, SAMPLES, host

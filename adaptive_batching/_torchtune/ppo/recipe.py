@@ -11,12 +11,12 @@ from torchtune.rlhf import PPOStats, Trajectory
 
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, saved_last, with_batch_state
+from adaptive_batching._torchtune.kept_probe import circumstances_of
 from adaptive_batching._torchtune.ppo import stock as stocks
 from adaptive_batching._torchtune.ppo.resuming import take_value_model_of
 from adaptive_batching._torchtune.ppo.session import PPOSession
 from adaptive_batching._torchtune.ppo.settings import check_settings
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
-from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.step_checkpoints import WITHIN_TRAINING, saved_as_step
 
