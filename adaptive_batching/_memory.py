@@ -29,10 +29,8 @@ _ALLOCATOR_VARIABLES = (
 
 
 def allocator_advice(device: torch.device) -> str | None:
-    """Return a setting of CUDA's caching allocator that would let more fit, or None if it is set or does not apply.
-
-    By default the allocator splits segments of fixed size, and the unused gaps between blocks count as taken.
-    """
+    """Return a setting of CUDA's caching allocator that would let more fit, or None if it is set or does not apply."""
+    # By default it splits segments of fixed size, and the unused gaps between blocks count as taken.
     chosen = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     if device.type != "cuda" or "expandable_segments" in chosen or "backend:cudaMallocAsync" in chosen:
         return None
@@ -147,10 +145,7 @@ class MemoryMeter(Protocol):
     def reset_peak(self) -> None: ...
 
     def peak_bytes(self) -> int:
-        """Return the most that counted against the limit at once since :meth:`reset_peak`, including what already did.
-
-        For a caching allocator this is reserved memory: the memory in use and the unused gaps between blocks.
-        """
+        """Return the most that counted against the limit since :meth:`reset_peak`; an allocator: what it reserved."""
 
     def peak_allocated_bytes(self) -> int:
         """Return the most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, allocator_advice, memory_meter
@@ -114,7 +114,7 @@ class Remedy:
 def unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
     """Return the bytes in use that a trace does not see: libraries on the CPU, nothing on an accelerator."""
     states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
+    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, torch.Tensor))]
     return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
 
 

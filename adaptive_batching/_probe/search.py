@@ -123,9 +123,8 @@ class CorrectedCurve:
     def surely_exceeds(self, index: int) -> bool:
         """Return True if a candidate certainly does not fit and need not run.
 
-        The prediction, calibrated by one measurement, must have been right about another one. It must put this
-        candidate above the budget by more than its error there can be, and than the memory that the device's allocator
-        holds in reserve.
+        The prediction, calibrated by one measurement, must have been right about another one, and put this candidate
+        above the budget by more than its error can be there, and than what the device's allocator holds in reserve.
         """
         size = self._sizes.candidates[index]
         answer = max((m for m in self._sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
@@ -253,11 +252,10 @@ def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None, coun
 def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
     """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
 
-    The curve comes from two traces of the training step (:mod:`adaptive_batching._probe.trace`). Its shape is exact and
-    its level is off by a constant, so the first real step, at a small size, calibrates it. If a measured step
-    contradicts the curve, the next guess uses the corrected one; repeated contradictions end in bisection. A wrong
-    curve costs steps, but never gives a wrong answer. Without a curve, guesses follow the secant through the two
-    largest sizes that fitted.
+    The curve comes from two traces of the training step. Its shape is exact and its level is off by a constant, so the
+    first real step, at a small size, calibrates it. If a measured step contradicts the curve, the next guess uses the
+    corrected one; repeated contradictions end in bisection. A wrong curve costs steps, but never gives a wrong answer.
+    Without a curve, guesses follow the secant through the two largest sizes that fitted.
 
     ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
     limit; None if the allocator's rules are not known. Then what was last measured to be reserved beyond what is in use
@@ -300,12 +298,11 @@ def settle_for_enough(
     enough: Callable[[], int | None],
     count: Count | None = None,
 ) -> int | None:
-    """Run the two smallest sizes, and leave out those that are larger than is of use.
+    """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
-    From the size that ``enough`` returns on, larger ones are of no use, as far as measurements tell. Return the largest
-    up to that one which is predicted to fit by far, so that it need not run, if it is at least a third of it: the time
-    that larger sizes save is then at most three times what is of no use. Else return None: the search goes on, up to
-    what is enough.
+    Return the largest size up to what is enough that is predicted to fit by far, so that it need not run, if it is at
+    least a third of it: the time that larger sizes save is then at most three times what is of no use. Else return
+    None: the search goes on, up to what is enough.
     """
     curve = CorrectedCurve(sizes, predict_peak, count)
     for index in range(min(2, len(sizes.candidates))):

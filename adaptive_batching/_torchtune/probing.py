@@ -76,23 +76,11 @@ class Probe:
 
     def result(self) -> ProbeResult:
         """Run the probe, or take the result that an earlier run has stored."""
-        settings = self.settings
-        # What a forward may take is no size to round.
-        rounds = settings.round_to_power_of_two and not settings.fills_memory
-        facts = {
-            "include": self._include,
-            "upper": self.upper,
-            "recipe": self.host.name,
-            "sequence_length": self._length,
-        }
-        return kept_probe(
-            self.host,
-            replace(settings, round_to_power_of_two=rounds),
-            self.circumstances,
-            facts,
-            self.folder / "probe.json",
-            self._find,
-        )
+        host, settings = self.host, self.settings
+        if settings.fills_memory:  # what a forward may take is no size to round
+            settings = replace(settings, round_to_power_of_two=False)
+        facts = {"include": self._include, "upper": self.upper, "recipe": host.name, "sequence_length": self._length}
+        return kept_probe(host, settings, self.circumstances, facts, self.folder / "probe.json", self._find)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
@@ -123,10 +111,7 @@ class Probe:
         return result
 
     def _at_shorter_lengths(
-        self,
-        result: ProbeResult,
-        step: Callable[[Sample], TrainingStep],
-        find: Callable[[TrainingStep], ProbeResult],
+        self, result: ProbeResult, step: Callable[[Sample], TrainingStep], find: Callable[[TrainingStep], ProbeResult]
     ) -> list[tuple[int, int, int]]:
         """Return (tokens, batch size, peak bytes) at half the length and its halves, while more tokens fit there.
 
@@ -168,9 +153,8 @@ def find_maximum(
         tokenizer_max=host.max_length,
         model_max=getattr(host.model, "max_seq_len", None),
     )
-    length = len(host.objective.tokens(sample))
     result = Probe(host, run, settings, circumstances, sample, upper, reason, report.directory).result()
-    report.probe(result, sequence_length=length)
+    report.probe(result, sequence_length=len(host.objective.tokens(sample)))
     tokens = host.objective.size(sample)
     capacity = None
     if settings.fills_memory:

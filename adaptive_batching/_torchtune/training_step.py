@@ -183,10 +183,9 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 
 
 def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return ``batch`` as a trace can take it: flex attention has no fake kernel, and takes a mask of blocks.
+    """Return ``batch`` as a trace can take it: flex attention, which takes a mask of blocks, has no fake kernel.
 
-    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass:
-    queries, keys, values, the output and a number for each row of scores.
+    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass.
     """
     return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
 

@@ -62,10 +62,7 @@ def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool
 
     Where the probe has no replay of it, the first step finds optimizer states.
     """
-    again = Device(
-        device.total_bytes, device.layers, device.length, device.libraries_bytes, device.overhead,
-        device.workspace_bytes,
-    )  # fmt: skip
+    again = replace(device)
     had = []
     if not is_replayed:
         again.optimizer.make_states()
@@ -77,6 +74,11 @@ def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool
     except RuntimeError:
         return False
     return not any(had[2:])
+
+
+def many(examples: int) -> settings:
+    phases = [Phase.explicit, Phase.generate]  # shrinking takes minutes
+    return settings(max_examples=examples, deadline=None, derandomize=True, phases=phases)
 
 
 layers = st.lists(
@@ -91,9 +93,7 @@ layers = st.lists(
 )
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
-)  # shrinking takes minutes
+@many(150)
 @given(
     layers=layers,
     room=st.integers(64 * MIB, 12 * GIB),
@@ -105,15 +105,9 @@ layers = st.lists(
     powers=st.booleans(),
 )
 def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
-    layers: list[Layer],
-    room: int,
-    libraries: int,
-    upper: int,
-    traced: bool,
-    rules: Segments | None,
-    workspace: int,
+    layers: list[Layer], room: int, libraries: int, upper: int, traced: bool, rules: Segments | None, workspace: int,
     powers: bool,
-) -> None:
+) -> None:  # fmt: skip
     total = 4 * sum(layer.weights for layer in layers) + libraries + room
     device = Device(total, layers, libraries_bytes=libraries, workspace_bytes=workspace, rules=rules)
     config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": powers, "headroom": 0})
@@ -135,7 +129,7 @@ def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
         assert device.errors <= 10 and found.num_steps <= 26
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@many(60)
 @given(
     weights=st.integers(8 * MIB, 64 * MIB),
     kept=st.integers(8, 64),
@@ -155,7 +149,7 @@ def test_where_layers_are_alike_a_curve_makes_the_walk_short(
     assert device.errors <= 3 and found.num_steps <= 10, [m.batch_size for m in found.measurements]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@many(60)
 @given(layers=layers, tokens=st.integers(1, 10_000))
 def test_a_replay_reserves_what_the_steps_of_the_probe_reserve(layers: list[Layer], tokens: int) -> None:
     device = Device(2**60, layers, length=1)
@@ -169,7 +163,7 @@ def test_a_replay_reserves_what_the_steps_of_the_probe_reserve(layers: list[Laye
     assert peaks(tokens).once == resting.allocator.peak_reserved
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+@many(60)
 @given(layers=layers, sizes=st.lists(st.integers(1, 400), min_size=1, max_size=20))
 def test_replayed_peaks_never_fall_with_the_size_nor_change_once_told(layers: list[Layer], sizes: list[int]) -> None:
     peaks = ReservedPeaks(Device(2**60, layers).recorded, allocator.CachingAllocator, makes_states=True)
@@ -232,12 +226,8 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
         patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
         find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
     message = str(error.value)
-    if is_measured:
-        assert re.search(r"does not fit in 2.00 GiB: it took 2\.\d+ GiB, \d+ MiB more\.", message), message
-    else:
-        assert re.search(r"does not fit in 2.00 GiB: it ran out of memory, though only about 1.\d+ GiB", message), (
-            message
-        )
+    why = r"it took 2\.\d+ GiB, \d+ MiB more\." if is_measured else r"it ran out of memory, though only about 1.\d+ GiB"
+    assert re.search(r"does not fit in 2.00 GiB: " + why, message), message
     assert " 0 MiB more" not in message
     assert "half the length: about" in message and "would fit" in message
 

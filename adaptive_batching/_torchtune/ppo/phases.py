@@ -46,8 +46,7 @@ def find_sizes(
     """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
 
     A batch that is not cut is as many backward passes as the config has in one, each of the largest size. Results are
-    kept in the folder of ``report`` for the next run. ConfigError if a probe is needed, and the device's memory cannot
-    be measured; DoesNotFitError if a single trajectory does not fit.
+    kept in the folder of ``report`` for the next run.
     """
     parts = stock.sizes.parts
     upper, reason = upper_bound(host, run, settings)
