@@ -28,17 +28,12 @@ MIB = 2**20
 
 # What libraries really say, each as torch passes it on.
 OUT_OF_MEMORY = [
-    torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is "
-        "free. Process 1 has 77.60 GiB memory in use."
-    ),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB."),
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("std::bad_alloc"),
     RuntimeError("Resource temporarily unavailable"),  # a thread that cannot start, which is all that it says
-    RuntimeError(
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
-    ),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API"),
     RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("HIP error: out of memory"),
     RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),

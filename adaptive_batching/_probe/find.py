@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice
@@ -79,7 +78,8 @@ class _Search:
         self._share(trial)
         # All ranks must search alike, although a limit on one process makes only that rank predictable.
         avoids = ranks.any(not meter.fails_safely)
-        trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(self._step.model)))
+        is_single_precision = all(parameter.dtype == torch.float32 for parameter in self._step.model.parameters())
+        trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
         self._predict(trial, avoids_failures=avoids)
         by_curve = self._config.search == "predict"
         self._expected = 0 if not by_curve else 3 if enough is None else 2
@@ -315,7 +315,3 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
         text = "the training step cannot be traced (%s); searching by measured steps alone"
         log.warning(text, error, extra=ONLY_HERE)
         return None
-
-
-def _is_single_precision(model: nn.Module) -> bool:
-    return all(parameter.dtype == torch.float32 for parameter in model.parameters())

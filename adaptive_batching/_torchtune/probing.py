@@ -82,6 +82,17 @@ class Probe:
         facts = {"include": self._include, "upper": self.upper, "recipe": host.name, "sequence_length": self._length}
         return kept_probe(host, settings, self.circumstances, facts, self.folder / "probe.json", self._find)
 
+    def probed(self, result: ProbeResult) -> Probed:
+        """Return what the run makes of ``result``."""
+        settings, tokens = self.settings, self.host.objective.size(self.sample)
+        capacity = None
+        if settings.fills_memory:
+            shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
+            capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
+        seen = result.batch_size * tokens
+        found = Probed(result.batch_size, result.reason, settings.micro_batch_size, capacity, seen)
+        return settled(settings, found, self.upper, self.reason)
+
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
         find = partial(
@@ -141,11 +152,10 @@ def find_maximum(
     host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances, report: Report
 ) -> Probed:
     """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data."""
-    size = settings.micro_batch_size
     upper, reason = upper_bound(host, run, settings)
     if not settings.probes:
         report.maximum(upper, reason)
-        return Probed(upper, reason, size)
+        return Probed(upper, reason, settings.micro_batch_size)
     sample = worst_case_sample(
         host.loader.dataset,
         host.objective,
@@ -153,15 +163,10 @@ def find_maximum(
         tokenizer_max=host.max_length,
         model_max=getattr(host.model, "max_seq_len", None),
     )
-    result = Probe(host, run, settings, circumstances, sample, upper, reason, report.directory).result()
+    probe = Probe(host, run, settings, circumstances, sample, upper, reason, report.directory)
+    result = probe.result()
     report.probe(result, sequence_length=len(host.objective.tokens(sample)))
-    tokens = host.objective.size(sample)
-    capacity = None
-    if settings.fills_memory:
-        shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
-        capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
-    found = Probed(result.batch_size, result.reason, size, capacity, result.batch_size * tokens)
-    return settled(settings, found, upper, reason)
+    return probe.probed(result)
 
 
 def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> tuple[int, str]:

@@ -28,24 +28,17 @@ EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "he
 
 
 class Traced:
-    """Stand-in for the trace of a device's steps."""
+    """Stand-in for the trace of a device's steps, and for its memory curve."""
 
     is_uniform = True
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.curve = Curve(device)
+        self.curve = self
+        self.resting_bytes = device.allocator.allocated
 
     def at(self, batch_size: int) -> Recorded:
         return self._device.recorded(batch_size * self._device.length)
-
-
-class Curve:
-    """The memory curve that a trace of a device's steps would give."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.resting_bytes = device.allocator.allocated
 
     def peak_bytes(self, batch_size: int) -> int:
         return self._device.peak_allocated(batch_size * self._device.length)
@@ -76,11 +69,6 @@ def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool
     return not any(had[2:])
 
 
-def many(examples: int) -> settings:
-    phases = [Phase.explicit, Phase.generate]  # shrinking takes minutes
-    return settings(max_examples=examples, deadline=None, derandomize=True, phases=phases)
-
-
 layers = st.lists(
     st.builds(
         Layer,
@@ -93,7 +81,9 @@ layers = st.lists(
 )
 
 
-@many(150)
+@settings(
+    max_examples=150, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
+)  # shrinking takes minutes
 @given(
     layers=layers,
     room=st.integers(64 * MIB, 12 * GIB),
@@ -105,9 +95,15 @@ layers = st.lists(
     powers=st.booleans(),
 )
 def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
-    layers: list[Layer], room: int, libraries: int, upper: int, traced: bool, rules: Segments | None, workspace: int,
+    layers: list[Layer],
+    room: int,
+    libraries: int,
+    upper: int,
+    traced: bool,
+    rules: Segments | None,
+    workspace: int,
     powers: bool,
-) -> None:  # fmt: skip
+) -> None:
     total = 4 * sum(layer.weights for layer in layers) + libraries + room
     device = Device(total, layers, libraries_bytes=libraries, workspace_bytes=workspace, rules=rules)
     config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": powers, "headroom": 0})
@@ -129,7 +125,7 @@ def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
         assert device.errors <= 10 and found.num_steps <= 26
 
 
-@many(60)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(
     weights=st.integers(8 * MIB, 64 * MIB),
     kept=st.integers(8, 64),
@@ -149,7 +145,7 @@ def test_where_layers_are_alike_a_curve_makes_the_walk_short(
     assert device.errors <= 3 and found.num_steps <= 10, [m.batch_size for m in found.measurements]
 
 
-@many(60)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(layers=layers, tokens=st.integers(1, 10_000))
 def test_a_replay_reserves_what_the_steps_of_the_probe_reserve(layers: list[Layer], tokens: int) -> None:
     device = Device(2**60, layers, length=1)
@@ -163,7 +159,7 @@ def test_a_replay_reserves_what_the_steps_of_the_probe_reserve(layers: list[Laye
     assert peaks(tokens).once == resting.allocator.peak_reserved
 
 
-@many(60)
+@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 @given(layers=layers, sizes=st.lists(st.integers(1, 400), min_size=1, max_size=20))
 def test_replayed_peaks_never_fall_with_the_size_nor_change_once_told(layers: list[Layer], sizes: list[int]) -> None:
     peaks = ReservedPeaks(Device(2**60, layers).recorded, allocator.CachingAllocator, makes_states=True)
@@ -223,7 +219,7 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
-        patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
+        patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Traced(replace(device, length=1024)))
         find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
     message = str(error.value)
     why = r"it took 2\.\d+ GiB, \d+ MiB more\." if is_measured else r"it ran out of memory, though only about 1.\d+ GiB"

@@ -10,7 +10,6 @@ import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
-from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
@@ -21,7 +20,7 @@ from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe
 from adaptive_batching._torchtune.ppo.stock import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories, bytes_of, longest
-from adaptive_batching._torchtune.probing import Probe, Probed, settled, upper_bound
+from adaptive_batching._torchtune.probing import Probe, Probed, upper_bound
 
 log = logging.getLogger(__name__)
 
@@ -73,15 +72,13 @@ def find_sizes(
     of_backward = replace(run, batch_size=run.batch_size // parts, accumulation=stock.sizes.backwards)
     log.info("probing backward passes, of prompts of %d tokens and %d generated", length, generated)
     as_worst = replace(host, objective=worst)
-    result = Probe(as_worst, of_backward, settings, circumstances, sample, upper // parts, reason, folder).result()
+    probe = Probe(as_worst, of_backward, settings, circumstances, sample, upper // parts, reason, folder)
+    result = probe.result()
     report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward")
-    fits = result.enough or result.batch_size
-    capacity = Capacity(((1, fits),)) if settings.fills_memory else None
-    found = Probed(result.batch_size, result.reason, settings.micro_batch_size, capacity, result.batch_size)
-    found = settled(settings, found, upper // parts, reason)
+    found = probe.probed(result)
     batch = replace(found, maximum=found.maximum * parts)
-    longest_rollouts = _Rollouts(stock, length, batch.maximum if follows else upper, row_bytes)
-    rollout = longest_rollouts.probe(host, settings, circumstances, folder)
+    rollouts = _Rollouts(stock, length, batch.maximum if follows else upper, row_bytes)
+    rollout = rollouts.probe(host, settings, circumstances, folder)
     report.rollout(rollout, prompt_length=length, generated=generated)
     return ProbedSizes(batch, rollout.batch_size)
 
