@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
 from torchtune import config
 
 from adaptive_batching._config import AdaptiveBatchingConfig
@@ -22,7 +23,6 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import is_packed
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.training_step import MakeOptimizers
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)
@@ -49,20 +49,21 @@ _NOT_OF_MEMORY = frozenset(
 class Circumstances:
     """Facts of a run, besides its model and data, that the memory of a step depends on."""
 
-    config: Callable[[], Mapping[str, Any]]
-    """Returns the config's entries that memory may depend on."""
-
-    make_optimizers: MakeOptimizers
+    cfg: DictConfig
     measures_noise: bool = False
 
+    def config(self) -> dict[str, Any]:
+        """Return the entries of the config that call for another probe when they change."""
+        cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
+        plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+        found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
+        found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
+        return found
 
-def circumstances_of(cfg: DictConfig, *, measures_noise: bool) -> Circumstances:
-
-    def make_optimizers(groups: Any) -> Any:
-        traced = without_kernels(cfg.optimizer)
+    def make_optimizers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Optimizer]:
+        """Return an optimizer for each group of parameters, as the config has it, for a trace."""
+        traced = without_kernels(self.cfg.optimizer)
         return [config.instantiate(traced, list(group)) for group in groups]
-
-    return Circumstances(partial(config_of_memory, cfg), make_optimizers, measures_noise)
 
 
 def kept_probe(
@@ -112,15 +113,6 @@ def kept_probe(
     result = find(settings, meter)
     ranks.on_first(lambda: store_result(path, key, result))
     return result
-
-
-def config_of_memory(cfg: DictConfig) -> dict[str, Any]:
-    """Return the entries of a config that call for another probe when they change."""
-    cfg = OmegaConf.merge(cfg, {"output_dir": ""})  # type: ignore[assignment]  # others are interpolated from it
-    plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
-    found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
-    return found
 
 
 def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:

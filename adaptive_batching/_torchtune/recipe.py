@@ -26,7 +26,7 @@ from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.checkpoints import kept_if_disk_is_full, restore_state, unchanged_weights
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.in_backward import Gate
-from adaptive_batching._torchtune.kept_probe import circumstances_of
+from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.laying_out import resolve_increase
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
@@ -133,7 +133,7 @@ class AdaptiveBatching:
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
         host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
-        circumstances = circumstances_of(cfg, measures_noise=self._increase.noise_scale_every is not None)
+        circumstances = Circumstances(cfg, measures_noise=self._increase.noise_scale_every is not None)
         held_out = self._hold_out(host)
         self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored, held_out)
         self.global_step = self._session.run.first_step

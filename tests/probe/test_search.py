@@ -321,53 +321,40 @@ class Straining:
     """A device on which sizes from ``beyond`` on strain the allocator in every step but the first."""
 
     beyond: int
+    freed: Peak = lambda size: 0
+    per_sample: int = 12
+    """Bytes of a sample in the steps that repeat; 12 in the first, and predicted."""
     budget: int = 2000
-    freed: Callable[[int], int] = lambda size: 0
-    steps: int = 0
-
-    def peak(self, size: int) -> int:
-        return 100 + 12 * size
 
     def first(self, size: int) -> Measurement:
-        self.steps += 1
-        peak = self.peak(size)
+        peak = 100 + 12 * size
         fits = peak <= self.budget
         return Measurement(size, fits, peak if fits else None, overhead=1.1, makes_states=True)
 
     def again(self, size: int) -> Measurement:
-        self.steps += 1
         if size < self.beyond:
-            return Measurement(size, True, self.peak(size), overhead=1.1)
-        return Measurement(size, True, self.budget, overhead=1.1, retries=1, freed_bytes=self.freed(size))
+            return Measurement(size, True, 100 + self.per_sample * size, overhead=1.1)
+        return Measurement(size, True, self.budget, overhead=1.1, retries=1, freed_bytes=int(self.freed(size)))
+
+    def search(self) -> SizesRun:
+        sizes = SizesRun(self.first, range(1, 400), lambda: self.budget, self.again, begin=self.first)
+        confirmed = False
+        while not confirmed:
+            SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
+            confirmed = sizes.confirm()
+        return sizes
 
 
 def test_the_walk_is_short_where_only_the_steps_that_repeat_strain_the_allocator() -> None:
     """Where each answer that failed was forgotten, this took a size for each from 158 down to 132."""
-    device = Straining(beyond=132)
-    sizes = SizesRun(device.first, range(1, 400), lambda: device.budget, device.again, begin=device.first)
-    SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
-    while not sizes.confirm():
-        SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
+    sizes = Straining(beyond=132).search()
     assert sizes.found == 131
     assert len(sizes.measurements) <= 12
 
 
 def test_what_the_allocator_gave_back_corrects_the_curve() -> None:
     """Blocks that are kept take 3 more for each sample, which only the steps that repeat show."""
-
-    def kept(size: int) -> int:
-        return 100 + 15 * size - 2000
-
-    def ran(freed: Callable[[int], int]) -> int:
-        device = Straining(beyond=127, freed=freed)
-        device.again = (  # type: ignore[method-assign]
-            lambda size: (
-                Straining.again(device, size) if size >= 127 else Measurement(size, True, 100 + 15 * size, overhead=1.1)
-            )
-        )
-        sizes = SizesRun(device.first, range(1, 400), lambda: device.budget, device.again, begin=device.first)
-        SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
-        assert sizes.confirm() and sizes.found == 126
-        return len(sizes.measurements)
-
-    assert ran(kept) < ran(lambda size: 0) and ran(kept) <= 4
+    known = Straining(beyond=127, freed=lambda size: 100 + 15 * size - 2000, per_sample=15).search()
+    unknown = Straining(beyond=127, per_sample=15).search()
+    assert known.found == unknown.found == 126
+    assert len(known.measurements) < len(unknown.measurements) and len(known.measurements) <= 4

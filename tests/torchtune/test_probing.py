@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.block_wise import paged_bytes
 from adaptive_batching._torchtune.kept_probe import (
-    circumstances_of,
-    config_of_memory,
+    Circumstances,
     load_result,
     settings_of_memory,
     store_result,
@@ -32,7 +31,7 @@ def changed(**settings: Any) -> bool:
     cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
     for key, value in settings.items():
         OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
-    keys = [{**config_of_memory(each), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
+    keys = [{**Circumstances(each).config(), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
     return keys[0] != keys[1]
 
 
@@ -128,7 +127,7 @@ def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels()
     cfg.optimizer = {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-3}
     with FakeTensorMode():
         weight = nn.Parameter(torch.ones(400, 400))
-        [optimizer] = circumstances_of(cfg, measures_noise=False).make_optimizers([[weight]])
+        [optimizer] = Circumstances(cfg).make_optimizers([[weight]])
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 1e-3
