@@ -95,13 +95,13 @@ class _Search:
             trusts_prediction=trusts,
             begin=partial(self._on_all_ranks, trial, begin) if meter.keeps_freed_memory else None,
         )
-        predict = None if self.traced is None else self._peak
+        curve = CorrectedCurve(sizes, None if self.traced is None else self._peak, self.count)
         if enough is not None and by_curve:
-            self.settled = settle_for_enough(sizes, predict, partial(_largest, enough, ranks), self.count)
+            self.settled = settle_for_enough(curve, partial(_largest, enough, ranks))
         if self.settled is None:
-            search(sizes, predict, self.count)
+            search(curve)
             while sizes.found is not None and not sizes.confirm():
-                search(sizes, predict, self.count)
+                search(curve)
 
     def _share(self, trial: Trial) -> None:
         self.budget_bytes = int(self._ranks.smallest(trial.budget_bytes))

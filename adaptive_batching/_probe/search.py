@@ -46,16 +46,22 @@ nothing limits them, and the least limit in which training can repeat its steps.
 
 
 class CorrectedCurve:
-    """The memory curve as far as it is known: predicted, corrected by measurements, or only measured."""
+    """The memory curve as far as it is known: predicted, corrected by measurements, or only measured.
 
-    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None, count: Count | None = None) -> None:
-        self._sizes = sizes
+    ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
+    limit; None if the allocator's rules are not known. Then what was last measured to be reserved beyond what is in use
+    is taken to be reserved at any size.
+    """
+
+    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+        self.sizes = sizes
+        self.is_predicted = predict_peak is not None
         self._predict = predict_peak
         self._count = count if predict_peak is not None else None
 
     @property
     def _budget(self) -> int:
-        return self._sizes.budget_bytes
+        return self.sizes.budget_bytes
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
@@ -63,7 +69,7 @@ class CorrectedCurve:
 
         Those at which the allocator emptied its cache took what the limit left them, which is no point of the curve.
         """
-        known = {m.batch_size: m.peak_bytes or 0 for m in self._sizes.measurements if m.fits and not m.retries}
+        known = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
         return sorted(known.items())[-2:]
 
     @property
@@ -71,7 +77,7 @@ class CorrectedCurve:
         """Bytes that count against the limit per byte that is predicted, as last measured."""
         if self._count is not None:
             return 1.0
-        return next((m.overhead for m in reversed(self._sizes.measurements) if m.fits), 1.0)
+        return next((m.overhead for m in reversed(self.sizes.measurements) if m.fits), 1.0)
 
     @property
     def points(self) -> list[tuple[int, int]]:
@@ -81,7 +87,7 @@ class CorrectedCurve:
         measured, as when nothing enforces the limit, or when its steps ran because the allocator gave back what it
         would else have kept.
         """
-        sizes = self._sizes
+        sizes = self.sizes
         beyond = sizes.candidates[sizes.high] if sizes.high < len(sizes.candidates) else None
         over = [
             (m.batch_size, m.peak_bytes + m.freed_bytes)
@@ -92,7 +98,7 @@ class CorrectedCurve:
 
     def goal(self) -> int:
         """Return the index of the candidate to run next; the search checks whether it lies within the bracket."""
-        sizes = self._sizes
+        sizes = self.sizes
         if sizes.trusts_prediction:
             return self.largest_that_fits()
         smallest = min((m.peak_bytes for m in sizes.measurements if m.peak_bytes and m.fits), default=0)
@@ -103,7 +109,7 @@ class CorrectedCurve:
 
     def within_reach(self, index: int) -> int:
         """Return ``index``, or that of half the size while fewer than two measurements back an untrusted prediction."""
-        sizes = self._sizes
+        sizes = self.sizes
         if sizes.trusts_prediction or self._predict is None or len(self._measured) > 1:
             return index
         half = bisect_right(sizes.candidates, sizes.candidates[index] / 2) - 1
@@ -118,7 +124,7 @@ class CorrectedCurve:
         return float(1 - caution * (1 - peak / self._budget))
 
     def exceeds(self, index: int) -> bool:
-        return self._predict is not None and self.peak_bytes(self._sizes.candidates[index]) > self._budget
+        return self._predict is not None and self.peak_bytes(self.sizes.candidates[index]) > self._budget
 
     def surely_exceeds(self, index: int) -> bool:
         """Return True if a candidate certainly does not fit and need not run.
@@ -126,8 +132,8 @@ class CorrectedCurve:
         The prediction, calibrated by one measurement, must have been right about another one, and put this candidate
         above the budget by more than its error can be there, and than what the device's allocator holds in reserve.
         """
-        size = self._sizes.candidates[index]
-        answer = max((m for m in self._sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
+        size = self.sizes.candidates[index]
+        answer = max((m for m in self.sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
         if self._predict is None or answer is None:
             return False
         if answer.retries:
@@ -159,7 +165,7 @@ class CorrectedCurve:
         as it does there. Below that the peak is a different one, such as the optimizer's, and says nothing about the
         level that matters.
         """
-        candidates, predict = self._sizes.candidates, self._predict
+        candidates, predict = self.sizes.candidates, self._predict
         if predict is None:
             return 0
         by_far = CERTAIN_FIT * self._budget
@@ -199,7 +205,7 @@ class CorrectedCurve:
         assert self._predict is not None
         if self._count is None:
             return self._predict(size)
-        repeats = any(len(m.step_peaks) > 1 for m in self._sizes.measurements if m.batch_size == size)
+        repeats = any(len(m.step_peaks) > 1 for m in self.sizes.measurements if m.batch_size == size)
         return self._count(size)[1 if repeats else 0]
 
     def _rise(self, size: int) -> float:
@@ -209,7 +215,7 @@ class CorrectedCurve:
 
     def largest_that_fits(self, share: float = 1.0) -> int:
         """Return the index, even off the bracket, of the largest candidate expected to fit ``share`` of the budget."""
-        candidates, predict = self._sizes.candidates, self._predict
+        candidates, predict = self.sizes.candidates, self._predict
         if predict is None:
             return self._secant()
         expected, aim = self._correction(self.points), share * self._budget
@@ -220,7 +226,7 @@ class CorrectedCurve:
         return end - 1
 
     def _secant(self) -> int:
-        sizes, measured = self._sizes, self._measured
+        sizes, measured = self.sizes, self._measured
         if not measured:
             return (sizes.low + sizes.high) // 2
         b1, peak1 = measured[-1]
@@ -234,8 +240,9 @@ class CorrectedCurve:
         return bisect_right(sizes.candidates, reach) - 1
 
 
-def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+def power_of_two(curve: CorrectedCurve) -> None:
     """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
+    sizes = curve.sizes
     every = isinstance(sizes.candidates, list)  # else 1, 2, 3, ...
     powers = [2**k - 1 for k in range(sizes.candidates[-1].bit_length())]
     for index in range(len(sizes.candidates)) if every else powers:
@@ -243,31 +250,27 @@ def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None, count
             return
 
 
-def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+def binary_search(curve: CorrectedCurve) -> None:
     """Double until it fails, then bisect between the last size that fitted and the first that did not."""
-    power_of_two(sizes)
-    _bisect(sizes)
+    power_of_two(curve)
+    _bisect(curve.sizes)
 
 
-def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+def predict(curve: CorrectedCurve) -> None:
     """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
 
     The curve comes from two traces of the training step. Its shape is exact and its level is off by a constant, so the
     first real step, at a small size, calibrates it. If a measured step contradicts the curve, the next guess uses the
     corrected one; repeated contradictions end in bisection. A wrong curve costs steps, but never gives a wrong answer.
     Without a curve, guesses follow the secant through the two largest sizes that fitted.
-
-    ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
-    limit; None if the allocator's rules are not known. Then what was last measured to be reserved beyond what is in use
-    is taken to be reserved at any size.
     """
-    curve = CorrectedCurve(sizes, predict_peak, count)
+    sizes = curve.sizes
     if not sizes.measurements:
         first = curve.first()
         if sizes.avoids_failures and curve.exceeds(first):
             return
         sizes.run(first)
-    sizes.repeats = predict_peak is not None  # each may be the answer
+    sizes.repeats = curve.is_predicted  # each may be the answer
     while sizes.open:
         misses = sizes.misses  # each widens the next correction
         guess = curve.goal()
@@ -292,19 +295,14 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Cou
             _bisect(sizes)
 
 
-def settle_for_enough(
-    sizes: SizesRun,
-    predict_peak: PredictPeak | None,
-    enough: Callable[[], int | None],
-    count: Count | None = None,
-) -> int | None:
+def settle_for_enough(curve: CorrectedCurve, enough: Callable[[], int | None]) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
     Return the largest size up to what is enough that is predicted to fit by far, so that it need not run, if it is at
     least a third of it: the time that larger sizes save is then at most three times what is of no use. Else return
     None: the search goes on, up to what is enough.
     """
-    curve = CorrectedCurve(sizes, predict_peak, count)
+    sizes = curve.sizes
     for index in range(min(2, len(sizes.candidates))):
         if sizes.avoids_failures and curve.exceeds(index):
             return None
@@ -314,7 +312,7 @@ def settle_for_enough(
     if wanted is None:
         return None
     sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
-    if predict_peak is None:
+    if not curve.is_predicted:
         return None
     by_far = min(curve.largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1)
     return sizes.candidates[by_far] if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[-1] else None
@@ -325,7 +323,7 @@ def _bisect(sizes: SizesRun) -> None:
         sizes.run((sizes.low + sizes.high) // 2)
 
 
-SEARCHES: dict[str, Callable[..., None]] = {
+SEARCHES: dict[str, Callable[[CorrectedCurve], None]] = {
     "predict": predict,
     "binary_search": binary_search,
     "power_of_two": power_of_two,

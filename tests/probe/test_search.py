@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, settle_for_enough
+from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, CorrectedCurve, settle_for_enough
 from adaptive_batching._probe.sizes import MAX_STEPS, Measurement, SizesRun, can_repeat, candidate_sizes
 
 Peak = Callable[[int], float]
@@ -39,7 +39,7 @@ class Device:
 
     def search(self, name: str, candidates: Sizes, predict: Peak | None, **options: Any) -> SizesRun:
         sizes = SizesRun(self.measure, candidates, lambda: self.budget, **options)
-        SEARCHES[name](sizes, predict)
+        SEARCHES[name](CorrectedCurve(sizes, predict))
         return sizes
 
 
@@ -274,14 +274,14 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
     def predict(size: int) -> float:  # off by a level, as a trace is
         return peak(size) + error * peak(1)
 
-    settled = settle_for_enough(sizes, predict, lambda: wanted)
+    settled = settle_for_enough(CorrectedCurve(sizes, predict), lambda: wanted)
     assert device.runs == [size for size in (1, 2) if size <= upper][: len(device.runs)], "nothing larger has run"
     if settled is not None:
         assert wanted is not None and 3 * settled >= min(wanted, upper)
         assert settled <= 2 or settled < 1.2 * wanted + 1
         assert peak(settled) <= device.budget * CERTAIN_FIT + 1
         return
-    SEARCHES["predict"](sizes, predict)
+    SEARCHES["predict"](CorrectedCurve(sizes, predict))
     reachable = sizes.candidates if wanted is not None and len(device.runs) >= min(2, upper) else candidates
     assert sizes.found == largest_fit(device, reachable)
     if sizes.found is not None and wanted is not None:
@@ -340,7 +340,7 @@ class Straining:
         sizes = SizesRun(self.first, range(1, 400), lambda: self.budget, self.again, begin=self.first)
         confirmed = False
         while not confirmed:
-            SEARCHES["predict"](sizes, lambda size: 100.0 + 12 * size)
+            SEARCHES["predict"](CorrectedCurve(sizes, lambda size: 100.0 + 12 * size))
             confirmed = sizes.confirm()
         return sizes
 
