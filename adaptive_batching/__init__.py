@@ -10,10 +10,11 @@ from adaptive_batching._growth.course import Course, plan_batch_sizes
 from adaptive_batching._growth.epoch import FixedAccumulation, KeepGlobal, RunShape
 from adaptive_batching._growth.increase import BatchController, GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching._loop.step import AdaptiveStep
-from adaptive_batching._memory import is_out_of_memory, memory_meter
+from adaptive_batching._memory import memory_meter
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._values import ConfigError
 

@@ -55,7 +55,8 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import is_out_of_memory, memory_meter, num_allocation_retries
+from adaptive_batching._memory import memory_meter, num_allocation_retries
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.trial import TrainingStep
 

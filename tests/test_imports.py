@@ -17,6 +17,7 @@ CORE = sorted(
     for path in PACKAGE.glob("**/*.py")
     if path.name != SITE and not set(OUTER) & set(path.relative_to(PACKAGE).parts)
 )
+MEMORY = {"memory", "out_of_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "values": set(),
@@ -24,13 +25,14 @@ MAY_IMPORT = {
     "emulated_device": {"values"},
     "device": set(),
     "memory": {"host_memory"},
+    "out_of_memory": set(),
     "host_memory": set(),
-    "ranks": {"host_memory", "memory"},
+    "ranks": {"host_memory", "out_of_memory"},
     "growth": set(),
-    "loop": {"config", "device", "memory", "micro_batches", "probe", "ranks", "values"},
-    "micro_batches": {"device", "memory", "ranks"},
+    "loop": {"config", "device", "micro_batches", "probe", "ranks", "values"} | MEMORY,
+    "micro_batches": {"device", "probe", "ranks"} | MEMORY,
     "plan": {"probe", "values"},
-    "probe": {"config", "device", "host_memory", "memory", "ranks", "values"},
+    "probe": {"config", "device", "host_memory", "ranks", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
 }
 PURE = [
@@ -54,11 +56,9 @@ PURE = [
     "plan/varying",
     "plan/verdict",
     "probe/allocator",
-    "probe/corrected_curve",
     "probe/curve",
     "probe/ledger",
     "probe/reserved",
-    "probe/result",
     "probe/scratch",
     "probe/search",
     "probe/sizes",

@@ -13,32 +13,27 @@ import torch
 
 from adaptive_batching._host_memory import CpuMeter, _status, keep_little_on_the_host
 from adaptive_batching._memory import (
+    _ALLOCATOR_VARIABLES,
     AcceleratorMeter,
     Segments,
     allocator_advice,
     cuda_segments,
-    forget_frames,
-    is_out_of_memory,
     memory_meter,
     release_cached_memory,
 )
+from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 
 MIB = 2**20
 
 
 # What libraries really say, each as torch passes it on.
 OUT_OF_MEMORY = [
-    torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.50 GiB is "
-        "free. Process 1 has 77.60 GiB memory in use."
-    ),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB."),
     MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("std::bad_alloc"),
     RuntimeError("Resource temporarily unavailable"),  # a thread that cannot start, which is all that it says
-    RuntimeError(
-        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
-    ),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API"),
     RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("HIP error: out of memory"),
     RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB"),
@@ -238,12 +233,17 @@ def test_pinned_memory_that_a_step_took_is_given_back(
     assert given_back == ["device", "host"][: 1 + pins]
 
 
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings of the allocator in the environment."""
+    for name in _ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize(("rocm", "advised"), [(None, True), ("6.4.43482", False), ("7.0.51831", True)])
 def test_expandable_segments_are_advised_where_there_are_such(
-    rocm: str | None, advised: bool, monkeypatch: pytest.MonkeyPatch
+    rocm: str | None, advised: bool, unset: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.version, "hip", rocm)
     assert (allocator_advice(torch.device("cuda")) is not None) == advised
 
@@ -259,10 +259,8 @@ def test_expandable_segments_are_advised_where_there_are_such(
     ],
 )
 def test_a_setting_of_the_allocator_is_advised_where_it_is_not_made_and_is_part_of_what_was_probed(
-    variable: str | None, value: str, advised: bool, monkeypatch: pytest.MonkeyPatch
+    variable: str | None, value: str, advised: bool, unset: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, value)
     assert (allocator_advice(torch.device("cuda")) is not None) == advised
@@ -329,11 +327,9 @@ def test_libraries_are_told_to_keep_little_where_the_process_has_a_limit(
 )
 @pytest.mark.parametrize("says_now", [True, False])
 def test_how_much_is_reserved_is_known_for_the_settings_whose_rules_are(
-    settings: str, expected: Segments | None, says_now: bool, monkeypatch: pytest.MonkeyPatch
+    settings: str, expected: Segments | None, says_now: bool, unset: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
-        monkeypatch.delenv(name, raising=False)
     if says_now:  # what torch says counts, not what the environment said when it started
         monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings, raising=False)
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:1")

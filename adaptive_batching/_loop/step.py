@@ -16,12 +16,13 @@ from torch.utils.data import default_collate
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.batch import Loss, Sample, collated, device_of, run_forward
 from adaptive_batching._loop.retry_step import StepRetry
-from adaptive_batching._memory import is_out_of_memory, memory_meter, num_allocation_retries, release_cached_memory
+from adaptive_batching._memory import memory_meter, num_allocation_retries, release_cached_memory
 from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, padded_tokens
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.snapshot import parameters_of
 from adaptive_batching._probe.trial import Run, TrainingStep
 from adaptive_batching._ranks.agree import ALONE

@@ -9,9 +9,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from adaptive_batching._memory import allocator_advice, is_out_of_memory
+from adaptive_batching._memory import allocator_advice
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from adaptive_batching._memory import forget_frames, is_out_of_memory
+from adaptive_batching._out_of_memory import forget_frames, is_out_of_memory
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
 

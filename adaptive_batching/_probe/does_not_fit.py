@@ -1,25 +1,91 @@
-"""Explain that not even a batch of one sample fits: by how much, and what would help."""
+"""How much memory training may take, and what would help where not even a batch of one sample fits in that."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from adaptive_batching._memory import MemoryMeter, allocator_advice
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._memory import MemoryMeter, allocator_advice, memory_meter
 from adaptive_batching._probe.curve import PeakMemoryCurve, TraceError
+from adaptive_batching._probe.managed_memory import move_to_host
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
-from adaptive_batching._values import memory_size
+from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)
 
 
 class DoesNotFitError(RuntimeError):
     """Raised if training does not fit in memory, from the start or at a later step. The message lists remedies."""
+
+
+def memory_budget(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    """Return the peak bytes that training may take: used plus free, within ``memory_limit``, else less ``headroom``."""
+    headroom = config.headroom.of(meter.total_bytes) if config.memory_limit is None else 0
+    return max(memory_available(config, meter) - headroom, 0)
+
+
+def memory_available(config: AdaptiveBatchingConfig, meter: MemoryMeter) -> int:
+    """Return the bytes in use plus those free, within ``memory_limit``."""
+    available = meter.used_bytes() + _free_bytes(meter)
+    return available if config.memory_limit is None else min(_allowed(config.memory_limit, meter), available)
+
+
+def _allowed(limit: MemoryAmount, meter: MemoryMeter) -> int:
+    """Return what is left of ``limit`` for what the meter counts: it is for all that the process takes."""
+    return limit.of(meter.total_bytes) - meter.outside_bytes()
+
+
+def _free_bytes(meter: MemoryMeter) -> int:
+    """Return what this process could take now in bytes; its own managed memory makes room, and does not count."""
+    move_to_host(meter.device)
+    return meter.free_bytes()
+
+
+@contextlib.contextmanager
+def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) -> Iterator[None]:
+    """Have this process run out of memory at ``memory_limit``, if there is one and the device can be limited."""
+    with contextlib.ExitStack() as stack:
+        if config.memory_limit is not None:
+            with contextlib.suppress(NotImplementedError):
+                meter = memory_meter(device)
+                stack.enter_context(meter.limit(max(_allowed(config.memory_limit, meter), 0)))
+        yield
+
+
+def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks = ALONE, *, added: int = 0) -> None:
+    """Raise ConfigError if on any of the ranks the limits leave no room for a step, besides ``added`` bytes."""
+    problems = [each for each in ranks.gather(_no_room(config, meter, added)) if each]
+    if problems:
+        raise ConfigError(problems[0])
+
+
+def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:
+    used, free = meter.used_bytes(), _free_bytes(meter)
+    if config.memory_limit is not None:
+        taken = used + added + meter.outside_bytes()
+        if config.memory_limit.of(meter.total_bytes) > taken:
+            return None
+        return (
+            f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step, in which "
+            f"{memory_size(taken)} are taken already; write what training may take in all, of the "
+            f"{memory_size(meter.total_bytes)} that the device has"
+        )
+    headroom = config.headroom.of(meter.total_bytes)
+    if free > max(headroom, added):
+        return None
+    return (
+        f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, and only {memory_size(free)} are "
+        f"free on the device; write less, or end what else runs there"
+    )
 
 
 @dataclass(frozen=True)
@@ -34,17 +100,26 @@ class Remedy:
     saves_bytes: int = 0
     """Known saving in bytes that the trace does not show."""
 
+    def peak_bytes(self) -> int | None:
+        """Return the predicted peak of a batch of one; None if it cannot be predicted."""
+        if self.step is None:
+            return None
+        try:
+            return trace_peak_memory(self.step, self.change).peak_bytes(1) - self.saves_bytes
+        except TraceError as error:
+            log.debug("%s cannot be predicted: %s", self.setting, error)
+            return None
+
 
 def unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
     """Return the bytes in use that a trace does not see: libraries on the CPU, nothing on an accelerator."""
     states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, Tensor))]
+    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, torch.Tensor))]
     return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
 
 
 def explain(
-    step: TrainingStep,
-    meter: MemoryMeter,
+    device: torch.device,
     budget: int,
     measurements: Sequence[Measurement],
     remedies: Callable[[], Sequence[Remedy]],
@@ -56,13 +131,11 @@ def explain(
     ``level`` is the bytes in use on the device in addition to the predicted ones.
     """
     message = f"a batch of one sample does not fit in {memory_size(budget)}"
-    measured = next((m for m in measurements if m.batch_size == 1), None)
+    measured = next((m.peak_bytes for m in measurements if m.batch_size == 1), None)
     predicted = 0.0 if curve is None else curve.peak_bytes(1) + level
-    if measured is not None and measured.peak_bytes is not None:
-        message += (
-            f": it took {memory_size(measured.peak_bytes)}, {memory_size(max(measured.peak_bytes - budget, 0))} more"
-        )
-        level += 0 if curve is None else measured.peak_bytes - predicted
+    if measured is not None:
+        message += f": it took {memory_size(measured)}, {memory_size(max(measured - budget, 0))} more"
+        level += measured - predicted
     elif curve is not None and predicted > budget:
         message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} more"
     elif curve is not None:
@@ -71,24 +144,14 @@ def explain(
         level += budget - predicted
     lines = []
     for remedy in remedies():
-        predicted_with = _predict_remedy(remedy)
+        predicted_with = remedy.peak_bytes()
         if predicted_with is None or curve is None:
             lines.append(f"  {remedy.setting} (not predicted)")
             continue
         needed = predicted_with + level
         verdict = "would fit" if needed < budget else f"still {memory_size(needed - budget)} too much"
         lines.append(f"  {remedy.setting}: about {memory_size(needed)}, {verdict}")
-    advice = allocator_advice(meter.device)
+    advice = allocator_advice(device)
     if advice is not None:
         lines.append(f"  the environment variable {advice} (not predicted)")
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
-
-
-def _predict_remedy(remedy: Remedy) -> int | None:
-    if remedy.step is None:
-        return None
-    try:
-        return trace_peak_memory(remedy.step, remedy.change).peak_bytes(1) - remedy.saves_bytes
-    except TraceError as error:
-        log.debug("%s cannot be predicted: %s", remedy.setting, error)
-        return None

@@ -10,19 +10,24 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, is_out_of_memory
+from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.allocator import CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.budget import memory_available, memory_budget, require_room
-from adaptive_batching._probe.corrected_curve import CorrectedCurve, Count
-from adaptive_batching._probe.curve import PeakMemoryCurve, TracedStep, TraceError
-from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, explain, unknown_to_trace
+from adaptive_batching._probe.curve import TracedStep, TraceError
+from adaptive_batching._probe.does_not_fit import (
+    DoesNotFitError,
+    Remedy,
+    explain,
+    memory_available,
+    memory_budget,
+    require_room,
+    unknown_to_trace,
+)
 from adaptive_batching._probe.reserved import ReservedPeaks
-from adaptive_batching._probe.result import ProbeResult
-from adaptive_batching._probe.search import SEARCHES, settle_for_enough
-from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
+from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, settle_for_enough
+from adaptive_batching._probe.sizes import Measure, Measurement, ProbeResult, SizesRun, candidate_sizes
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
@@ -33,76 +38,156 @@ log = logging.getLogger(__name__)
 _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}
 
 
-class _Measuring:
-    """Run the steps of a :class:`Trial` on all ranks and combine their measurements.
+class _Search:
+    """A search by steps that all ranks run alike, and what is known so far.
 
     All ranks use the numbers of the rank with the least memory left. Its budget applies to every rank, and a rank with
-    a larger budget subtracts the difference from its peaks. ``expected`` is the likely number of steps, for messages.
+    a larger budget subtracts the difference from its peaks.
     """
 
-    def __init__(
-        self,
-        trial: Trial,
-        config: AdaptiveBatchingConfig,
-        meter: MemoryMeter,
-        ranks: Ranks,
-        expected: int | None,
-    ) -> None:
-        self._trial = trial
+    def __init__(self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks) -> None:
+        self._step = step
         self._config = config
         self._meter = meter
         self._ranks = ranks
-        self._is_first = True
-        self._expected = expected
         self._num_steps = 0
+        self.own_budget = self.budget_bytes = memory_budget(config, meter)
+        self.traced: TracedStep | None = None
+        self.level = 0.0  # bytes in use on the device that the trace does not see
+        self.count: Count | None = None  # of the predicted bytes, what the limit counts
+        self.sizes: SizesRun | None = None
+        self.settled: int | None = None  # what is enough, and predicted to fit by far
+
+    def run(self, candidates: Sequence[int], enough: Callable[[], int | None] | None, scratch: Path | None) -> None:
+        """Search among ``candidates``; :attr:`sizes` stays None if memory runs out before the first step."""
+        meter, ranks = self._meter, self._ranks
+        # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
+        stopped_at = None if meter.fails_safely else memory_available(self._config, meter)
+        try:
+            with Trial(self._step, meter, self.own_budget, scratch, ranks.all, stopped_at) as trial:
+                if ranks.all(True):  # a rank that failed on entry takes part below, with False
+                    self._search(trial, candidates, enough)
+        except Exception as error:
+            if self.sizes is not None or not is_out_of_memory(error):
+                raise
+            ranks.all(False)
+
+    def _search(self, trial: Trial, candidates: Sequence[int], enough: Callable[[], int | None] | None) -> None:
+        meter, ranks, search = self._meter, self._ranks, SEARCHES[self._config.search]
         self._start = time.perf_counter()
-        self._share()
+        self._share(trial)
+        # All ranks must search alike, although a limit on one process makes only that rank predictable.
+        avoids = ranks.any(not meter.fails_safely)
+        is_single_precision = all(parameter.dtype == torch.float32 for parameter in self._step.model.parameters())
+        trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
+        self._predict(trial, avoids_failures=avoids)
+        by_curve = self._config.search == "predict"
+        self._expected = 0 if not by_curve else 3 if enough is None else 2
+        # What follows on a first step that makes the optimizer states is known by a replay alone. Without one, too many
+        # sizes that cannot go on would look as if they could.
+        begin = trial.measure if self.count is None else trial.begin
+        self.sizes = sizes = SizesRun(
+            partial(self._on_all_ranks, trial, trial.measure),
+            candidates,
+            lambda: self.budget_bytes,
+            partial(self._on_all_ranks, trial, trial.measure_again),
+            avoids_failures=avoids,
+            trusts_prediction=trusts,
+            begin=partial(self._on_all_ranks, trial, begin) if meter.keeps_freed_memory else None,
+        )
+        curve = CorrectedCurve(sizes, None if self.traced is None else self._peak, self.count)
+        if enough is not None and by_curve:
+            self.settled = settle_for_enough(curve, partial(_largest, enough, ranks))
+        if self.settled is None:
+            search(curve)
+            while sizes.found is not None and not sizes.confirm():
+                search(curve)
 
-    def _share(self) -> None:
-        self.budget_bytes = int(self._ranks.smallest(self._trial.budget_bytes))
-        self.spare_bytes = self._trial.budget_bytes - self.budget_bytes
+    def _share(self, trial: Trial) -> None:
+        self.budget_bytes = int(self._ranks.smallest(trial.budget_bytes))
+        self._spare_bytes = trial.budget_bytes - self.budget_bytes
 
-    def measure(self, batch_size: int) -> Measurement:
-        self._announce(batch_size)
-        measured = self._trial.measure(batch_size)
-        if self._is_first:
-            # The first step loads libraries and creates handles and communicators, which keep their memory.
-            self._is_first = False
-            self._trial.budget_bytes = min(self._trial.budget_bytes, memory_budget(self._config, self._meter))
-            self._share()
-            if measured.peak_bytes is not None and measured.peak_bytes > self._trial.budget_bytes:
-                measured = replace(measured, fits=False)
-        return self._agreed(measured)
+    def _predict(self, trial: Trial, *, avoids_failures: bool) -> None:
+        """Trace the step on each rank, and take the trace of the first: separate ones would lead to different sizes."""
+        ranks = self._ranks
+        traced: TracedStep | None = None
+        starved: Exception | None = None
+        try:
+            if self._config.search == "predict":
+                traced = _trace(self._step, avoids_failures=avoids_failures)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            starved = error
+        if ranks.any(starved is not None):  # a real step takes more memory than its trace
+            raise starved or MemoryError("on another rank")
+        traced = ranks.on_first(lambda: traced) if ranks.all(traced is not None) else None
+        segments = ranks.on_first(self._meter.segments)
+        if traced is None:
+            return
+        self.traced = traced
+        self.level = ranks.largest(self._meter.used_bytes() - traced.curve.resting_bytes - self._spare_bytes)
+        if segments is not None and traced.is_uniform:
+            peaks = ReservedPeaks(traced.at, _ALLOCATORS[segments], makes_states=trial.makes_states)
+            self.count = partial(_reserved, peaks, self.level)
 
-    def begin(self, batch_size: int) -> Measurement:
-        self._announce(batch_size)
-        return self._agreed(self._trial.begin(batch_size))
+    def _peak(self, batch_size: int) -> float:
+        assert self.traced is not None
+        return self.traced.curve.peak_bytes(batch_size) + self.level
 
-    def measure_again(self, batch_size: int) -> Measurement:
-        self._announce(batch_size)
-        return self._agreed(self._trial.measure_again(batch_size))
-
-    def _announce(self, batch_size: int) -> None:
+    def _on_all_ranks(self, trial: Trial, run: Measure, batch_size: int) -> Measurement:
+        """Run a step, and combine the measurements of all ranks."""
         self._num_steps += 1
-        of = f" of about {self._expected}" if self._expected and self._num_steps <= self._expected else ""
+        of = f" of about {self._expected}" if self._num_steps <= self._expected else ""
         log.info(
             "trial step %d%s: batch size %d, %.0f s since the first began",
             self._num_steps, of, batch_size, time.perf_counter() - self._start,
         )  # fmt: skip
-
-    def _agreed(self, here: Measurement) -> Measurement:
+        here = run(batch_size)
+        if self._num_steps == 1:
+            # The first step loads libraries and creates handles and communicators, which keep their memory.
+            trial.budget_bytes = min(trial.budget_bytes, memory_budget(self._config, self._meter))
+            self._share(trial)
+            if here.peak_bytes is not None and here.peak_bytes > trial.budget_bytes:
+                here = replace(here, fits=False)
         ranks = self._ranks
         ran = ranks.all(here.peak_bytes is not None)
         return Measurement(
             batch_size=here.batch_size,
             fits=ranks.all(here.fits),
-            peak_bytes=int(ranks.largest((here.peak_bytes or 0) - self.spare_bytes)) if ran else None,
+            peak_bytes=int(ranks.largest((here.peak_bytes or 0) - self._spare_bytes)) if ran else None,
             seconds=ranks.largest(here.seconds),
             overhead=ranks.largest(here.overhead),
             retries=int(ranks.largest(here.retries)),
             freed_bytes=int(ranks.largest(here.freed_bytes)),
             makes_states=here.makes_states,
         )
+
+    def why_nothing_fits(self, remedies: Callable[[], Sequence[Remedy]]) -> str:
+        """Explain that the optimizer states, or a single sample, do not fit."""
+        limit, measured = self.own_budget, list[Measurement]()
+        if self.sizes is not None:
+            limit, measured = self.sizes.budget_bytes, self.sizes.measurements
+        try:
+            if self.traced is None:
+                self.traced, self.level = _trace(self._step), unknown_to_trace(self._step, self._meter)
+            curve = None if self.traced is None else self.traced.curve
+            return explain(self._meter.device, limit, measured, remedies, curve, self.level)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return f"a batch of one sample does not fit in {memory_size(limit)}, and too little is left to say what would"
+
+    def predicted(self, sizes: SizesRun) -> list[tuple[int, int]]:
+        """Return points around the sizes that ran, of the curve by which the search decided."""
+        if self.traced is None:
+            return []
+        ran = [m.batch_size for m in sizes.measurements]
+        next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
+        last = max(next_size, sizes.candidates[-1] if self.settled else 0, *ran)
+        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self.count)
+        points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
+        return [(b, int(known.peak_bytes(b))) for b in sorted(points)]
 
 
 def find_maximum_batch_size(
@@ -150,7 +235,7 @@ def find_maximum_batch_size(
     start = time.perf_counter()
     meter.release()
     require_room(config, meter, ranks)
-    budget = memory_budget(config, meter)
+    search = _Search(step, config, meter, ranks)
     candidates = candidate_sizes(
         upper,
         powers_of_two=config.round_to_power_of_two,
@@ -159,82 +244,16 @@ def find_maximum_batch_size(
     )
     log.info(
         "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
-        candidates[-1], memory_size(budget), memory_size(meter.used_bytes()),
+        candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes()),
     )  # fmt: skip
     advice = allocator_advice(meter.device)
     if advice is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
-    traced: TracedStep | None = None
-    curve: PeakMemoryCurve | None = None
-    count: Count | None = None  # of the curve, what the limit counts
-    level = 0.0  # bytes in use on the device that the trace does not see
-    sizes: SizesRun | None = None
-    settled: int | None = None
-    try:
-        # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
-        stopped_at = None if meter.fails_safely else memory_available(config, meter)
-        with Trial(step, meter, budget, scratch, ranks.all, stopped_at) as trial:
-            if ranks.all(True):  # a rank that failed on entry takes part below, with False
-                expected = None if config.search != "predict" else 3 if enough is None else 2
-                steps = _Measuring(trial, config, meter, ranks, expected)
-                # All ranks must search alike, although a limit on one process makes only that rank predictable.
-                avoids = ranks.any(not meter.fails_safely)
-                trusts = ranks.all(not avoids or (meter.is_predictable and _is_single_precision(step.model)))
-                starved: Exception | None = None
-                try:
-                    traced = _trace(step, avoids_failures=avoids) if config.search == "predict" else None
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    starved = error
-                if ranks.any(starved is not None):  # a real step takes more memory than its trace
-                    raise starved or MemoryError("on another rank")
-                # All ranks use one curve: shards are uneven, so separate curves would lead to different sizes.
-                traced = ranks.on_first(lambda: traced) if ranks.all(traced is not None) else None
-                segments = ranks.on_first(meter.segments)
-                if traced is not None:
-                    curve = traced.curve
-                    level = ranks.largest(meter.used_bytes() - curve.resting_bytes - steps.spare_bytes)
-                    if segments is not None and traced.is_uniform:
-                        peaks = ReservedPeaks(traced.at, _ALLOCATORS[segments], makes_states=trial.makes_states)
-                        count = partial(_reserved, peaks, level)
-                # What follows on a first step that makes the optimizer states is known by a replay alone. Without one,
-                # too many sizes that cannot go on would look as if they could.
-                begin = steps.measure if count is None else steps.begin
-                sizes = SizesRun(
-                    steps.measure, candidates, lambda: steps.budget_bytes, steps.measure_again,
-                    avoids_failures=avoids,
-                    trusts_prediction=trusts,
-                    begin=begin if meter.keeps_freed_memory else None,
-                )  # fmt: skip
-                predict = partial(_peak, curve, level) if curve is not None else None
-                if enough is not None and config.search == "predict":
-                    settled = settle_for_enough(sizes, predict, partial(_agreed, enough, ranks), count)
-                if settled is None:
-                    SEARCHES[config.search](sizes, predict, count)
-                    while sizes.found is not None and not sizes.confirm():
-                        SEARCHES[config.search](sizes, predict, count)
-    except Exception as error:
-        if sizes is not None or not is_out_of_memory(error):
-            raise
-        ranks.all(False)
-    if sizes is None or sizes.found is None:  # the optimizer states, or a single sample, do not fit
-        limit, measured = (budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
-        try:
-            if curve is None:
-                traced, level = _trace(step), unknown_to_trace(step, meter)
-                curve = None if traced is None else traced.curve
-            message = explain(step, meter, limit, measured, remedies, curve, level)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            message = (
-                f"a batch of one sample does not fit in {memory_size(limit)}, and too little is left to say what would"
-            )
-        raise DoesNotFitError(message)
-
-    batch_size = sizes.found
-    predicted = _calibrated(curve, count, sizes, settled) if curve is not None else []
+    search.run(candidates, enough, scratch)
+    sizes, traced, settled = search.sizes, search.traced, search.settled
+    if sizes is None or sizes.found is None:
+        raise DoesNotFitError(search.why_nothing_fits(remedies))
+    batch_size, predicted = sizes.found, search.predicted(sizes)
     moment, kinds = "", dict[str, int]()
     if traced is not None and traced.is_uniform:
         moment, kinds = traced.at(settled or batch_size).at_peak()
@@ -243,7 +262,7 @@ def find_maximum_batch_size(
         reason="what is of use" if settled else upper_reason if batch_size == candidates[-1] else "memory",
         budget_bytes=sizes.budget_bytes,
         total_bytes=meter.total_bytes,
-        search=config.search if curve is not None or config.search != "predict" else "predict (measured, no trace)",
+        search=config.search if traced is not None or config.search != "predict" else "predict (measured, no trace)",
         seconds=time.perf_counter() - start,
         measurements=sizes.measurements,
         predicted=predicted,
@@ -268,16 +287,12 @@ def find_maximum_batch_size(
     return result
 
 
-def _peak(curve: PeakMemoryCurve, level: float, batch_size: int) -> float:
-    return curve.peak_bytes(batch_size) + level
-
-
 def _reserved(peaks: ReservedPeaks, level: float, batch_size: int) -> tuple[float, float, float]:
     once, repeated, least = peaks(batch_size)
     return once + level, repeated + level, least + level
 
 
-def _agreed(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
+def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     """Return the largest answer of all ranks, or None if one of them does not know."""
     here = enough()
     known = ranks.all(here is not None)
@@ -300,18 +315,3 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
         text = "the training step cannot be traced (%s); searching by measured steps alone"
         log.warning(text, error, extra=ONLY_HERE)
         return None
-
-
-def _is_single_precision(model: nn.Module) -> bool:
-    return all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def _calibrated(
-    curve: PeakMemoryCurve, count: Count | None, sizes: SizesRun, settled: int | None
-) -> list[tuple[int, int]]:
-    """Return points around the sizes that ran, of the curve by which the search decided."""
-    next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
-    last = max(next_size, sizes.candidates[-1] if settled else 0, *(m.batch_size for m in sizes.measurements))
-    points = {last, next_size, *(m.batch_size for m in sizes.measurements), *range(1, last + 1, max(1, last // 16))}
-    known = CorrectedCurve(sizes, curve.peak_bytes, count)
-    return [(b, int(known.peak_bytes(b))) for b in sorted(points)]

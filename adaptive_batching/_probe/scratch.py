@@ -35,10 +35,10 @@ class Scratch:
 
 
 def of_embedding(indices: int, vocabulary: int, width: int) -> int:
-    """Return what the gradient of an embedding takes.
+    """Return what the gradient of an embedding takes. For few tokens another kernel does without.
 
     It is summed in float32, by parts of at most ten tokens that are alike (``max_partial_segment`` in
-    ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``). For few tokens another kernel does without.
+    ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``).
     """
     return 0 if indices <= _FEW_INDICES else _sum_by_parts(indices, vocabulary, width)
 

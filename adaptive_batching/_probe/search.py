@@ -8,51 +8,269 @@ own error does not run: neither the candidate above the answer, nor the answer a
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 
-from adaptive_batching._probe.corrected_curve import CERTAIN_FIT, CorrectedCurve, Count, PredictPeak
 from adaptive_batching._probe.sizes import SizesRun
 
 # Tolerate this many measurements that contradict the curve before falling back to plain bisection.
 MAX_MISSES = 3
+# If the curve puts the next candidate above the budget by this share of it and by twice what the curve was seen to be
+# off, running that candidate could only cost an out-of-memory error.
+CERTAIN_EXCESS = 0.01
+# Share of the budget by which a curve may have been off, to be believed about a candidate that is not to run.
+BELIEVED_ERROR = 0.05
+# A step predicted to stay below this share of the budget fits by far, so it runs without calibration first.
+CERTAIN_FIT = 0.8
+# A size lies where the curve rises as it does at a larger one if it rises by this share of that from sample to sample.
+ON_SLOPE = 0.99
+# Without a prediction, a measured slope is extrapolated by at most this factor: floors make peak memory convex in b.
+MAX_EXTRAPOLATION = 4
+# The size for calibration is at least this share of the expected maximum. Libraries take their workspaces, some 5 MiB
+# each, when a computation is first large enough for them: calibrated at a 16th, the curve was off by most of a sample.
+CALIBRATING_SHARE = 1 / 8
+# After a failed guess from a single measurement, the next one leaves this share of the predicted rise above it, and far
+# more after each further failure: if the level was off by a little, that is enough.
+CAUTIOUS_SHARE = 0.01
+# If a step takes more than it has in use, by a varying amount, aim for this share of the room that the smallest
+# measured step leaves: with glibc's malloc, peaks of equal steps were seen to differ by a fifth of it.
+SHARE_OF_ROOM = 0.8
+# ... and do not spend a step on a size at most this many times as large as one that has run.
+NEAR_ENOUGH = 1.125
+
+PredictPeak = Callable[[int], float]
+Count = Callable[[int], tuple[float, float, float]]
+"""Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
+nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size."""
 
 
-def power_of_two(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
-    """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
-    every = isinstance(sizes.candidates, list)
-    for index in range(len(sizes.candidates)) if every else _powers(sizes.candidates):
-        if sizes.low < index < sizes.high and not sizes.run(index):
-            return
-
-
-def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
-    """Double until it fails, then bisect between the last size that fitted and the first that did not."""
-    power_of_two(sizes)
-    _bisect(sizes)
-
-
-def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
-    """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
-
-    The curve comes from two traces of the training step (:mod:`adaptive_batching._probe.trace`). Its shape is exact and
-    its level is off by a constant, so the first real step, at a small size, calibrates it. If a measured step
-    contradicts the curve, the next guess uses the corrected one; repeated contradictions end in bisection. A wrong
-    curve costs steps, but never gives a wrong answer. Without a curve, guesses follow the secant through the two
-    largest sizes that fitted.
+class CorrectedCurve:
+    """The memory curve as far as it is known: predicted, corrected by measurements, or only measured.
 
     ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
     limit; None if the allocator's rules are not known. Then what was last measured to be reserved beyond what is in use
     is taken to be reserved at any size.
     """
-    curve = CorrectedCurve(sizes, predict_peak, count)
+
+    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+        self.sizes = sizes
+        self.is_predicted = predict_peak is not None
+        self._predict = predict_peak
+        self._count = count if predict_peak is not None else None
+
+    @property
+    def _budget(self) -> int:
+        return self.sizes.budget_bytes
+
+    @property
+    def _measured(self) -> list[tuple[int, int]]:
+        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending.
+
+        Those at which the allocator emptied its cache took what the limit left them, which is no point of the curve.
+        """
+        known = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
+        return sorted(known.items())[-2:]
+
+    @property
+    def _overhead(self) -> float:
+        """Bytes that count against the limit per byte that is predicted, as last measured."""
+        if self._count is not None:
+            return 1.0
+        return next((m.overhead for m in reversed(self.sizes.measurements) if m.fits), 1.0)
+
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        """(batch size, peak bytes) of up to two sizes that the curve passes through, ascending.
+
+        One sets its level, a second its slope. They lie on both sides of the budget if a size above it could be
+        measured, as when nothing enforces the limit, or when its steps ran because the allocator gave back what it
+        would else have kept.
+        """
+        sizes = self.sizes
+        beyond = sizes.candidates[sizes.high] if sizes.high < len(sizes.candidates) else None
+        over = [
+            (m.batch_size, m.peak_bytes + m.freed_bytes)
+            for m in sizes.measurements
+            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes + m.freed_bytes > self._budget
+        ]
+        return [*self._measured[-1:], *over] if over else self._measured
+
+    def goal(self) -> int:
+        """Return the index of the candidate to run next; the search checks whether it lies within the bracket."""
+        sizes = self.sizes
+        if sizes.trusts_prediction:
+            return self.largest_that_fits()
+        smallest = min((m.peak_bytes for m in sizes.measurements if m.peak_bytes and m.fits), default=0)
+        share = (smallest + SHARE_OF_ROOM * (self._budget - smallest)) / max(self._budget, 1)
+        goal, low = self.largest_that_fits(share), sizes.low
+        is_near = 0 <= low < goal and sizes.candidates[goal] <= NEAR_ENOUGH * sizes.candidates[low]
+        return low if is_near and len(self.points) > 1 else goal
+
+    def within_reach(self, index: int) -> int:
+        """Return ``index``, or that of half the size while fewer than two measurements back an untrusted prediction."""
+        sizes = self.sizes
+        if sizes.trusts_prediction or self._predict is None or len(self._measured) > 1:
+            return index
+        half = bisect_right(sizes.candidates, sizes.candidates[index] / 2) - 1
+        return min(max(half, sizes.low + 1), index)
+
+    def cautious_share(self, failures: int) -> float:
+        """Return the share of the budget to aim for after guesses from one measurement have failed."""
+        if not self._measured:
+            return 1.0
+        peak = self._measured[-1][1]
+        caution = min(CAUTIOUS_SHARE * 5 ** (failures - 1), 1.0)
+        return float(1 - caution * (1 - peak / self._budget))
+
+    def exceeds(self, index: int) -> bool:
+        return self._predict is not None and self.peak_bytes(self.sizes.candidates[index]) > self._budget
+
+    def surely_exceeds(self, index: int) -> bool:
+        """Return True if a candidate certainly does not fit and need not run.
+
+        The prediction, calibrated by one measurement, must have been right about another one, and put this candidate
+        above the budget by more than its error can be there, and than what the device's allocator holds in reserve.
+        """
+        size = self.sizes.candidates[index]
+        answer = max((m for m in self.sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
+        if self._predict is None or answer is None:
+            return False
+        if answer.retries:
+            needed = self.peak_bytes(size)
+            if not self._foresees(answer.batch_size):  # then nothing is sure but what is in use
+                of_answer = (answer.peak_bytes or 0) / answer.overhead
+                needed = of_answer + self._predict(size) - self._predict(answer.batch_size)
+            return needed > (1 + CERTAIN_EXCESS) * self._budget
+        if len(self._measured) < 2:
+            return False
+        (b0, peak0), (b1, peak1) = self._measured
+        error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
+        if error > BELIEVED_ERROR * self._budget:
+            return False
+        reach = (size - b1) / (b1 - b0)
+        uncertain = CERTAIN_EXCESS * self._budget + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
+        return self.peak_bytes(size) > self._budget + uncertain
+
+    def _foresees(self, size: int) -> bool:
+        """Return True if, by the curve, training at ``size`` goes on once the allocator has emptied its cache."""
+        if self._count is None or not self._measured:
+            return False
+        return self.peak_bytes(size) <= self._budget < self._correction(self._measured)(self._as_run(size))
+
+    def first(self) -> int:
+        """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
+
+        The size for calibration is at least an eighth of the expected maximum, and one at which the curve already rises
+        as it does there. Below that the peak is a different one, such as the optimizer's, and says nothing about the
+        level that matters.
+        """
+        candidates, predict = self.sizes.candidates, self._predict
+        if predict is None:
+            return 0
+        by_far = CERTAIN_FIT * self._budget
+        if predict(candidates[-1]) <= by_far and self._expected(candidates[-1]) <= by_far:
+            return self.within_reach(len(candidates) - 1)
+        expected = max(self.largest_that_fits(), 0)
+        maximum = candidates[expected]
+        on_slope = 2 + bisect_left(range(2, max(maximum // 2, 2)), ON_SLOPE * self._rise(maximum), key=self._rise)
+        calibrating = max(on_slope, math.ceil(CALIBRATING_SHARE * maximum))
+        return min(bisect_left(candidates, calibrating), self.within_reach(expected))
+
+    def peak_bytes(self, size: int) -> float:
+        """Return the expected peak in bytes at batch size ``size``, by the sizes that were measured to fit."""
+        return self._correction(self._measured)(self._expected(size))
+
+    def _correction(self, measured: list[tuple[int, int]]) -> Callable[[float], float]:
+        """Return what makes of a predicted peak the expected one: the curve then passes through ``measured`` points."""
+        if not measured:
+            return lambda predicted: predicted
+        b1, peak1 = measured[-1]
+        predicted1, rise = self._as_run(b1), self._overhead
+        if len(measured) > 1:
+            b0, peak0 = measured[0]
+            predicted_rise = predicted1 - self._as_run(b0)
+            # Else the two peaks are of different moments of the step.
+            if self._rise(b0) >= ON_SLOPE * self._rise(b1) and predicted_rise > 0 and peak1 > peak0:
+                rise = (peak1 - peak0) / predicted_rise
+        return lambda predicted: peak1 + rise * (predicted - predicted1)
+
+    def _expected(self, size: int) -> float:
+        """Return the predicted bytes of ``size``, as the limit counts them where that is known."""
+        assert self._predict is not None
+        return self._predict(size) if self._count is None else self._count(size)[2]
+
+    def _as_run(self, size: int) -> float:
+        """Return the peak in bytes that was predicted for the steps that have run at ``size``, without a limit."""
+        assert self._predict is not None
+        if self._count is None:
+            return self._predict(size)
+        repeats = any(len(m.step_peaks) > 1 for m in self.sizes.measurements if m.batch_size == size)
+        return self._count(size)[1 if repeats else 0]
+
+    def _rise(self, size: int) -> float:
+        """Return the predicted rise of the peak from ``size`` to one sample more."""
+        assert self._predict is not None
+        return self._predict(size + 1) - self._predict(size)
+
+    def largest_that_fits(self, share: float = 1.0) -> int:
+        """Return the index, even off the bracket, of the largest candidate expected to fit ``share`` of the budget."""
+        candidates, predict = self.sizes.candidates, self._predict
+        if predict is None:
+            return self._secant()
+        expected, aim = self._correction(self.points), share * self._budget
+        # Both rise with the size, so bisection is exact. Counting takes a replay, and counts no less than is in use.
+        end = bisect_right(candidates, aim, key=lambda size: expected(predict(size)))
+        if self._count is not None:
+            end = bisect_right(candidates, aim, hi=end, key=lambda size: expected(self._expected(size)))
+        return end - 1
+
+    def _secant(self) -> int:
+        sizes, measured = self.sizes, self._measured
+        if not measured:
+            return (sizes.low + sizes.high) // 2
+        b1, peak1 = measured[-1]
+        reach: float = MAX_EXTRAPOLATION * b1
+        if len(measured) == 2 and peak1 > measured[0][1]:
+            b0, peak0 = measured[0]
+            reach = min(reach, b1 + (self._budget - peak1) * (b1 - b0) / (peak1 - peak0))
+        elif sizes.high < len(sizes.candidates):
+            # A flat curve says nothing about where it starts to rise.
+            reach = min(reach, (b1 + sizes.candidates[sizes.high]) / 2)
+        return bisect_right(sizes.candidates, reach) - 1
+
+
+def power_of_two(curve: CorrectedCurve) -> None:
+    """Double until a size fails, and keep the last one that fitted. Walk a sparse list of candidates one by one."""
+    sizes = curve.sizes
+    every = isinstance(sizes.candidates, list)  # else 1, 2, 3, ...
+    powers = [2**k - 1 for k in range(sizes.candidates[-1].bit_length())]
+    for index in range(len(sizes.candidates)) if every else powers:
+        if sizes.low < index < sizes.high and not sizes.run(index):
+            return
+
+
+def binary_search(curve: CorrectedCurve) -> None:
+    """Double until it fails, then bisect between the last size that fitted and the first that did not."""
+    power_of_two(curve)
+    _bisect(curve.sizes)
+
+
+def predict(curve: CorrectedCurve) -> None:
+    """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
+
+    The curve comes from two traces of the training step. Its shape is exact and its level is off by a constant, so the
+    first real step, at a small size, calibrates it. If a measured step contradicts the curve, the next guess uses the
+    corrected one; repeated contradictions end in bisection. A wrong curve costs steps, but never gives a wrong answer.
+    Without a curve, guesses follow the secant through the two largest sizes that fitted.
+    """
+    sizes = curve.sizes
     if not sizes.measurements:
         first = curve.first()
         if sizes.avoids_failures and curve.exceeds(first):
             return
         sizes.run(first)
-    sizes.repeats = predict_peak is not None  # each may be the answer
+    sizes.repeats = curve.is_predicted  # each may be the answer
     while sizes.open:
         misses = sizes.misses  # each widens the next correction
         guess = curve.goal()
@@ -66,9 +284,9 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Cou
             sizes.misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
             back = sizes.high - 2 ** max(misses - 1, 0)
-            if curve.num_points == 0:  # even the calibrating size did not fit
+            if not curve.points:  # even the calibrating size did not fit
                 back = (sizes.low + sizes.high) // 2
-            elif curve.num_points == 1:
+            elif len(curve.points) == 1:
                 back = min(back, curve.largest_that_fits(curve.cautious_share(misses)))
             sizes.misses += not sizes.run(max(back, sizes.low + 1))
         else:
@@ -77,20 +295,14 @@ def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Cou
             _bisect(sizes)
 
 
-def settle_for_enough(
-    sizes: SizesRun,
-    predict_peak: PredictPeak | None,
-    enough: Callable[[], int | None],
-    count: Count | None = None,
-) -> int | None:
-    """Run the two smallest sizes, and leave out those that are larger than is of use.
+def settle_for_enough(curve: CorrectedCurve, enough: Callable[[], int | None]) -> int | None:
+    """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
-    From the size that ``enough`` returns on, larger ones are of no use, as far as measurements tell. Return the largest
-    up to that one which is predicted to fit by far, so that it need not run, if it is at least a third of it: the time
-    that larger sizes save is then at most three times what is of no use. Else return None: the search goes on, up to
-    what is enough.
+    Return the largest size up to what is enough that is predicted to fit by far, so that it need not run, if it is at
+    least a third of it: the time that larger sizes save is then at most three times what is of no use. Else return
+    None: the search goes on, up to what is enough.
     """
-    curve = CorrectedCurve(sizes, predict_peak, count)
+    sizes = curve.sizes
     for index in range(min(2, len(sizes.candidates))):
         if sizes.avoids_failures and curve.exceeds(index):
             return None
@@ -100,16 +312,10 @@ def settle_for_enough(
     if wanted is None:
         return None
     sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
-    if predict_peak is None:
+    if not curve.is_predicted:
         return None
     by_far = min(curve.largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1)
     return sizes.candidates[by_far] if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[-1] else None
-
-
-def _powers(candidates: Sequence[int]) -> list[int]:
-    """Return the indices of the powers of two among the consecutive sizes 1, 2, 3, ..."""
-    assert candidates[0] == 1, candidates[0]
-    return [2**k - 1 for k in range(candidates[-1].bit_length())]
 
 
 def _bisect(sizes: SizesRun) -> None:
@@ -117,15 +323,7 @@ def _bisect(sizes: SizesRun) -> None:
         sizes.run((sizes.low + sizes.high) // 2)
 
 
-class Search(Protocol):
-    """A search; see :func:`predict` for its arguments, of which those by measurement alone use but the first."""
-
-    def __call__(
-        self, sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None
-    ) -> None: ...
-
-
-SEARCHES: dict[str, Search] = {
+SEARCHES: dict[str, Callable[[CorrectedCurve], None]] = {
     "predict": predict,
     "binary_search": binary_search,
     "power_of_two": power_of_two,

@@ -1,9 +1,11 @@
-"""Candidate sizes of a search, the measurements taken, and what they prove."""
+"""Candidate sizes of a search, the measurements taken, what they prove, and the result that is made of them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
 # goes back at once.
@@ -110,13 +112,13 @@ class SizesRun:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
         self._measure = measure
         self._measure_again = measure_again
+        self._begin = begin
+        self._budget = budget
         self.avoids_failures = avoids_failures
         self.trusts_prediction = trusts_prediction
-        self._begin = begin
         self.repeats = False
         """True to run sizes as training does, and as often as the answer, rather than once."""
         self.candidates = candidates
-        self._budget = budget
         self.measurements: list[Measurement] = []
         self.misses = 0
         """Runs that contradicted the curve, and answers that failed when they ran again."""
@@ -128,6 +130,11 @@ class SizesRun:
     @property
     def budget_bytes(self) -> int:
         return self._budget()
+
+    @property
+    def _peaks(self) -> dict[int, int | None]:
+        """Peak bytes by size, of those that fitted."""
+        return {m.batch_size: m.peak_bytes for m in self.measurements if m.fits}
 
     def run(self, index: int) -> bool:
         """Run candidate number ``index`` within the bracket, narrow the bracket, and return True if it fitted.
@@ -157,7 +164,7 @@ class SizesRun:
 
         The peak is convex in the size, so the line through the two largest sizes that fitted bounds it from below.
         """
-        known = sorted({m.batch_size: m.peak_bytes for m in self.measurements if m.fits and m.peak_bytes}.items())
+        known = sorted((at, peak) for at, peak in self._peaks.items() if peak)
         if len(known) < 2:
             return 0.0
         (b0, peak0), (b1, peak1) = known[-2:]
@@ -186,7 +193,7 @@ class SizesRun:
             return True
         self.misses += 1
         self.repeats = True  # what a single step says is not enough here
-        fitted = {m.batch_size for m in self.measurements if m.fits}
+        fitted = self._peaks
         self.high = self.low
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
@@ -205,8 +212,8 @@ class SizesRun:
 
     def cap(self, largest: int) -> None:
         """Drop the candidates above ``largest``, other than those that have run."""
-        ran = max((m.batch_size for m in self.measurements if m.fits), default=0)
-        kept = [size for size in self.candidates if size <= max(largest, ran)]
+        largest = max([largest, *self._peaks])
+        kept = [size for size in self.candidates if size <= largest]
         if 0 < len(kept) < len(self.candidates):
             self.high = min(self.high, len(kept))
             self.candidates = kept
@@ -222,7 +229,7 @@ class SizesRun:
         if self.low < 0:
             return None
         found = self.candidates[self.low]
-        assert any(m.batch_size == found and m.fits for m in self.measurements)
+        assert found in self._peaks
         return found
 
 
@@ -237,7 +244,7 @@ def candidate_sizes(
     """
     assert upper >= 1, upper
     if powers_of_two:
-        sizes = {2**k for k in range(upper.bit_length()) if 2**k <= upper}
+        sizes = {2**k for k in range(upper.bit_length())}
     elif coarse:
         sizes = {digits << zeros for zeros in range(upper.bit_length()) for digits in range(1, 16)}
         sizes = {size for size in sizes if size < upper} | {upper}
@@ -246,3 +253,63 @@ def candidate_sizes(
     if include is not None and include <= upper:
         sizes.add(include)
     return sorted(sizes)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The largest batch size, and the evidence for it. Plain values only, so that it can be stored."""
+
+    batch_size: int
+    reason: str
+    """The binding constraint: memory, or the upper bound given to :func:`find_maximum_batch_size`."""
+    budget_bytes: int
+    total_bytes: int
+    search: str
+    seconds: float
+    measurements: list[Measurement]
+    """Every size that ran, in order."""
+    predicted: list[tuple[int, int]] = field(default_factory=list)
+    """(batch size, predicted peak bytes), calibrated; empty if no trace was possible."""
+    shorter: list[tuple[int, int, int]] = field(default_factory=list)
+    """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
+
+    enough: int | None = None
+    """Batch size beyond which larger ones would be of little use, if that was asked and it is predicted to fit by far;
+    it has not run. :attr:`batch_size` is then the largest that has run."""
+
+    peak_moment: str = ""
+    """Part of the step that the peak falls into, as traced; empty if no trace says."""
+
+    peak_kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes of each kind (:data:`adaptive_batching._probe.ledger.KINDS`) that are alive then."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Measured peak at :attr:`batch_size`."""
+        peak = next(m.peak_bytes for m in self.measurements if m.batch_size == self.batch_size)
+        assert peak is not None
+        return peak
+
+    @property
+    def num_steps(self) -> int:
+        """Number of training steps that ran or started."""
+        return sum(m.steps for m in self.measurements)
+
+    @property
+    def num_out_of_memory(self) -> int:
+        return sum(m.peak_bytes is None for m in self.measurements)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ProbeResult:
+        """Rebuild a result from :meth:`to_dict`.
+
+        Raises:
+            TypeError, KeyError: If ``values`` is not a stored result.
+        """
+        measurements = [Measurement(**m) for m in values["measurements"]]
+        predicted = [(int(b), int(peak)) for b, peak in values["predicted"]]
+        shorter = [(int(tokens), int(b), int(peak)) for tokens, b, peak in values["shorter"]]
+        return cls(**{**values, "measurements": measurements, "predicted": predicted, "shorter": shorter})

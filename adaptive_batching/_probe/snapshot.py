@@ -30,8 +30,7 @@ _BYTES_AT_ONCE = 2**24
 def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
     """Restore what optimizers step, buffers, gradients, training mode and the whole optimizers on exit, bit for bit.
 
-    States of paged optimizers that are not there yet are made, and set to their first values on exit: see
-    :func:`~adaptive_batching._probe.managed_memory.make_paged_states`. They are not saved.
+    States of paged optimizers that are not there yet are made, not saved, and set to their first values on exit.
     """
     parameters = [p for p in _in_groups(optimizers) if p.requires_grad]  # nothing else changes, in a frozen model
     gradients = [(p, p.grad) for p in parameters_of(model, optimizers)]
@@ -60,7 +59,7 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
                 optimizer.state.clear()
                 optimizer.state.update(state)
                 for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-                    for key in [k for k in group if k != "params" and k not in saved]:
+                    for key in group.keys() - saved.keys() - {"params"}:
                         del group[key]
                     group.update(saved)
 
@@ -89,11 +88,12 @@ class _Aside:
         # Training also needs host memory, for its data and for pinned copies.
         self._device_to_file = on_device > free_host_bytes() // 2
         in_file = on_host + (on_device if self._device_to_file else 0)
-        folder = _folder_with_room(in_file, scratch)
-        where = f"{_gib(in_file)} in a file in {folder}, {_gib(on_device + on_host - in_file)} in the host's memory"
-        log.info("weights and optimizer states are saved while probing: %s", where)
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed on exit)
-        self._folder = folder
+        self._folder = _folder_with_room(in_file, scratch)
+        log.info(
+            "weights and optimizer states are saved while probing: %s in a file in %s, %s in the host's memory",
+            _gib(in_file), self._folder, _gib(on_device + on_host - in_file),
+        )  # fmt: skip
+        self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed on exit)
         self._copies: list[torch.Tensor | int] = []
 
     def __enter__(self) -> _Aside:
@@ -123,11 +123,7 @@ class _Aside:
     @torch.no_grad()
     def restore(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor, saved in zip(map(_local, tensors), self._copies, strict=True):
-            if isinstance(saved, torch.Tensor):
-                tensor.detach().copy_(saved)
-                continue
-            self._file.seek(saved)
-            tensor.detach().copy_(self._read_like(tensor))
+            tensor.detach().copy_(self._read_like(tensor, saved) if isinstance(saved, int) else saved)
 
     def _write(self, tensor: torch.Tensor) -> None:
         for part in _bytes_of(tensor.contiguous()):
@@ -135,7 +131,8 @@ class _Aside:
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
             self._file.write(buffer)
 
-    def _read_like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _read_like(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
+        self._file.seek(start)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         for part in _bytes_of(copy):
             part.copy_(torch.frombuffer(bytearray(self._file.read(part.numel())), dtype=torch.uint8))

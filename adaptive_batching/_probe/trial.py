@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._memory import MemoryMeter, is_out_of_memory, little_to_collect
+from adaptive_batching._memory import MemoryMeter, little_to_collect
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._probe.snapshot import parameters_of, unchanged
 from adaptive_batching._values import memory_size
@@ -79,14 +79,12 @@ def kept_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class Trial:
-    """Context that runs real training steps and restores all state on exit.
+    """Context that runs real training steps and restores all state on exit, bit for bit, however a step ended.
 
-    On entry, everything that a step can change is saved: trainable parameters, buffers, optimizer states and settings,
-    training mode, and the state of every random number generator. Optimizer states are then created, because a step
-    needs memory in addition to them. On exit everything is restored bit for bit, however a step ended.
-
-    Training makes these states in its first step, in memory that this step has freed. With an allocator that keeps
-    freed memory, that is another layout, which :meth:`begin` brings about.
+    Saved are trainable parameters, buffers, optimizer states and settings, training mode, and the state of every random
+    number generator. Optimizer states are then created, because a step needs memory in addition to them. Training makes
+    them in its first step, in memory that this step has freed. With an allocator that keeps freed memory, that is
+    another layout, which :meth:`begin` brings about.
 
     ``all_ready`` takes True if this rank has the batch for a step, and returns True if all ranks do: if one cannot
     begin a step, none does. A step is aborted at ``stopped_at_bytes``, None for the budget; one that takes more than
@@ -104,12 +102,12 @@ class Trial:
         all_ready: Callable[[bool], bool] = lambda here: here,
         stopped_at_bytes: int | None = None,
     ) -> None:
-        self._all_ready = all_ready
-        self._stopped_at_bytes = stopped_at_bytes
         self._step = step
         self._meter = meter
         self.budget_bytes = budget_bytes
         self._scratch = scratch
+        self._all_ready = all_ready
+        self._stopped_at_bytes = stopped_at_bytes
         self._made: list[tuple[Optimizer, torch.Tensor]] = []  # of whom training will make states
         self._has_begun = False
         self._stack = contextlib.ExitStack()
@@ -122,14 +120,12 @@ class Trial:
             stack.enter_context(unchanged_random_state(self._meter.device))
             stack.enter_context(unchanged(self._step.model, self._step.optimizers, self._scratch))
             self._meter.release()
-            with self._meter.limit(self._limit_bytes):
+            with self._limited():
                 self._make_optimizer_states()
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def measure(self, batch_size: int) -> Measurement:
@@ -138,20 +134,17 @@ class Trial:
             self._drop_states()
             self._has_begun = False
         self._clear()
-        return self._measure(batch_size)
+        return self.measure_again(batch_size)
 
     def begin(self, batch_size: int) -> Measurement:
         """Run a step as the first one of training does, which makes the optimizer states."""
         self._drop_states()
         self._has_begun = True
         self._clear()
-        return replace(self._measure(batch_size), makes_states=bool(self._made))
+        return replace(self.measure_again(batch_size), makes_states=self.makes_states)
 
     def measure_again(self, batch_size: int) -> Measurement:
         """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do."""
-        return self._measure(batch_size)
-
-    def _measure(self, batch_size: int) -> Measurement:
         run = self._step.bind(self._step.model, self._step.optimizers)
         self._meter.reset_peak()
         retries_before, freed_before = self._meter.num_retries(), self._meter.num_freed_bytes()
@@ -163,9 +156,14 @@ class Trial:
                 self._make_optimizer_states()
             batches.append(self._step.make_batch(batch_size))
 
+        def train() -> None:
+            batch = batches.pop()
+            run(batch)
+            self._meter.synchronize()
+
         ran_out = self._runs_out(prepare)
         # A rank without a batch would leave the others waiting in the step's collectives.
-        ran_out = not self._all_ready(not ran_out) or self._runs_out(lambda: self._run(run, batches.pop()))
+        ran_out = not self._all_ready(not ran_out) or self._runs_out(train)
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
         seconds = time.perf_counter() - start
         retries = self._meter.num_retries() - retries_before
@@ -182,13 +180,9 @@ class Trial:
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
         return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries, freed_bytes=freed_bytes)
 
-    def _run(self, run: Run, batch: Any) -> None:
-        run(batch)
-        self._meter.synchronize()
-
     def _runs_out(self, function: Callable[[], None]) -> bool:
         try:
-            with self._meter.limit(self._limit_bytes):
+            with self._limited():
                 function()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -200,9 +194,8 @@ class Trial:
     def makes_states(self) -> bool:
         return bool(self._made)
 
-    @property
-    def _limit_bytes(self) -> int:
-        return self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes
+    def _limited(self) -> contextlib.AbstractContextManager[None]:
+        return self._meter.limit(self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes)
 
     def _clear(self) -> None:
         self._step.discard()

@@ -17,7 +17,7 @@ from typing import Any
 from adaptive_batching._growth.course import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
-from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import RECORD, VERSION, Row, StepCost, Watcher, lines_that_count, written
 from adaptive_batching._report.facts import first_too_large
 from adaptive_batching._report.page import finish_page, start_page, stop_page

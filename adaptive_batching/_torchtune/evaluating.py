@@ -22,8 +22,7 @@ from adaptive_batching._loop.rows import Rows
 from adaptive_batching._memory import little_to_collect, memory_meter, release_cached_memory
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.run import run_micro_batches
-from adaptive_batching._probe.budget import within_memory_limit
-from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
+from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._ranks.agree import ALONE

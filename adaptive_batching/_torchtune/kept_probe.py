@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import config
+
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._probe.budget import memory_budget, require_room
-from adaptive_batching._probe.result import ProbeResult, load_result, store_result
+from adaptive_batching._probe.does_not_fit import memory_budget, require_room
+from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import is_packed
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.step import MakeOptimizers
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)
@@ -24,17 +30,40 @@ log = logging.getLogger(__name__)
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
+# Keys of a config that the memory of a training step cannot depend on. Any other that changes calls for another probe,
+# known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
+_NOT_OF_MEMORY = frozenset(
+    {
+        "output_dir", "checkpointer", "value_checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "save_every_n_steps",
+        "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler",
+        "metric_logger", "log_every_n_steps", "log_level", "log_peak_memory_stats",
+        "dataset_val", "batch_size_val", "run_val_every_n_steps",
+        # What of these matters has entries of its own.
+        "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Circumstances:
     """Facts of a run, besides its model and data, that the memory of a step depends on."""
 
-    config: Callable[[], Mapping[str, Any]]
-    """Returns the config's entries that memory may depend on."""
-
-    make_optimizers: MakeOptimizers
+    cfg: DictConfig
     measures_noise: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """Return the entries of the config that call for another probe when they change."""
+        cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
+        plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+        found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
+        found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
+        return found
+
+    def make_optimizers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Optimizer]:
+        """Return an optimizer for each group of parameters, as the config has it, for a trace."""
+        traced = without_kernels(self.cfg.optimizer)
+        return [config.instantiate(traced, list(group)) for group in groups]
 
 
 def kept_probe(
@@ -54,18 +83,24 @@ def kept_probe(
         meter = memory_meter(host.device)
     except NotImplementedError as error:
         raise ConfigError(str(error)) from error
-    shares_memory = meter.device.type == "cpu"
-    require_room(settings, meter, host.ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
+    ranks, shares_memory = host.ranks, meter.device.type == "cpu"
+    require_room(settings, meter, ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
     if shares_memory:
         settings = _with_room_for_training(settings, meter)
-    ranks = host.ranks
-    key = {**circumstances.config(), **settings_of_memory(settings), **facts}
-    key |= {"measures_noise": circumstances.measures_noise}
-    key |= {"packed": is_packed(host.loader.dataset)}
-    key |= {"device_name": meter.device_name, "total_bytes": meter.total_bytes}
-    key |= {"allocator_settings": meter.allocator_settings()}
-    key |= {"ranks": ranks.size, "sharded": host.collectives is not None}
-    key |= {"python": platform.python_version(), **{name: _version(name) for name in _VERSIONS}}
+    key = {
+        **circumstances.config(),
+        **settings_of_memory(settings),
+        **facts,
+        "measures_noise": circumstances.measures_noise,
+        "packed": is_packed(host.loader.dataset),
+        "device_name": meter.device_name,
+        "total_bytes": meter.total_bytes,
+        "allocator_settings": meter.allocator_settings(),
+        "ranks": ranks.size,
+        "sharded": host.collectives is not None,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _VERSIONS},
+    }
     stored = ranks.on_first(lambda: load_result(path, key))
     if stored is not None:
         available = int(ranks.smallest(memory_budget(settings, meter)))
@@ -120,3 +155,34 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
+    """Return the result stored at ``path`` under the same ``key``; else None, and log why a stored one is ignored."""
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        result, stored_key = ProbeResult.from_dict(stored["result"]), stored["key"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("probe result %s cannot be read (%s); probing again", path, error)
+        return None
+    key = json.loads(json.dumps(key))  # convert tuples and the like as JSON does
+    changed = sorted(k for k in {*key, *stored_key} if key.get(k, ...) != stored_key.get(k, ...))
+    if changed:
+        shown = ", ".join(f"{k}: {stored_key.get(k)!r} -> {key.get(k)!r}" for k in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        log.info("stored probe result ignored, because these changed: %s%s", shown, more)
+        return None
+    return result
+
+
+def store_result(path: Path, key: dict[str, Any], result: ProbeResult) -> None:
+    """Write ``result`` to ``path`` atomically; log a warning if that fails."""
+    partial = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"key": key, "result": result.to_dict()}, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        log.warning("the probe's result cannot be kept in %s (%s); the next run will probe again", path, error)

@@ -21,7 +21,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._memory import is_out_of_memory
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError, is_lost_rank
 from adaptive_batching._ranks.fsdp import CannotRecoverError

@@ -14,7 +14,8 @@ from torchtune import training
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._memory import is_out_of_memory, release_workspaces
+from adaptive_batching._memory import release_workspaces
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded

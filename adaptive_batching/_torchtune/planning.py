@@ -26,10 +26,10 @@ from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_c
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.images import COLLATE
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching._torchtune.probing import Probed, accumulates, circumstances_of, settled, upper_bound
+from adaptive_batching._torchtune.probing import Probed, accumulates, settled, upper_bound
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
-from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
 
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
@@ -104,7 +104,7 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         most = min(int(getattr(model, "max_seq_len", length)) for model in models)
         if length > most:
             raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
-        in_parts = accumulates(host, run, settings, circumstances_of(question.cfg, measures_noise=False))
+        in_parts = accumulates(host, run, settings, measures_noise=False)
         step = replace(
             training_step(host, host.loader.dataset[0], accumulates=in_parts, traces_both=whole), on_cuda=True
         )

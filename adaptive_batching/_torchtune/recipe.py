@@ -26,11 +26,11 @@ from adaptive_batching._torchtune import checkpoints
 from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.growing import resolve_increase
+from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
 from adaptive_batching._torchtune.next_token import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
@@ -135,7 +135,7 @@ class AdaptiveBatching:
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
         host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
-        circumstances = circumstances_of(cfg, measures_noise=self._increase.noise_scale_every is not None)
+        circumstances = Circumstances(cfg, measures_noise=self._increase.noise_scale_every is not None)
         held_out = self._hold_out(host)
         self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored, held_out)
         self.global_step = self._session.run.first_step

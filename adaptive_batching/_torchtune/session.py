@@ -21,7 +21,7 @@ from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._growth.epoch import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._probe.budget import require_room, within_memory_limit
+from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import compiling
@@ -35,7 +35,7 @@ from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
 from adaptive_batching._torchtune.probing import Probed, find_maximum
 from adaptive_batching._torchtune.recovery import Recovery
-from adaptive_batching._torchtune.step import batch_dependent_module
+from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation, execution_of
 from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, Whole
 

@@ -36,7 +36,7 @@ from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.recovery import ValidationRecovery
 from adaptive_batching._torchtune.settings import ValidationSettings
-from adaptive_batching._torchtune.step import batch_dependent_module
+from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
 
 log = logging.getLogger(__name__)

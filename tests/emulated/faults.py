@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._emulated_device.control import Counters
-from adaptive_batching._memory import forget_frames
+from adaptive_batching._out_of_memory import forget_frames
 from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.gradients import discard
 from adaptive_batching._torchtune.launch import _mistakes_in_one_line

@@ -10,7 +10,7 @@ import torch
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import memory_meter
-from adaptive_batching._probe.budget import memory_budget, within_memory_limit
+from adaptive_batching._probe.does_not_fit import memory_budget, within_memory_limit
 
 GIB, MIB = 2**30, 2**20
 

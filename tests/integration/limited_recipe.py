@@ -7,38 +7,38 @@ its answer, and one step of as many more as what is left free would hold, and tw
 import gc
 import json
 import resource
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torchtune import config
 
-import adaptive_batching._torchtune.probing
 from adaptive_batching._host_memory import CpuMeter, _status
-from adaptive_batching._memory import is_out_of_memory
-from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.probing import probe_or_stored
-from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.probing import Probe
+from adaptive_batching._torchtune.training_step import training_step
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
 
 NUM_STEPS = 20
+find = Probe.result
 
 
-def limited_probe(extra_mib: int, host: Host, *arguments: Any) -> Any:
+def limited_probe(probe: Probe, extra_mib: int) -> Any:
     """In place of the recipe's: sets the limit just before it."""
+    host = probe.host
     CpuMeter().release()
     state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (data_before + extra_mib * 2**20, -1))
-    result = probe_or_stored(host, *arguments)
+    result = find(probe)
     after = _status("RssAnon")
     states = [state for optimizer in host.optimizers for state in optimizer.state.values()]
     unchanged = all(map(torch.equal, state, snapshot(host))) and not states
 
-    sample = next(each for each in arguments if isinstance(each, dict))
-    step = training_step(host, sample, accumulates=False)
+    step = training_step(host, probe.sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
     for _ in range(NUM_STEPS):
         run(step.make_batch(result.batch_size))
@@ -76,7 +76,7 @@ def snapshot(host: Host) -> list[torch.Tensor]:
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     gc.freeze()  # else each collection goes through all that torch has made
-    adaptive_batching._torchtune.probing.probe_or_stored = partial(limited_probe, cfg.extra_mib)  # type: ignore[assignment]
+    Probe.result = partialmethod(limited_probe, cfg.extra_mib)  # type: ignore[assignment, method-assign]
     lora = "lora" in cfg.model._component_
     recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
     recipe.setup(cfg=cfg)

@@ -102,7 +102,7 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     common = [*ONE_STEP, f"gradient_accumulation_steps={backwards}"]
     whole = undisturbed(*common, stock=True)
     if size == "auto":  # as if three fitted
-        monkeypatch.setattr("adaptive_batching._torchtune.ppo.probing.settled", three_fit)
+        monkeypatch.setattr("adaptive_batching._torchtune.probing.settled", three_fit)
     cut = run(*common, LIMIT, f"micro_batch_size={size}", name="cut")
     if size == "auto":
         assert events(cut, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"

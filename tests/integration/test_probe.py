@@ -13,7 +13,7 @@ import torch
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._host_memory import CpuMeter
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._probe.budget import require_room
+from adaptive_batching._probe.does_not_fit import require_room
 from adaptive_batching._values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.support.records import events, without_sizes

@@ -19,7 +19,7 @@ from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.reserved import ReservedPeaks
-from adaptive_batching._probe.result import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._values import MemoryAmount
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer, Recorded
@@ -28,24 +28,17 @@ EXACT = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "he
 
 
 class Traced:
-    """Stand-in for the trace of a device's steps."""
+    """Stand-in for the trace of a device's steps, and for its memory curve."""
 
     is_uniform = True
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.curve = Curve(device)
+        self.curve = self
+        self.resting_bytes = device.allocator.allocated
 
     def at(self, batch_size: int) -> Recorded:
         return self._device.recorded(batch_size * self._device.length)
-
-
-class Curve:
-    """The memory curve that a trace of a device's steps would give."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.resting_bytes = device.allocator.allocated
 
     def peak_bytes(self, batch_size: int) -> int:
         return self._device.peak_allocated(batch_size * self._device.length)
@@ -62,10 +55,7 @@ def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool
 
     Where the probe has no replay of it, the first step finds optimizer states.
     """
-    again = Device(
-        device.total_bytes, device.layers, device.length, device.libraries_bytes, device.overhead,
-        device.workspace_bytes,
-    )  # fmt: skip
+    again = replace(device)
     had = []
     if not is_replayed:
         again.optimizer.make_states()
@@ -229,15 +219,11 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
-        patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Curve(replace(device, length=1024)))
+        patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Traced(replace(device, length=1024)))
         find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
     message = str(error.value)
-    if is_measured:
-        assert re.search(r"does not fit in 2.00 GiB: it took 2\.\d+ GiB, \d+ MiB more\.", message), message
-    else:
-        assert re.search(r"does not fit in 2.00 GiB: it ran out of memory, though only about 1.\d+ GiB", message), (
-            message
-        )
+    why = r"it took 2\.\d+ GiB, \d+ MiB more\." if is_measured else r"it ran out of memory, though only about 1.\d+ GiB"
+    assert re.search(r"does not fit in 2.00 GiB: " + why, message), message
     assert " 0 MiB more" not in message
     assert "half the length: about" in message and "would fit" in message
 

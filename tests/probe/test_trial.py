@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import copy
+import contextlib
 import dataclasses
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,75 +79,81 @@ def training_step(model: Model, optimizer: Optimizer) -> TrainingStep:
     return TrainingStep(model, [optimizer], lambda batch_size: torch.randn(batch_size, 8), bind)
 
 
-def everything(model: Model, optimizer: Optimizer) -> dict[str, Any]:
-    return copy.deepcopy(
-        {
-            "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-            "gradients": [p.grad for p in model.parameters()],
-            "training": [m.training for m in model.modules()],
-            "optimizer": optimizer.state_dict(),
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": np.random.get_state()[1],  # type: ignore[index]
-        }
-    )
+class Training:
+    """A model, an optimizer that is made of its parameters, and their step."""
+
+    def __init__(self, make: Callable[..., Optimizer] = torch.optim.SGD, *, trained: bool = False) -> None:
+        self.model = Model()
+        self.optimizer = make(self.model.parameters())
+        self.step = training_step(self.model, self.optimizer)
+        if trained:
+            self.step.bind(self.model, [self.optimizer])(torch.randn(4, 8))
+
+    @property
+    def num_trained(self) -> int:
+        return sum(parameter.requires_grad for parameter in self.model.parameters())
+
+    def everything(self) -> Any:
+        """All that a step can change, bit for bit, signs of zeros and NaN included."""
+        return bits(
+            {
+                "weights": self.model.state_dict(),
+                "gradients": [p.grad for p in self.model.parameters()],
+                "training": [m.training for m in self.model.modules()],
+                "optimizer": self.optimizer.state_dict(),
+                "torch": torch.get_rng_state(),
+                "python": random.getstate(),
+                "numpy": np.random.get_state()[1],  # type: ignore[index]
+            }
+        )
+
+    @contextlib.contextmanager
+    def left_without_a_trace(self) -> Iterator[None]:
+        before = self.everything()
+        yield
+        assert self.everything() == before
 
 
-def assert_equal(ours: Any, theirs: Any) -> None:
-    """Equal bit for bit, signs of zeros and NaN included."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert ours.dtype == theirs.dtype
-        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
-    elif isinstance(ours, np.ndarray):
-        assert ours.tobytes() == theirs.tobytes()
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_equal(ours[key], theirs[key])
-    elif isinstance(ours, (list, tuple)):
-        assert len(ours) == len(theirs)
-        for a, b in zip(ours, theirs, strict=True):
-            assert_equal(a, b)
-    else:
-        assert ours == theirs
+def bits(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.dtype, value.tobytes()
+    if isinstance(value, dict):
+        return type(value), {key: bits(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [bits(each) for each in value]
+    return type(value), value
 
 
 @pytest.mark.parametrize("fail_in", ["", "forward", "backward", "optimizer"])
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_a_trial_leaves_no_trace_wherever_it_runs_out_of_memory(fail_in: str, trained_before: bool) -> None:
     torch.manual_seed(1)
-    model = Model()
+    training = Training(partial(HalfwayOptimizer, lr=0.1), trained=trained_before)
+    model, optimizer = training.model, training.optimizer
     with torch.no_grad():
         model.layers[0].weight[0, :2] = torch.tensor([-0.0, torch.nan])  # type: ignore[operator]  # bits that arithmetic would not keep
-    optimizer = HalfwayOptimizer(model.parameters(), lr=0.1)
-    step = training_step(model, optimizer)
-    if trained_before:
-        step.bind(model, [optimizer])(torch.randn(4, 8))
     model.layers[2].eval()
-    before = everything(model, optimizer)
-
-    with Trial(step, CpuMeter(), BUDGET) as trial:
+    with training.left_without_a_trace(), Trial(training.step, CpuMeter(), BUDGET) as trial:
         assert trial.measure(3).fits
-        model.fail_in, optimizer.fail = fail_in, fail_in == "optimizer"
+        model.fail_in, optimizer.fail = fail_in, fail_in == "optimizer"  # type: ignore[attr-defined]
         measurement = trial.measure(5)
         assert measurement.fits == (not fail_in)
         assert (measurement.peak_bytes is None) == bool(fail_in)
-        model.fail_in, optimizer.fail = "", False
+        model.fail_in, optimizer.fail = "", False  # type: ignore[attr-defined]
         assert trial.measure(2).fits, "a trial works after one that ran out of memory"
-
-    assert_equal(everything(model, optimizer), before)
 
 
 def test_other_errors_come_through_and_leave_no_trace_either() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = training_step(model, optimizer)
-    before = everything(model, optimizer)
-    with pytest.raises(RuntimeError, match="shapes"), Trial(step, CpuMeter(), BUDGET) as trial:
+    training = Training(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    with (
+        training.left_without_a_trace(),
+        pytest.raises(RuntimeError, match="shapes"),
+        Trial(training.step, CpuMeter(), BUDGET) as trial,
+    ):
         trial.measure(2)
-        step.bind(model, [optimizer])(torch.randn(2, 9))
-    assert_equal(everything(model, optimizer), before)
+        training.step.bind(training.model, [training.optimizer])(torch.randn(2, 9))
 
 
 def test_a_step_over_budget_does_not_fit_although_it_ran() -> None:
@@ -154,76 +161,65 @@ def test_a_step_over_budget_does_not_fit_although_it_ran() -> None:
         def limit(self, num_bytes: int) -> Any:
             return nullcontext()  # a device that enforces nothing
 
-    model = Model()
-    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with Trial(step, Meter(), budget_bytes=2**20) as trial:
+    with Trial(Training().step, Meter(), budget_bytes=2**20) as trial:
         measurement = trial.measure(2)
     assert not measurement.fits
     assert measurement.peak_bytes is not None and measurement.peak_bytes > 2**20
 
 
 def test_optimizer_states_are_there_during_the_trial_and_gone_after_it() -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Trial(training_step(model, optimizer), CpuMeter(), BUDGET):
-        assert len(optimizer.state) == sum(p.requires_grad for p in model.parameters())
-    assert not optimizer.state
+    training = Training(torch.optim.AdamW)
+    with Trial(training.step, CpuMeter(), BUDGET):
+        assert len(training.optimizer.state) == training.num_trained
+    assert not training.optimizer.state
 
 
 def test_only_buffers_and_what_the_optimizers_step_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher's parameters say that they want gradients, and no optimizer has them."""
-    saved: list[list[torch.Tensor]] = []
+    saved: list[list[int]] = []
     put = snapshot._Aside.put
 
     def note(self: Any, tensors: Sequence[torch.Tensor]) -> None:
-        saved.append([*tensors])
+        saved.append([*map(id, tensors)])
         put(self, tensors)
 
     monkeypatch.setattr(snapshot._Aside, "put", note)
-    student, teacher = Model(), Model()
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    step = training_step(student, optimizer)
-    with Trial(dataclasses.replace(step, model=nn.ModuleList([student, teacher])), CpuMeter(), BUDGET):
+    training, teacher = Training(), Model()
+    student = training.model
+    with Trial(dataclasses.replace(training.step, model=nn.ModuleList([student, teacher])), CpuMeter(), BUDGET):
         pass
     with Trial(TrainingStep(teacher, [], range, lambda *_: lambda _: None), CpuMeter(), BUDGET):
         pass
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     assert any(parameter.requires_grad for parameter in teacher.parameters())
     expected = [[*trained, *student.buffers(), *teacher.buffers()], [*teacher.buffers()]]
-    assert [[*map(id, tensors)] for tensors in saved] == [[*map(id, tensors)] for tensors in expected]
+    assert saved == [[*map(id, tensors)] for tensors in expected]
 
 
 def test_what_the_host_has_no_room_for_goes_to_a_disk_that_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = training_step(model, optimizer)
-    step.bind(model, [optimizer])(torch.randn(4, 8))
-    before = everything(model, optimizer)
+    training = Training(torch.optim.AdamW, trained=True)
     full = Path(tempfile.gettempdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0 if path == full else 2**40))
-    with caplog.at_level("INFO"), Trial(step, CpuMeter(), BUDGET, tmp_path / "not" / "there" / "yet") as trial:
+    trial = Trial(training.step, CpuMeter(), BUDGET, tmp_path / "not" / "there" / "yet")
+    with training.left_without_a_trace(), caplog.at_level("INFO"), trial:
         assert trial.measure(3).fits
     assert f"in a file in {tmp_path}" in caplog.text
-    assert_equal(everything(model, optimizer), before)
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2))
-    with pytest.raises(ConfigError, match=r"has to save 0\.00 GiB .*, but .* has 0\.00 GiB free; set .* TMPDIR"):
-        Trial(step, CpuMeter(), BUDGET, tmp_path).__enter__()
-    assert_equal(everything(model, optimizer), before)
+    message = r"has to save 0\.00 GiB .*, but .* has 0\.00 GiB free; set .* TMPDIR"
+    with training.left_without_a_trace(), pytest.raises(ConfigError, match=message):
+        Trial(training.step, CpuMeter(), BUDGET, tmp_path).__enter__()
 
 
 def test_a_disk_that_fills_while_the_snapshot_is_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = training_step(model, optimizer)
-    before = everything(model, optimizer)
+    training = Training(torch.optim.AdamW)
     full = Path("/dev/full").open("wb")  # noqa: SIM115 (the snapshot closes it)
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
-    with pytest.raises(ConfigError, match=r"cannot save weights and optimizer states in .* TMPDIR"):
-        Trial(step, CpuMeter(), BUDGET).__enter__()
-    assert_equal(everything(model, optimizer), before)
+    message = r"cannot save weights and optimizer states in .* TMPDIR"
+    with training.left_without_a_trace(), pytest.raises(ConfigError, match=message):
+        Trial(training.step, CpuMeter(), BUDGET).__enter__()
 
 
 @pytest.mark.parametrize(("free", "in_file"), [(2**40, False), (3, True)])
@@ -248,72 +244,62 @@ def test_copies_of_a_device_stay_on_the_host_where_it_has_room(
     assert torch.equal(weights.as_subclass(torch.Tensor), values)
 
 
+class Releasing(CpuMeter):
+    """Notes what ``held`` returns at each release."""
+
+    def __init__(self, held: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self.held = held
+        self.released: list[int] = []
+
+    def release(self) -> None:
+        self.released.append(self.held())
+        super().release()
+
+
 def test_another_step_at_a_size_runs_on_what_the_first_has_left() -> None:
-    released: list[int] = []
-
-    class Meter(CpuMeter):
-        def release(self) -> None:
-            released.append(1)
-            super().release()
-
-    model = Model()
-    with Trial(training_step(model, torch.optim.SGD(model.parameters(), lr=0.1)), Meter(), BUDGET) as trial:
+    meter = Releasing()
+    with Trial(Training().step, meter, BUDGET) as trial:
         trial.measure(3)
-        before = len(released)
+        before = len(meter.released)
         assert trial.measure_again(3).fits
-        assert len(released) == before
+        assert len(meter.released) == before
         trial.measure(3)
-        assert len(released) == before + 1
+        assert len(meter.released) == before + 1
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_a_size_begins_as_training_does_with_states_that_its_first_step_makes(trained_before: bool) -> None:
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = training_step(model, optimizer)
-    if trained_before:
-        step.bind(model, [optimizer])(torch.randn(4, 8))
-    before = everything(model, optimizer)
+    training = Training(torch.optim.AdamW, trained=trained_before)
     found: list[int] = []
-    model.register_forward_pre_hook(lambda module, args: found.append(len(optimizer.state)))
-    all_of_them = sum(p.requires_grad for p in model.parameters())
-    with Trial(step, CpuMeter(), BUDGET) as trial:
+    training.model.register_forward_pre_hook(lambda module, args: found.append(len(training.optimizer.state)))
+    with training.left_without_a_trace(), Trial(training.step, CpuMeter(), BUDGET) as trial:
         makes_states = [trial.measure(3).makes_states, trial.begin(3).makes_states, trial.measure_again(3).makes_states]
         trial.begin(5)
         trial.measure(4)
+    all_of_them = training.num_trained
     begun = all_of_them if trained_before else 0
     assert found == [all_of_them, begun, all_of_them, begun, all_of_them]
     assert makes_states == [False, not trained_before, False]
-    assert_equal(everything(model, optimizer), before)
 
 
 def test_what_a_step_that_ran_out_leaves_behind_is_gone_before_memory_is_released() -> None:
     """As activations that a context has moved to the host: it knows of them until it is told to forget."""
     stash: list[torch.Tensor] = []
-    held_at_release: list[int] = []
-
-    class Meter(CpuMeter):
-        def release(self) -> None:
-            held_at_release.append(len(stash))
-            super().release()
-
-    model = Model()
-    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    step = dataclasses.replace(step, discard=stash.clear)
-    with Trial(step, Meter(), BUDGET) as trial:
-        model.fail_in = "backward"
-        model.layers[0].register_forward_hook(lambda module, args, output: stash.append(output.detach()))
+    training, meter = Training(), Releasing(lambda: len(stash))
+    with Trial(dataclasses.replace(training.step, discard=stash.clear), meter, BUDGET) as trial:
+        training.model.fail_in = "backward"
+        training.model.layers[0].register_forward_hook(lambda module, args, output: stash.append(output.detach()))
         assert not trial.measure(3).fits
-        assert held_at_release[-1] == 0 and stash == []
+        assert meter.released[-1] == 0 and stash == []
 
 
 def test_a_step_that_another_rank_cannot_begin_is_not_begun() -> None:
     """The others would wait in its collectives for the rank that had no memory for the batch."""
-    model = Model()
-    step = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    training = Training()
     began: list[int] = []
-    model.register_forward_pre_hook(lambda module, args: began.append(1))
-    with Trial(step, CpuMeter(), BUDGET, all_ready=lambda here: False) as trial:
+    training.model.register_forward_pre_hook(lambda module, args: began.append(1))
+    with Trial(training.step, CpuMeter(), BUDGET, all_ready=lambda here: False) as trial:
         measured = trial.measure(3)
     assert (measured.fits, measured.peak_bytes, began) == (False, None, [])
 

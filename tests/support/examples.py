@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from adaptive_batching._growth.increase import GrowthState
-from adaptive_batching._probe.result import ProbeResult
-from adaptive_batching._probe.sizes import Measurement
+from adaptive_batching._probe.sizes import Measurement, ProbeResult
 
 STATE = GrowthState(
     epoch=0, total_epochs=4, batch_size=4, initial_batch_size=4, maximum=64, global_batch_size=4, samples_seen=0,

@@ -14,7 +14,7 @@ from adaptive_batching._probe.curve import TRACED_SIZES
 from adaptive_batching._probe.recording import Recorder
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.on_paper import Data, set_up
-from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.training_step import training_step
 from tests.conftest import ARCHITECTURE
 from tests.torchtune.test_on_paper import LENGTH, config
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
@@ -121,7 +122,7 @@ def test_preferences_are_probed_cut_and_recovered_as_a_plain_loop_trains(
         limits, use_maximum_batch_size=True, micro_batch_size=micro_batch_size
     )
     run = StockRun(batch_size=2, accumulation=2, epochs=2, steps_per_epoch=12)
-    circumstances = Circumstances(dict, lambda groups: [torch.optim.SGD(group, lr=0.1) for group in groups])
+    circumstances = Circumstances(OmegaConf.create({"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}))
     session = Session(host, run, settings, Increase(), circumstances, Report(tmp_path))
     assert session.growth is not None and session.growth.course.controller.maximum == 8, "as many as it may be"
     forwards = 0

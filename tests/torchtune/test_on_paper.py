@@ -14,7 +14,7 @@ from adaptive_batching._probe.curve import TracedStep
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import Data, set_up
-from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._torchtune.training_step import training_step
 from tests.conftest import ARCHITECTURE, ROOT
 
 LENGTH = 48

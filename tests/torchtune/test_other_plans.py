@@ -30,8 +30,8 @@ from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set
 from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.set_up_memory import Allocations
-from adaptive_batching._torchtune.step import training_step
 from adaptive_batching._torchtune.stock import load_stock
+from adaptive_batching._torchtune.training_step import training_step
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.block_wise import paged_bytes
-from adaptive_batching._torchtune.kept_probe import settings_of_memory
-from adaptive_batching._torchtune.probing import circumstances_of, config_of_memory
+from adaptive_batching._torchtune.kept_probe import (
+    Circumstances,
+    load_result,
+    settings_of_memory,
+    store_result,
+)
 from adaptive_batching._torchtune.settings import read_settings
+from tests.support.examples import RESULT
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
 
@@ -25,54 +31,75 @@ def changed(**settings: Any) -> bool:
     cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
     for key, value in settings.items():
         OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
-    keys = [{**config_of_memory(each), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
+    keys = [{**Circumstances(each).config(), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
     return keys[0] != keys[1]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"fsdp_cpu_offload": True},
-        {"fsdp_reshard_after_forward": False},
-        {"custom_sharded_layers": ["output"]},
-        {"ac_mode": "selective"},
-        {"ac_option": 2},
-        {"tensor_parallel_dim": 2},
-        {"optimizer__fused": False},
-        {"model___component_": "torchtune.models.llama3_2.llama3_2_1b"},
-        {"enable_activation_offloading": True},
-        {"enable_async_checkpointing": True},
-        {"dataset__packed": True},
-        {"a_setting_of_next_year": 1},
-        {"micro_batch_size": 1},
-        {"micro_batch_size": "auto"},
-        {"adaptive_batching": {"memory_limit": "40GiB"}},
-        {"adaptive_batching": {"headroom": "1%"}},
-        {"adaptive_batching": {"search": "binary_search"}},
-    ],
-    ids=str,
-)
-def test_whatever_may_change_what_training_takes_calls_for_another_probe(setting: dict[str, Any]) -> None:
-    assert changed(**setting)
+MATTER = [
+    {"fsdp_cpu_offload": True},
+    {"fsdp_reshard_after_forward": False},
+    {"custom_sharded_layers": ["output"]},
+    {"ac_mode": "selective"},
+    {"ac_option": 2},
+    {"tensor_parallel_dim": 2},
+    {"optimizer__fused": False},
+    {"model___component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    {"enable_activation_offloading": True},
+    {"enable_async_checkpointing": True},
+    {"dataset__packed": True},
+    {"a_setting_of_next_year": 1},
+    {"micro_batch_size": 1},
+    {"micro_batch_size": "auto"},
+    {"adaptive_batching": {"memory_limit": "40GiB"}},
+    {"adaptive_batching": {"headroom": "1%"}},
+    {"adaptive_batching": {"search": "binary_search"}},
+]
+DO_NOT = [
+    {"output_dir": "/elsewhere"},
+    {"seed": 3},
+    {"optimizer__lr": 1e-4},
+    {"epochs": 7},
+    {"resume_from_checkpoint": True},
+    {"checkpointer__checkpoint_files": ["another"]},
+    {"metric_logger__log_dir": "/elsewhere"},
+    {"batch_size": 16},
+    {"adaptive_batching": {"report_dir": "/elsewhere"}},
+]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"output_dir": "/elsewhere"},
-        {"seed": 3},
-        {"optimizer__lr": 1e-4},
-        {"epochs": 7},
-        {"resume_from_checkpoint": True},
-        {"checkpointer__checkpoint_files": ["another"]},
-        {"metric_logger__log_dir": "/elsewhere"},
-        {"batch_size": 16},
-        {"adaptive_batching": {"report_dir": "/elsewhere"}},
-    ],
-    ids=str,
-)
-def test_what_cannot_does_not(setting: dict[str, Any]) -> None:
-    assert not changed(**setting)
+@pytest.mark.parametrize(("setting", "matters"), [(each, each in MATTER) for each in (*MATTER, *DO_NOT)], ids=str)
+def test_what_may_change_what_training_takes_and_nothing_else_calls_for_another_probe(
+    setting: dict[str, Any], matters: bool
+) -> None:
+    assert changed(**setting) == matters
+
+
+def test_a_stored_result_comes_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "probe.json"
+    store_result(path, {"dtype": "fp32", "sizes": (1, 2)}, RESULT)
+    assert load_result(path, {"dtype": "fp32", "sizes": (1, 2)}) == RESULT
+    assert RESULT.peak_bytes == 900
+    assert RESULT.num_out_of_memory == 1
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_result_found_under_other_conditions_is_ignored_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tmp_path / "probe.json"
+    store_result(path, {"dtype": "fp32", "device": "A"}, RESULT)
+    assert load_result(path, {"dtype": "bf16", "device": "A", "torch": "2"}) is None
+    assert "dtype: 'fp32' -> 'bf16', torch: None -> '2'" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {}}', '{"key": {}, "result": {"batch_size": 3}}'])
+def test_a_damaged_file_is_ignored_with_a_warning(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(text)
+    assert load_result(path, {}) is None
+    assert "cannot be read" in caplog.text
+    assert load_result(tmp_path / "missing.json", {}) is None
 
 
 def times(*measured: tuple[int, float]) -> ForwardTimes:
@@ -100,7 +127,7 @@ def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels()
     cfg.optimizer = {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-3}
     with FakeTensorMode():
         weight = nn.Parameter(torch.ones(400, 400))
-        [optimizer] = circumstances_of(cfg, measures_noise=False).make_optimizers([[weight]])
+        [optimizer] = Circumstances(cfg).make_optimizers([[weight]])
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 1e-3

@@ -15,8 +15,8 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching._torchtune.step import training_step
 from adaptive_batching._torchtune.stock import load_stock
+from adaptive_batching._torchtune.training_step import training_step
 from tests.support.real_memory import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 

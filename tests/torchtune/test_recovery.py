@@ -22,7 +22,7 @@ from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching._torchtune.next_token import Distillation
 from adaptive_batching._torchtune.objective import StockParts
 from adaptive_batching._torchtune.recovery import Recovery, remedy
-from adaptive_batching._torchtune.step import remedies
+from adaptive_batching._torchtune.training_step import remedies
 from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
 from tests.support.hosts import ALONE, SAMPLES, host

@@ -17,10 +17,10 @@ from adaptive_batching._torchtune.checkpoints import (
     saved_last,
     with_batch_state,
 )
+from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.ppo import stock as stocks
 from adaptive_batching._torchtune.ppo.session import PPOSession
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
-from adaptive_batching._torchtune.probing import circumstances_of
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.resuming import take_value_model_of
 from adaptive_batching._torchtune.settings import check_ppo_settings
@@ -54,7 +54,7 @@ class AdaptivePPO(AdaptiveBatching):
         host = stocks.host_of(self, stock, Trajectories(stock), self.ranks, self._gate)
         self._host = host
         run = stocks.run_of(self, int(cfg.num_steps), self.learning_rate())
-        circumstances = circumstances_of(cfg, measures_noise=False)
+        circumstances = Circumstances(cfg)
         self._session = PPOSession(
             stock, host, run, self._settings, self._increase, circumstances, report, self._stored
         )  # fmt: skip

@@ -17,7 +17,7 @@ from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.loop import PPOLoop
-from adaptive_batching._torchtune.ppo.probing import find_sizes
+from adaptive_batching._torchtune.ppo.phases import find_sizes
 from adaptive_batching._torchtune.ppo.rollout import Rollout
 from adaptive_batching._torchtune.ppo.stock import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories

@@ -21,12 +21,7 @@ from adaptive_batching._probe.trial import Run, TrainingStep, models_of
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.data import Sample, repeat
-from adaptive_batching._torchtune.gradients import (
-    apply_gradients,
-    forward_backward,
-    held_back,
-    sum_over_ranks,
-)
+from adaptive_batching._torchtune.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
 from adaptive_batching._torchtune.gradients import discard as drop_step
 from adaptive_batching._torchtune.host import Gate, Host
 from adaptive_batching._torchtune.images import run_without_values
@@ -63,6 +58,7 @@ def training_step(
     def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
         is_trace = model is not whole
         target = _stand_in(host, model, optimizers) if is_trace else host
+        runs_both = accumulates and (traces_both or not is_trace)
 
         def run(batch: Batch) -> None:
             if is_trace:
@@ -78,10 +74,9 @@ def training_step(
                     note(num_samples, time.perf_counter() - start)
                 return sums
 
-            earlier = accumulates and (traces_both or not is_trace)
-            if accumulates and not earlier:
+            if accumulates and not runs_both:
                 _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
-            forwards = [partial(run_one, is_last=last) for last in ([False, True] if earlier else [True])]
+            forwards = [partial(run_one, is_last=last) for last in ([False, True] if runs_both else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
@@ -94,10 +89,10 @@ def training_step(
         host.objective.forget()
         compiling.forget(host)  # each size is compiled as it would be in training
 
-    whole = _all_models(host)
-    compiles = compiling.is_cut_by_inductor(host)
+    frozen = host.objective.frozen_models
+    whole = nn.ModuleList([host.model, *frozen]) if frozen else host.model
     return TrainingStep(
-        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiles,
+        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiling.is_cut_by_inductor(host),
         keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
     )  # fmt: skip
 
@@ -116,11 +111,12 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
     quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
     if trains_all:
         if not host.steps_in_backward and not accumulates:
-            in_backward = _in_backward_step(host, make_optimizers, step)
+            changed = replace(host, gate=Gate(), clip_norm=None)
+            in_backward = _with_optimizers(step, changed, lambda trained: make_optimizers([[p] for p in trained]))
             with_it = "" if host.clip_norm is None else " (with clip_grad_norm=null)"
             found.append(Remedy(f"optimizer_in_bwd=True{with_it}", in_backward))
         if "lora" in ways:
-            lora = _frozen_step(host, make_optimizers, step)
+            lora = _with_optimizers(step, replace(host, gate=None), lambda trained: make_optimizers([trained]))
             found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
             found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
     elif not any("NF4" in type(p).__name__ for p in weights):
@@ -149,19 +145,10 @@ def batch_dependent_module(host: Host) -> str | None:
     return find_batch_dependent_module(host.model, run, tokens[[0, 1, 2]], tokens[[0, 3, 4]])
 
 
-def _all_models(host: Host) -> nn.Module:
-    """Return the model; where the objective needs frozen ones as well, a list of them all."""
-    frozen = host.objective.frozen_models
-    return nn.ModuleList([host.model, *frozen]) if frozen else host.model
-
-
 def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                on_host = getattr(parameter, "is_on_host", False)
-                if parameter.requires_grad and parameter.grad is None and not on_host:
-                    parameter.grad = torch.zeros_like(parameter)
+    for parameter in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if parameter.requires_grad and parameter.grad is None and not getattr(parameter, "is_on_host", False):
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _vocabulary(model: nn.Module) -> frozenset[int]:
@@ -195,10 +182,9 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 
 
 def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return ``batch`` as a trace can take it: flex attention has no fake kernel, and takes a mask of blocks.
+    """Return ``batch`` as a trace can take it: flex attention, which takes a mask of blocks, has no fake kernel.
 
-    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass:
-    queries, keys, values, the output and a number for each row of scores.
+    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass.
     """
     return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
 
@@ -213,30 +199,17 @@ def _freeze_weights(model: nn.Module) -> None:
         parameter.requires_grad_(parameter.dim() == 1)
 
 
-def _in_backward_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
-    """Return ``step`` as it would be with ``optimizer_in_bwd=True``; for the trace only."""
-    changed = replace(host, gate=Gate(), clip_norm=None)
+def _with_optimizers(
+    step: TrainingStep, host: Host, make: Callable[[list[nn.Parameter]], Sequence[Optimizer]]
+) -> TrainingStep:
+    """Return ``step`` as ``host`` has it, with optimizers that ``make`` returns of what the copied model trains."""
 
     def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
-        return _run_on(changed, model, make_optimizers([[p] for p in model.parameters() if p.requires_grad]))
+        target = _stand_in(host, model, make([p for p in model.parameters() if p.requires_grad]))
+
+        def run(batch: dict[str, Any]) -> None:
+            apply_gradients(target, forward_backward(target, without_block_mask(batch)))
+
+        return run
 
     return replace(step, optimizers=[], bind=bind)
-
-
-def _frozen_step(host: Host, make_optimizers: MakeOptimizers, step: TrainingStep) -> TrainingStep:
-    """Return ``step`` with an optimizer for what is still trainable in the copied model; for the trace only."""
-    changed = replace(host, gate=None)
-
-    def bind(model: nn.Module, _: Sequence[Optimizer]) -> Run:
-        return _run_on(changed, model, make_optimizers([[p for p in model.parameters() if p.requires_grad]]))
-
-    return replace(step, optimizers=[], bind=bind)
-
-
-def _run_on(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
-    target = _stand_in(host, model, optimizers)
-
-    def run(batch: dict[str, Any]) -> None:
-        apply_gradients(target, forward_backward(target, without_block_mask(batch)))
-
-    return run

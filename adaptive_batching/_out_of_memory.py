@@ -1,0 +1,73 @@
+"""What counts as running out of memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+import torch
+import torch.distributed as dist
+
+_OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",  # CUDA, HIP, XPU and MPS backends, including asynchronous CUDA errors
+    "can't allocate memory",  # torch's CPU allocator
+    "std::bad_alloc",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT and their HIP counterparts
+    "_DEVICE_ALLOCATION_FAILED",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "_HOST_ALLOCATION_FAILED",
+    "_OUT_OF_DEVICE_MEMORY",  # Level Zero and SYCL, as in UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY
+    "_OUT_OF_HOST_MEMORY",
+)
+# All that C++ says of a thread that has no memory for its stack, as where a limit is set on a process. With a build for
+# CUDA the first backward pass starts some.
+_NO_THREAD_MESSAGE = os.strerror(errno.EAGAIN)
+# What oneDNN raises when memory is short. For an unsupported primitive it mentions a primitive descriptor instead.
+_ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
+# Creating a cuBLAS handle fails like this when memory is short, but also for other reasons, such as a broken driver.
+_NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
+# If less than this is free on the device, a library that cannot be initialized is assumed to lack memory: a cuBLAS
+# handle and its workspace take tens of MiB.
+_LITTLE_MEMORY = 256 * 2**20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if ``error`` means that the device or the host ran out of memory. No other code decides this.
+
+    An error from a collective never counts, whatever its cause: the communicator is broken, so nothing can run again.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    message = str(error)
+    if not isinstance(error, RuntimeError) or _is_of_a_collective(error, message):
+        return False
+    if message == _NO_THREAD_MESSAGE:
+        return True
+    if any(name in message for name in _NOT_INITIALIZED_MESSAGES):
+        return _accelerator_is_nearly_full()
+    return any(name in message for name in _OUT_OF_MEMORY_MESSAGES) or _ONEDNN_MESSAGE.search(message) is not None
+
+
+def _is_of_a_collective(error: BaseException, message: str) -> bool:
+    is_distributed = dist.is_available() and isinstance(error, dist.DistError)
+    return is_distributed or "CCL" in message  # NCCL, RCCL, oneCCL
+
+
+def _accelerator_is_nearly_full() -> bool:
+    try:
+        free, _ = torch.cuda.mem_get_info()
+    except (RuntimeError, AssertionError):  # no device, or one that cannot be queried in its current state
+        return False
+    return bool(free < _LITTLE_MEMORY)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of ``error``, its causes and its contexts: their frames keep the tensors of a step alive."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            waiting += [link.__cause__, link.__context__]
