@@ -30,9 +30,10 @@ MAY_IMPORT = {
     "growth": set(),
     "loop": {"config", "copies", "memory", "micro_batches", "probe", "random_state", "ranks", "values"},
     "micro_batches": {"memory", "random_state", "ranks"},
-    "plan": {"probe", "values"},
-    "probe": {"config", "host_memory", "memory", "random_state", "ranks", "values"},
+    "plan": {"probe", "trace", "values"},
+    "probe": {"config", "host_memory", "memory", "random_state", "ranks", "trace", "values"},
     "report": {"growth", "micro_batches", "probe", "values"},
+    "trace": {"probe", "ranks"},
 }
 PURE = [
     "config",
@@ -58,11 +59,7 @@ PURE = [
     "plan/text",
     "plan/varying",
     "plan/verdict",
-    "probe/allocator",
     "probe/corrected_curve",
-    "probe/curve",
-    "probe/ledger",
-    "probe/reserved",
     "probe/result",
     "probe/scratch",
     "probe/search",
@@ -78,6 +75,9 @@ PURE = [
     "report/sections",
     "report/text",
     "report/watcher",
+    "trace/allocator",
+    "trace/reserved",
+    "trace/traced_step",
     "values",
 ]
 

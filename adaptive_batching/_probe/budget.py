@@ -9,8 +9,8 @@ import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._probe.managed_memory import move_to_host
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._trace.bits_and_bytes import move_to_host
 from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from adaptive_batching._memory import MemoryMeter, allocator_advice
-from adaptive_batching._probe.curve import PeakMemoryCurve, TraceError
 from adaptive_batching._probe.sizes import Measurement
-from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
 from adaptive_batching._values import memory_size
 
 log = logging.getLogger(__name__)

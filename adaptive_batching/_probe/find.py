@@ -14,18 +14,18 @@ from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, is_out_of_memory
-from adaptive_batching._probe.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._probe.budget import memory_available, memory_budget, require_room
 from adaptive_batching._probe.corrected_curve import CorrectedCurve, Count
-from adaptive_batching._probe.curve import PeakMemoryCurve, TracedStep, TraceError
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, explain, unknown_to_trace
-from adaptive_batching._probe.reserved import ReservedPeaks
 from adaptive_batching._probe.result import ProbeResult
 from adaptive_batching._probe.search import SEARCHES, settle_for_enough
 from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
+from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.reserved import ReservedPeaks
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import PeakMemoryCurve, TracedStep, TraceError
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)

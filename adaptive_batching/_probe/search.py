@@ -36,7 +36,7 @@ def binary_search(sizes: SizesRun, predict_peak: PredictPeak | None = None, coun
 def predict(sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
     """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
 
-    The curve comes from two traces of the training step (:mod:`adaptive_batching._probe.trace`). Its shape is exact and
+    The curve comes from two traces of the training step (:mod:`adaptive_batching._trace.trace`). Its shape is exact and
     its level is off by a constant, so the first real step, at a small size, calibrates it. If a measured step
     contradicts the curve, the next guess uses the corrected one; repeated contradictions end in bisection. A wrong
     curve costs steps, but never gives a wrong answer. Without a curve, guesses follow the secant through the two

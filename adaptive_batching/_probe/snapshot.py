@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from adaptive_batching._host_memory import free_host_bytes
-from adaptive_batching._probe.managed_memory import make_paged_states, set_to_zero
+from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
     """Restore what optimizers step, buffers, gradients, training mode and the whole optimizers on exit, bit for bit.
 
     States of paged optimizers that are not there yet are made, and set to their first values on exit: see
-    :func:`~adaptive_batching._probe.managed_memory.make_paged_states`. They are not saved.
+    :func:`~adaptive_batching._trace.bits_and_bytes.make_paged_states`. They are not saved.
     """
     parameters = [p for p in _in_groups(optimizers) if p.requires_grad]  # nothing else changes, in a frozen model
     gradients = [(p, p.grad) for p in parameters_of(model, optimizers)]

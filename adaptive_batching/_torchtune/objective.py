@@ -21,7 +21,7 @@ from torchtune.training import OffloadActivations
 
 from adaptive_batching._micro_batches.cut import length_in_chunks
 from adaptive_batching._torchtune.data import Sample, is_packed, is_text, stretch
-from adaptive_batching._torchtune.offloading import TracedOffloading
+from adaptive_batching._torchtune.stand_ins import TracedOffloading
 
 Batch = dict[str, Any]
 Activations = contextlib.AbstractContextManager[Any]

@@ -16,17 +16,17 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.result import ProbeResult
-from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import Sample, is_packed, worst_case_sample
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe, only_cuts, runs_in_parts
+from adaptive_batching._torchtune.stand_ins import without_kernels
 from adaptive_batching._torchtune.step import remedies, training_step
+from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize
 
 log = logging.getLogger(__name__)

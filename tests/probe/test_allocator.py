@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from adaptive_batching._probe.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.reserved import SetUp, replay, reserved_by_default, reserved_for
-
-
-@dataclass(frozen=True)
-class Step:
-    events: tuple[int, ...]
-    sizes: tuple[int, ...]
-    num_resting: int
-    streams: Mapping[int, int] = field(default_factory=dict)
-    made: Mapping[int, int] = field(default_factory=dict)
-
+from adaptive_batching._trace.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.reserved import SetUp, replay, reserved_by_default, reserved_for
+from adaptive_batching._trace.traced_step import Recorded
 
 # 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB
-STEP = Step((1, ~1, 2, 3, ~2, ~3), (2 * GIB, GIB, 600 * MIB, 600 * MIB), 1)
+STEP = Recorded((1, ~1, 2, 3, ~2, ~3), (2 * GIB, GIB, 600 * MIB, 600 * MIB), 1)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +113,9 @@ def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
 
 def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:
     """2 GiB rest for good, 600 MiB until the step has made as much anew."""
-    keeps = Step((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
+    keeps = Recorded((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
     assert replay(CachingAllocator, keeps).peak_allocated == 2 * GIB + 600 * MIB + GIB
-    in_the_other_order = Step((3, 2, ~2, ~1), keeps.sizes, 2)
+    in_the_other_order = Recorded((3, 2, ~2, ~1), keeps.sizes, 2)
     assert replay(CachingAllocator, in_the_other_order).peak_allocated == 2 * GIB + 1200 * MIB + GIB
 
 

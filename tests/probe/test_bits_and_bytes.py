@@ -3,7 +3,7 @@ lie on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import bitsandbytes
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from adaptive_batching._host_memory import CpuMeter
 from adaptive_batching._probe import snapshot
-from adaptive_batching._probe.block_wise import paged_bytes, traced_as
-from adaptive_batching._probe.ledger import STATES
-from adaptive_batching._probe.managed_memory import is_managed
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._trace.bits_and_bytes import is_managed, paged_bytes, traced_as
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import STATES
+from tests.support.steps import step_of
 
 BUDGET = 2**40
 WIDTH = 400  # squared, a state is large enough to be paged
@@ -68,16 +68,11 @@ def make_model() -> nn.Module:
 
 
 def make_step(model: nn.Module, optimizer: Optimizer) -> TrainingStep:
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(batch: torch.Tensor) -> None:
-            model(batch).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+    return step_of(model, optimizer, lambda out: out.square().mean(), lambda size: torch.ones(size, WIDTH))
 
-        return run
 
-    return TrainingStep(model, [optimizer], lambda size: torch.ones(size, WIDTH), bind)
+def train(model: nn.Module, optimizer: Optimizer) -> None:
+    make_step(model, optimizer).bind(model, [optimizer])(torch.ones(4, WIDTH))
 
 
 def states_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -89,7 +84,7 @@ def states_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["PagedAdamW8bit", "PagedAdamW", "PagedLion8bit", "PagedLion"])
 def test_paged_states_are_made_once_and_start_training_at_zero(pages: list[torch.Tensor], name: str) -> None:
-    def train(*, probes: bool) -> tuple[Optimizer, nn.Module]:
+    def run(*, probes: bool) -> tuple[Optimizer, nn.Module]:
         pages.clear()
         model = make_model()
         optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-2)
@@ -100,11 +95,11 @@ def test_paged_states_are_made_once_and_start_training_at_zero(pages: list[torch
                 assert any(page.any() for page in pages), "the step has changed them"
             assert not any(page.any() for page in pages)
         for _ in range(3):
-            step.bind(model, [optimizer])(torch.ones(4, WIDTH))
+            train(model, optimizer)
         assert len(pages) == (2 if "Adam" in name else 1), "each of the large weight's was allocated once"
         return optimizer, model
 
-    (probed, ours), (plain, theirs) = train(probes=True), train(probes=False)
+    (probed, ours), (plain, theirs) = run(probes=True), run(probes=False)
     for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, expected)
     assert states_of(probed).keys() == states_of(plain).keys()
@@ -125,7 +120,7 @@ def test_paged_states_that_training_has_changed_are_saved_and_restored(
     model = make_model()
     optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=1e-2)
     step = make_step(model, optimizer)
-    step.bind(model, [optimizer])(torch.ones(4, WIDTH))
+    train(model, optimizer)
     before = {name: value.clone() for name, value in states_of(optimizer).items()}
     with Trial(step, CpuMeter(), BUDGET) as trial:
         assert trial.measure(3).fits
@@ -142,16 +137,12 @@ def test_a_trace_has_the_states_of_the_optimizer_and_runs_none_of_its_kernels(
     """They would run on null pointers, or make states that a paged optimizer can never free."""
     model = make_model()
     optimizer = getattr(bitsandbytes.optim, name)(model.parameters())
-    step = make_step(model, optimizer)
     other = getattr(bitsandbytes.optim, name)(model.parameters())
-    make_step(model, other).bind(model, [other])(torch.ones(4, WIDTH))
+    train(model, other)
     expected = sum(value.nbytes for key, value in states_of(other).items() if "unorm" not in key)  # a norm of 4 bytes
-    if stepped:
-        step = make_step(model, other)
-    kernels = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-    for kernel in kernels:
+    for kernel in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
         monkeypatch.setattr(bitsandbytes.functional, kernel, lambda *args, **kwargs: pytest.fail("a kernel ran"))
-    _, kinds = trace_step(step).at(4).at_peak()
+    _, kinds = trace_step(make_step(model, other if stepped else optimizer)).at(4).at_peak()
     assert kinds[STATES] == expected
     assert stepped or not optimizer.state
 
@@ -161,10 +152,9 @@ def test_paged_states_take_no_memory_of_the_device_in_a_trace(pages: list[torch.
     def resting(kind: str) -> int:
         model = make_model()
         optimizer = getattr(bitsandbytes.optim, kind)(model.parameters())
-        step = make_step(model, optimizer)
         if stepped:
-            step.bind(model, [optimizer])(torch.ones(4, WIDTH))
-        return trace_step(step).curve.resting_bytes
+            train(model, optimizer)
+        return trace_step(make_step(model, optimizer)).curve.resting_bytes
 
     assert resting("AdamW8bit") - resting("PagedAdamW8bit") == 2 * WIDTH**2
     assert resting("AdamW") - resting("PagedAdamW") == 2 * WIDTH**2 * 4
@@ -175,7 +165,7 @@ def test_states_loaded_from_a_checkpoint_are_no_longer_paged() -> None:
     model = make_model()
     optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters())
     assert paged_bytes(traced_as(optimizer)) == 2 * WIDTH**2
-    make_step(model, optimizer).bind(model, [optimizer])(torch.ones(4, WIDTH))
+    train(model, optimizer)
     loaded = bitsandbytes.optim.PagedAdamW8bit(model.parameters())
     loaded.load_state_dict(optimizer.state_dict())
     assert paged_bytes(traced_as(loaded)) == 0

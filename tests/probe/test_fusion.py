@@ -9,14 +9,13 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adaptive_batching._probe.compiled import _VIEWS, _is, _is_library_call, _stored
-from adaptive_batching._probe.fusion import Schedule, schedule
+from adaptive_batching._trace.fusion import Schedule
 
 
 def scheduled(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[str], Schedule]:
     """Names of operations in the order in which they run, and the whole schedule."""
     graph = make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph
-    plan = schedule(graph, _stored(graph), lambda node: _is(node, _VIEWS), _is_library_call)
+    plan = Schedule(graph)
     return [node.name for node in plan.order], plan
 
 

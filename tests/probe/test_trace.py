@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from adaptive_batching._probe import compiled, trace
-from adaptive_batching._probe.compiled import compile_modules
-from adaptive_batching._probe.curve import PeakMemoryCurve, TraceError
-from adaptive_batching._probe.recording import Recorder
-from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace import compiled, fake_step, trace
+from adaptive_batching._trace.compiled import compile_modules
+from adaptive_batching._trace.recorder import Recorder
+from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
 
 WIDTH = 64
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_traced_on_the_device_is_traced_on_the_cpu(monkeypatch: p
     model = deep_model()
     step = training_step(model, torch.optim.AdamW(model.parameters()), torch.sum)
     expected = trace_peak_memory(step)
-    record, devices = trace._record, []
+    record, devices = fake_step.record, []
 
     def fails_on_device(*args: Any) -> Any:
         devices.append(args[-1].type)
@@ -237,7 +237,7 @@ def test_what_cannot_be_traced_on_the_device_is_traced_on_the_cpu(monkeypatch: p
             raise NotImplementedError("no fake kernel")
         return record(*args)
 
-    monkeypatch.setattr(trace, "_record", fails_on_device)
+    monkeypatch.setattr(fake_step, "record", fails_on_device)
     monkeypatch.setattr(trace, "_device_of_trace", lambda model: torch.device("cuda", 0))
     found = trace_peak_memory(step)
     assert devices == ["cuda", "cpu", "cpu"]

@@ -10,11 +10,11 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torchtune.modules import MultiHeadAttention
 
-from adaptive_batching._probe.curve import TRACED_SIZES
-from adaptive_batching._probe.recording import Recorder
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._trace.recorder import Recorder
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TRACED_SIZES
 from tests.conftest import ARCHITECTURE
 from tests.torchtune.test_on_paper import LENGTH, config
 

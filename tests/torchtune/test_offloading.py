@@ -11,11 +11,11 @@ import pytest
 import torch
 from torchtune.training import OffloadActivations
 
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.recording import Recorder
 from adaptive_batching._torchtune import objective
-from adaptive_batching._torchtune.offloading import SMALLEST
 from adaptive_batching._torchtune.on_paper import Data, set_up
+from adaptive_batching._torchtune.stand_ins import SMALLEST
+from adaptive_batching._trace.recorder import Recorder
+from adaptive_batching._trace.traced_step import TracedStep
 from tests.torchtune.test_on_paper import LENGTH, config, traced
 
 

@@ -20,8 +20,6 @@ from omegaconf import OmegaConf
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, kept_tensors
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -30,6 +28,8 @@ from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TracedStep
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER

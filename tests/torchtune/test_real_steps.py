@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed._tools.common_utils import get_untyped_storages
 
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.step import training_step
+from adaptive_batching._trace.trace import trace_step
 from tests.support.real_memory import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 

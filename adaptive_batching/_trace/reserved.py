@@ -12,34 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching._probe.sizes import MAX_STEPS, can_repeat
+from adaptive_batching._trace.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.traced_step import Recorded
 
 STEPS = 3
 """Steps that are replayed. The second and third meet the cache that the one before has left."""
 
 _RESOLUTION = 200  # a limit is known to a 200th of what is allocated
-
-
-class Recorded(Protocol):
-    """A step: see :class:`adaptive_batching._probe.ledger.StepRecord`."""
-
-    @property
-    def events(self) -> Sequence[int]: ...
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
-
-    @property
-    def num_resting(self) -> int: ...
-
-    @property
-    def streams(self) -> Mapping[int, int]: ...
-
-    @property
-    def made(self) -> Mapping[int, int]: ...
 
 
 @dataclass(frozen=True)
