@@ -9,12 +9,11 @@ are; of 8 bits with a float32 scale for each block of 256, and 32 bits for param
 paged optimizer keeps states of at least 100,000 elements in managed memory, which PyTorch's allocator knows nothing of,
 and which bitsandbytes never frees.
 
-What of managed memory lies on the device counts as used there, until something else needs the room; then the driver
-moves to the host what was used longest ago. Both follow from NVIDIA's open kernel modules: ``nvidia-uvm/uvm_pmm_gpu.c``
-takes it from the allocator that serves everything else, and evicts it when that one finds no room; ``pmaGetFreeMemory``
-in ``phys_mem_allocator.c`` counts what nobody holds. Seen on cards: 91 GiB in use with a paged optimizer, where it was
-70 to 82 without (bitsandbytes issue 801), in the total of the device alone, not in the share of a process (nvtop issue
-213).
+What of it lies on the device counts as used there, until something else needs the room; then the driver moves to the
+host what was used longest ago: in NVIDIA's open kernel modules ``nvidia-uvm/uvm_pmm_gpu.c`` takes it from the allocator
+that serves everything else, and ``pmaGetFreeMemory`` in ``phys_mem_allocator.c`` counts what nobody holds. Seen on
+cards: 91 GiB in use with a paged optimizer, where it was 70 to 82 without (bitsandbytes issue 801), in the total of the
+device alone, not in the share of a process (nvtop issue 213).
 """
 
 from __future__ import annotations

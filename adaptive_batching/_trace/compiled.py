@@ -31,16 +31,13 @@ def compile_modules(modules: Iterable[nn.Module]) -> None:
     """Have each module run as a compiled region from now on. Modules that compute alike are compiled once."""
     regions: dict[Any, _Region] = {}
     for module in modules:
-        _replace_forward(module, regions.setdefault(_likeness(module), _Region(_functional(module))))
+        region = regions.setdefault(_likeness(module), _Region(_functional(module)))
+        module.__dict__["forward"] = partial(_run_in, region, module)
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     region = _Region(lambda _, args, kwargs: function(*args, **kwargs))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return region([], args, kwargs)
-
-    return run
+    return lambda *args, **kwargs: region([], args, kwargs)
 
 
 class _Region:
@@ -98,11 +95,8 @@ def _functional(module: nn.Module) -> Callable[[list[torch.Tensor], Any, Any], A
     return run
 
 
-def _replace_forward(module: nn.Module, region: _Region) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return region([*module.parameters(), *module.buffers()], args, kwargs)
-
-    module.__dict__["forward"] = forward
+def _run_in(region: _Region, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return region([*module.parameters(), *module.buffers()], args, kwargs)
 
 
 def _likeness(module: nn.Module) -> str:

@@ -79,12 +79,12 @@ def record(
         for optimizer in optimizers:
             _make_states(optimizer)
         recorder.hold(state_tensors(optimizers), STATES)
-        kept_bytes = -recorder.current_bytes
+        resting_bytes = recorder.current_bytes
         if step.keeps:
             run(earlier)
             del earlier
             gc.collect()
-        recorder.begin(kept_bytes=kept_bytes + recorder.current_bytes)
+        recorder.begin(kept_bytes=recorder.current_bytes - resting_bytes)
         run(batch)  # the steady state
     return recorder.record()
 

@@ -50,21 +50,13 @@ class _Streams:
     """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root."""
 
     def __init__(self, root: int) -> None:
+        # Streams on which all-gathers and reduce-scatters take their outputs.
         self.gathers, self.reduces = 2 * root + 1, 2 * root + 2
-        """Streams on which all-gathers and reduce-scatters take their outputs."""
-
-        self.units: list[_Unit] = []
-        """From the root on, as the modules are listed."""
-
+        self.units: list[_Unit] = []  # from the root on, as the modules are listed
+        # Output of the last all-gather of a forward, freed when the next has ended, or the root's forward has.
         self.gathered_before: torch.Tensor | None = None
-        """Output of the last all-gather of a forward, freed when the next has ended, or the root's forward has."""
-
-        self.reducing: torch.Tensor | None = None
-        """Input of the last reduce-scatter, freed before the next begins."""
-
-        self.order: list[_Unit] = []
-        """Units in the order of their forwards. The backward pass gathers the one before ahead of time."""
-
+        self.reducing: torch.Tensor | None = None  # input of the last reduce-scatter, freed before the next begins
+        self.order: list[_Unit] = []  # of their forwards: the backward pass gathers the one before ahead of time
         self._is_queued = False
 
     def begin_backward(self) -> None:

@@ -40,9 +40,8 @@ class Schedule:
         self.stored = self._find_stored()
         """Nodes whose results are written to memory: for a kernel of its own, by one, or to be returned."""
 
-        called = [node for node in self._nodes if node.op == "call_function"]
-        self._written = {n for n in called if n in self.stored and not _is_view(n) and n.target is not operator.getitem}
-        self._written |= {n for n in called if _is_library_call(n)}
+        called = {node for node in self.stored if node.op == "call_function"}
+        self._written = {n for n in called if not _is_view(n) and n.target is not operator.getitem}
         self._reads = {node: list(self._sources(node.all_input_nodes)) for node in self._written}
         self._kernel = {node: number for number, node in enumerate(sorted(self._written, key=self._index.__getitem__))}
         self._members = {number: [node] for node, number in self._kernel.items()}

@@ -71,13 +71,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     fused = False
     """True while an operation runs whose result a compiler would never store."""
-
     in_place_of: torch.Tensor | None = None
     """The tensor over which the running operation writes its result, if there is one."""
-
     stream = 0
     """Number of the stream on which is allocated now; 0 for the main one."""
-
     label: str | None = None
     """Kind of what is allocated now; None for what the moment and the shape say."""
 
@@ -87,14 +84,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device_type = device_type
         self._on_cuda = on_cuda
         self._ledger = Ledger()
+        # Of cuBLAS: one of the thread that runs forwards, and one of autograd's.
         self._handles = [_Handle(), _Handle()] if on_cuda else []
-        """Of cuBLAS: one of the thread that runs forwards, and one of autograd's."""
-
         for handle in self._handles:
             self._ledger.allocate(handle, OTHER, handle_bytes())
-        self._equality: weakref.ref[Any] | None = None
-        """Last result of a comparison of two numbers for equality."""
-
+        self._equality: weakref.ref[Any] | None = None  # last result of a comparison of two numbers
         self._in_optimizer = False
         self._depth = 0  # of modules whose forward runs
         self.begin()

@@ -1,4 +1,4 @@
-"""Plans of preferences, distillation and quantization-aware training: the recipe's own step, and what it really takes.
+"""Plans of other objectives, and of several devices: the recipe's own step, and what it really takes.
 
 On several devices the rank's peer is a process group that is none, so that numbers are nonsense; memory is not.
 """
@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "loss._component_=torch.nn.CrossEntropyLoss",
         ),
     ),
+    "full, sharded": ("full_finetune_distributed", "full", ()),
+    "lora, sharded": ("lora_finetune_distributed", "lora", ()),
     **{f"{kind}, sharded": (recipe, config, tuple(added)) for kind, (recipe, config, added) in OTHERS.items()},
     "full_dpo, ends sharded": (*OTHERS["full_dpo"][:2], (*OTHERS["full_dpo"][2], "custom_sharded_layers=[output]")),
     "kd, ends sharded": (*OTHERS["kd"][:2], (*OTHERS["kd"][2], "custom_sharded_layers=[output]")),
