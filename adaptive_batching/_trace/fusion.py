@@ -43,7 +43,8 @@ class Schedule:
         called = {node for node in self.stored if node.op == "call_function"}
         self._written = {n for n in called if not _is_view(n) and n.target is not operator.getitem}
         self._reads = {node: list(self._sources(node.all_input_nodes)) for node in self._written}
-        self._kernel = {node: number for number, node in enumerate(sorted(self._written, key=self._index.__getitem__))}
+        in_order = sorted(self._written, key=self._index.__getitem__)
+        self._kernel: dict[Any, int] = {node: number for number, node in enumerate(in_order)}
         self._members = {number: [node] for node, number in self._kernel.items()}
         self._fuse()
         self.order = self._order()
