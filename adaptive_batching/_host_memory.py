@@ -131,18 +131,16 @@ def free_host_bytes() -> int:
     return CpuMeter().free_bytes() if Path("/proc/meminfo").exists() else 2**62
 
 
-def _status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def _status(key: str, path: str = "/proc/self/status") -> int:
+    """Return the bytes that Linux reports of this process under ``key``."""
+    for line in Path(path).read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
-    raise KeyError(f"/proc/self/status has no {key}")
+    raise KeyError(f"{path} has no {key}")
 
 
 def _meminfo(key: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(f"/proc/meminfo has no {key}")
+    return _status(key, "/proc/meminfo")
 
 
 def _data_limit() -> int:
@@ -158,10 +156,7 @@ def _process_limits() -> list[tuple[int, int]]:
         return []
     import resource
 
-    limits = [
-        (_data_limit(), _status("VmData")),
-        (resource.getrlimit(resource.RLIMIT_AS)[0], _status("VmSize")),
-    ]
+    limits = [(_data_limit(), _status("VmData")), (resource.getrlimit(resource.RLIMIT_AS)[0], _status("VmSize"))]
     return [(limit, used) for limit, used in limits if limit >= 0]  # -1: unlimited
 
 

@@ -83,7 +83,7 @@ def release_workspaces(device: torch.device) -> None:
 
 
 class Segments(Enum):
-    """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching._probe.allocator`."""
+    """How CUDA's caching allocator reserves memory: see :mod:`adaptive_batching._trace.allocator`."""
 
     FIXED = "fixed"
     EXPANDABLE = "expandable"

@@ -31,9 +31,10 @@ MAY_IMPORT = {
     "growth": set(),
     "loop": {"config", "device", "micro_batches", "probe", "ranks", "values"} | MEMORY,
     "micro_batches": {"device", "probe", "ranks"} | MEMORY,
-    "plan": {"probe", "values"},
-    "probe": {"config", "device", "host_memory", "ranks", "values"} | MEMORY,
+    "plan": {"probe", "trace", "values"},
+    "probe": {"config", "device", "host_memory", "ranks", "trace", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
+    "trace": {"probe", "ranks"},
 }
 PURE = [
     "config",
@@ -55,10 +56,6 @@ PURE = [
     "plan/text",
     "plan/varying",
     "plan/verdict",
-    "probe/allocator",
-    "probe/curve",
-    "probe/ledger",
-    "probe/reserved",
     "probe/scratch",
     "probe/search",
     "probe/sizes",
@@ -68,18 +65,25 @@ PURE = [
     "report/page",
     "report/record",
     "report/sections",
+    "trace/allocator",
+    "trace/reserved",
+    "trace/traced_step",
     "values",
 ]
+
+# What records a trace stands on private names of torch, and is imported when a probe first needs it.
+RECORDS = {f"trace/{name}" for name in ("compiled", "fake_step", "fsdp_units", "fusion", "recorder")}
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").as_posix().removeprefix("_")
 
 
-def imported(path: Path) -> set[str]:
+def imported(path: Path, *, at_once: bool = False) -> set[str]:
+    """Modules that ``path`` imports; ``at_once`` leaves aside what functions import."""
     tree = ast.parse(path.read_text())
     names = set()
-    for node in ast.walk(tree):
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -87,9 +91,10 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def ours(path: Path) -> set[str]:
+def ours(path: Path, *, at_once: bool = False) -> set[str]:
     """Modules of the package that ``path`` imports, as :func:`name_of` writes them."""
-    found = [name.split(".", 1)[1] for name in imported(path) if name.startswith("adaptive_batching.")]
+    names = imported(path, at_once=at_once)
+    found = [name.split(".", 1)[1] for name in names if name.startswith("adaptive_batching.")]
     return {name.removeprefix("_").replace(".", "/") for name in found}
 
 
@@ -113,6 +118,27 @@ def test_what_decides_imports_no_torch(name: str) -> None:
     path = PACKAGE / f"_{name}.py"
     assert not any(n.split(".")[0] == "torch" for n in imported(path))
     assert ours(path) <= set(PURE)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=name_of)
+def test_what_records_a_trace_is_imported_by_itself_alone_until_a_trace_is_made(path: Path) -> None:
+    if name_of(path) not in RECORDS:
+        assert not ours(path, at_once=True) & RECORDS
+        private = [name for name in imported(path, at_once=True) if name.startswith("torch.") and "._" in name]
+        assert not private or not name_of(path).startswith("trace/")
+
+
+def test_a_trace_knows_of_the_probe_what_a_step_is_and_when_it_repeats() -> None:
+    found = set().union(*(ours(path) for path in PACKAGE.glob("_trace/*.py")))
+    assert {name for name in found if not name.startswith("trace")} == {
+        "probe/scratch", "probe/sizes", "probe/trial", "ranks/fsdp",
+    }  # fmt: skip
+
+
+def test_importing_the_package_imports_nothing_that_records_a_trace() -> None:
+    code = "import sys, adaptive_batching.torchtune; sys.exit('torch' not in sys.modules or any(\n"
+    code += "    name.removeprefix('adaptive_batching._').replace('.', '/') in {} for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code.format(RECORDS)], cwd=ROOT, check=False).returncode == 0
 
 
 def test_importing_the_package_does_not_import_torchtune_nor_does_its_command_for_pages() -> None:

@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from adaptive_batching._probe.allocator import GIB, MIB
+from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._values import ConfigError
 
 

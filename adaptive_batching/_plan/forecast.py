@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 
 from adaptive_batching._plan.devices import Outside
 from adaptive_batching._plan.verdict import Verdict, judge
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.ledger import KINDS, OTHER, WEIGHTS
-from adaptive_batching._probe.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
+from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
+from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
 
 SET_UP = "set-up"
 """The moment before the first step, while weights are loaded."""

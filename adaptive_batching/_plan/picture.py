@@ -7,8 +7,8 @@ from pathlib import Path
 from matplotlib.figure import Figure  # the object-oriented interface: no display, no global state
 
 from adaptive_batching._plan.forecast import Forecast
-from adaptive_batching._probe.allocator import GIB
-from adaptive_batching._probe.ledger import KINDS
+from adaptive_batching._trace.allocator import GIB
+from adaptive_batching._trace.traced_step import KINDS
 
 _POINTS = 12
 

@@ -9,7 +9,7 @@ from adaptive_batching._plan.devices import Outside
 from adaptive_batching._plan.forecast import Need
 from adaptive_batching._plan.published import Band
 from adaptive_batching._plan.verdict import Answer, Verdict
-from adaptive_batching._probe.allocator import GIB, MIB
+from adaptive_batching._trace.allocator import GIB, MIB
 
 _ANSWERS = {
     Answer.FITS: "fits",

@@ -8,9 +8,8 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.curve import TracedStep, TraceError
-from adaptive_batching._probe.ledger import BETWEEN, OPTIMIZER, StepRecord
+from adaptive_batching._trace.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.traced_step import BETWEEN, OPTIMIZER, StepRecord, TracedStep, TraceError
 
 Shape = tuple[int, int]
 """Samples of a forward, and the tokens that each is padded to."""

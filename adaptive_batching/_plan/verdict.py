@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from adaptive_batching._plan.devices import Outside
-from adaptive_batching._probe.reserved import Reserved
+from adaptive_batching._trace.reserved import Reserved
 
 
 class Answer(Enum):

@@ -14,8 +14,6 @@ import torch
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.allocator import CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.curve import TracedStep, TraceError
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
     Remedy,
@@ -25,12 +23,14 @@ from adaptive_batching._probe.does_not_fit import (
     require_room,
     unknown_to_trace,
 )
-from adaptive_batching._probe.reserved import ReservedPeaks
 from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, settle_for_enough
 from adaptive_batching._probe.sizes import Measure, Measurement, ProbeResult, SizesRun, candidate_sizes
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
+from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.reserved import ReservedPeaks
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TracedStep, TraceError
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)

@@ -281,7 +281,7 @@ class ProbeResult:
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
 
     peak_kinds: dict[str, int] = field(default_factory=dict)
-    """Bytes of each kind (:data:`adaptive_batching._probe.ledger.KINDS`) that are alive then."""
+    """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.KINDS`) that are alive then."""
 
     @property
     def peak_bytes(self) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from adaptive_batching._host_memory import free_host_bytes
-from adaptive_batching._probe.managed_memory import make_paged_states, set_to_zero
+from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ _BYTES_AT_ONCE = 2**24
 def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
     """Restore what optimizers step, buffers, gradients, training mode and the whole optimizers on exit, bit for bit.
 
-    States of paged optimizers that are not there yet are made, not saved, and set to their first values on exit.
+    States of paged optimizers that are not there yet are made, and set to their first values on exit: see
+    :func:`~adaptive_batching._trace.bits_and_bytes.make_paged_states`. They are not saved.
     """
     parameters = [p for p in _in_groups(optimizers) if p.requires_grad]  # nothing else changes, in a frozen model
     gradients = [(p, p.grad) for p in parameters_of(model, optimizers)]

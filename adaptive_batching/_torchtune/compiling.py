@@ -20,7 +20,6 @@ import torch._dynamo.config  # torch._dynamo alone does not say that it has it
 from torch import nn
 from torchtune.utils import _import_guard
 
-from adaptive_batching._probe.compiled import compile_function, compile_modules
 from adaptive_batching._torchtune.data import is_packed
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Objective
@@ -75,6 +74,8 @@ def is_cut_by_inductor(host: Host) -> bool:
 
 def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module], objective: Objective) -> None:
     """Have copied models and their objective, which are not compiled, run as Inductor's code does, on fake tensors."""
+    from adaptive_batching._trace.compiled import compile_modules  # with the trace, for the names of torch it stands on
+
     for model, original in zip(models, originals, strict=True):
         copied = dict(model.named_modules())
         compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
@@ -83,21 +84,16 @@ def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module],
 
 
 def _loss_as_compiled(loss: Any) -> Any:
+    from adaptive_batching._trace.compiled import compile_function
+
     if hasattr(loss, "_orig_mod"):
-        return _CompiledLoss(loss._orig_mod)
+        run = compile_function(loss._orig_mod)
+        run.ignore_index = loss._orig_mod.ignore_index  # type: ignore[attr-defined]
+        return run
     if hasattr(loss, "compute_cross_entropy"):
         loss = copy.copy(loss)
         loss.compute_cross_entropy = compile_function(type(loss).compute_cross_entropy.__get__(loss))
     return loss
-
-
-class _CompiledLoss:
-    def __init__(self, loss: Any) -> None:
-        self.ignore_index = loss.ignore_index
-        self._run = compile_function(loss)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
 
 
 def _compiled_again(loss: Any, options: dict[str, Any]) -> Any:

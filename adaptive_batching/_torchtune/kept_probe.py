@@ -20,9 +20,9 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._torchtune.bits_and_bytes import without_kernels
 from adaptive_batching._torchtune.data import is_packed
 from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.stand_ins import without_kernels
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)

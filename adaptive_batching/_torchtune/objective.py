@@ -19,7 +19,7 @@ from torchtune.training import OffloadActivations
 from tqdm import tqdm
 
 from adaptive_batching._torchtune.data import Sample, is_packed
-from adaptive_batching._torchtune.offloading import TracedOffloading
+from adaptive_batching._torchtune.stand_ins import TracedOffloading
 from adaptive_batching._values import ConfigError
 
 Batch = dict[str, Any]

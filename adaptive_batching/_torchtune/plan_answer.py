@@ -15,10 +15,10 @@ from adaptive_batching._plan.forecast import Need
 from adaptive_batching._plan.published import error_band
 from adaptive_batching._plan.varying import Varying
 from adaptive_batching._plan.verdict import Answer, Verdict
-from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._torchtune.data_at_hand import DataAtHand
 from adaptive_batching._torchtune.plan_many import over_lengths, pull_levers, show_lengths, show_levers, start_processes
 from adaptive_batching._torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
+from adaptive_batching._trace.traced_step import TraceError
 
 VERSION = 1
 """Of the object that ``--json`` prints."""

@@ -21,7 +21,6 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan.devices import find_gpu
 from adaptive_batching._plan.verdict import Answer
-from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
 from adaptive_batching._torchtune.data_at_hand import NotAtHandError, read_data
 from adaptive_batching._torchtune.levers import CONFIGS
@@ -29,6 +28,7 @@ from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.plan_many import first_line
 from adaptive_batching._torchtune.planning import NotPlannedError, Question
+from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 _USAGE_ERROR = 2

@@ -17,9 +17,7 @@ from adaptive_batching._micro_batches.cut import Capacity, cut_by_length
 from adaptive_batching._plan.devices import outside_of_allocator
 from adaptive_batching._plan.forecast import Forecast
 from adaptive_batching._plan.varying import Shape, TracedLengths, Varying, replay_shapes
-from adaptive_batching._probe.block_wise import paged_bytes
 from adaptive_batching._probe.sizes import candidate_sizes
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
 from adaptive_batching._torchtune.data_at_hand import DataAtHand
 from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
@@ -30,6 +28,8 @@ from adaptive_batching._torchtune.probing import Probed, accumulates, settled, u
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._trace.bits_and_bytes import paged_bytes
+from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
 
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing

@@ -12,10 +12,8 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.trace import trace_peak_memory
 from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
@@ -23,6 +21,8 @@ from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe, only_cuts, runs_in_parts
 from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.training_step import remedies, training_step
+from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune.modules.peft import get_adapter_params
 
-from adaptive_batching._probe.reserved import SetUp
+from adaptive_batching._trace.reserved import SetUp
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import torch
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._emulated_device.build import EmulatedDevice
-from adaptive_batching._probe.managed_memory import move_to_host
+from adaptive_batching._trace.bits_and_bytes import move_to_host
 from tests.conftest import ROOT
 
 GIB, MIB = 2**30, 2**20

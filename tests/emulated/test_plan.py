@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._probe.allocator import KIB, MIB, CachingAllocator
+from adaptive_batching._trace.allocator import KIB, MIB, CachingAllocator
 
 SEEDS = range(4)
 

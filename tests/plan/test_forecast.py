@@ -6,10 +6,10 @@ from torch import nn
 
 from adaptive_batching._plan.devices import outside_of_allocator
 from adaptive_batching._plan.forecast import SET_UP, Forecast
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.reserved import SetUp
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace.reserved import SetUp
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TracedStep
 
 MIB = 2**20
 

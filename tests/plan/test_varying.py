@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from adaptive_batching._plan.varying import TracedLengths, replay_shapes
-from adaptive_batching._probe.reserved import reserved_for
 from adaptive_batching._torchtune.data_at_hand import DataAtHand
 from adaptive_batching._torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
+from adaptive_batching._trace.reserved import reserved_for
 from tests.torchtune.test_on_paper import config
 
 # With more words than tokens in any forward here: the workspace of an embedding's gradient has a bend at that number.

@@ -7,8 +7,8 @@ import pytest
 from adaptive_batching._plan.devices import GPUS, Outside, find_gpu, outside_of_allocator
 from adaptive_batching._plan.text import first_line
 from adaptive_batching._plan.verdict import Answer, judge
-from adaptive_batching._probe.allocator import GIB, MIB
-from adaptive_batching._probe.reserved import Reserved
+from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.reserved import Reserved
 from adaptive_batching._values import ConfigError
 
 RESERVED = Reserved(

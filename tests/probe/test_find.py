@@ -14,13 +14,14 @@ from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import Segments
-from adaptive_batching._probe import allocator, does_not_fit
+from adaptive_batching._probe import does_not_fit
 from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.reserved import ReservedPeaks
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace import allocator
+from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._values import MemoryAmount
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer, Recorded
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._memory import Segments
-from adaptive_batching._probe import allocator
-from adaptive_batching._probe.allocator import GIB, KIB, MIB
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace import allocator, traced_step
+from adaptive_batching._trace.allocator import GIB, KIB, MIB
 
 __all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory", "Recorded"]
 
@@ -50,15 +50,8 @@ class Tape:
         self.events.append(~number)
 
 
-@dataclass(frozen=True)
-class Recorded:
+class Recorded(traced_step.Recorded):
     """A step as a trace records it."""
-
-    events: Sequence[int]
-    sizes: Sequence[int]
-    num_resting: int
-    streams: Mapping[int, int] = field(default_factory=dict)
-    made: Mapping[int, int] = field(default_factory=dict)
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """The moment and the kinds of memory: neither has a name here."""

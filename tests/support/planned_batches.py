@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from adaptive_batching._probe.allocator import GIB
 from adaptive_batching._torchtune.commands import LAUNCHED
 from adaptive_batching._torchtune.planning import Question, sketch
+from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TracedStep
 from tests.conftest import ARCHITECTURE, ROOT
 
 LENGTH = 48

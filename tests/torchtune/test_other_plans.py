@@ -1,4 +1,4 @@
-"""Plans of preferences, distillation and quantization-aware training: the recipe's own step, and what it really takes.
+"""Plans of other objectives, and of several devices: the recipe's own step, and what it really takes.
 
 On several devices the rank's peer is a process group that is none, so that numbers are nonsense; memory is not.
 """
@@ -20,8 +20,6 @@ from omegaconf import OmegaConf
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, kept_tensors
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -32,6 +30,8 @@ from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.stock import load_stock
 from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TracedStep
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER
@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "loss._component_=torch.nn.CrossEntropyLoss",
         ),
     ),
+    "full, sharded": ("full_finetune_distributed", "full", ()),
+    "lora, sharded": ("lora_finetune_distributed", "lora", ()),
     **{f"{kind}, sharded": (recipe, config, tuple(added)) for kind, (recipe, config, added) in OTHERS.items()},
     "full_dpo, ends sharded": (*OTHERS["full_dpo"][:2], (*OTHERS["full_dpo"][2], "custom_sharded_layers=[output]")),
     "kd, ends sharded": (*OTHERS["kd"][:2], (*OTHERS["kd"][2], "custom_sharded_layers=[output]")),

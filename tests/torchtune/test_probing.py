@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._probe.block_wise import paged_bytes
 from adaptive_batching._torchtune.kept_probe import (
     Circumstances,
     load_result,
@@ -22,6 +21,7 @@ from adaptive_batching._torchtune.kept_probe import (
     store_result,
 )
 from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._trace.bits_and_bytes import paged_bytes
 from tests.support.examples import RESULT
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"

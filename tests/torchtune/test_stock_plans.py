@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
 from adaptive_batching._plan.forecast import Need
-from adaptive_batching._probe.allocator import GIB
 from adaptive_batching._torchtune.levers import CONFIGS
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import Question, sketch
+from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 
 LENGTH = 512

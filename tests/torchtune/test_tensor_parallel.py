@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from adaptive_batching._plan.forecast import Need
-from adaptive_batching._probe.kernels import handle_bytes
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
+from adaptive_batching._trace.recorder import handle_bytes
 from tests.conftest import ROOT
 from tests.torchtune.test_on_paper import LENGTH, config
 from tests.torchtune.test_real_steps import BATCH, predicted_bytes

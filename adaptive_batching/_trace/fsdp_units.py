@@ -14,36 +14,49 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from adaptive_batching._probe.ledger import GRADIENTS, WEIGHTS
-from adaptive_batching._probe.recording import labelled, on_stream
+from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._trace.recorder import labelled, on_stream
+from adaptive_batching._trace.traced_step import GRADIENTS, WEIGHTS
 
 
-class Streams:
-    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root.
+def simulate(
+    root: nn.Module, copied: nn.Module, shards: dict[int, nn.Parameter], number: int, *, offloads: bool
+) -> None:
+    """Have the copy of a root take what FSDP takes; ``shards`` are by the ids of the copy's whole parameters.
 
     Each root, by its number, has streams of its own, whose memory no other takes.
     """
+    streams = _Streams(number)
+    units: dict[str, nn.Module] = {name: module for name, module in root.named_modules() if is_sharded(module)}
+    modules = dict(copied.named_modules())
+    managed: set[int] = set()
+    for name in reversed(units):  # a unit manages the parameters that no nested unit does
+        parameters = [p for p in modules[name].parameters() if id(p) not in managed]
+        managed.update(map(id, parameters))
+        if parameters:
+            pairs = [(p, shards[id(p)]) for p in parameters]
+            reshards = bool(getattr(group_of(units[name]), "_reshard_after_forward", True))
+            unit = _Unit(modules[name], pairs, streams, reshards=reshards, offloads=offloads)
+            streams.units.insert(0, unit)
+    copied.register_forward_hook(lambda *_: setattr(streams, "gathered_before", None))
+
+
+class _Streams:
+    """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root."""
 
     def __init__(self, root: int) -> None:
+        # Streams on which all-gathers and reduce-scatters take their outputs.
         self.gathers, self.reduces = 2 * root + 1, 2 * root + 2
-        """Streams on which all-gathers and reduce-scatters take their outputs."""
-
-        self.units: list[Unit] = []
-        """From the root on, as the modules are listed."""
-
+        self.units: list[_Unit] = []  # from the root on, as the modules are listed
+        # Output of the last all-gather of a forward, freed when the next has ended, or the root's forward has.
         self.gathered_before: torch.Tensor | None = None
-        """Output of the last all-gather of a forward, freed when the next has ended, or the root's forward has."""
-
-        self.reducing: torch.Tensor | None = None
-        """Input of the last reduce-scatter, freed before the next begins."""
-
-        self.order: list[Unit] = []
-        """Units in the order of their forwards. The backward pass gathers the one before ahead of time."""
-
+        self.reducing: torch.Tensor | None = None  # input of the last reduce-scatter, freed before the next begins
+        self.order: list[_Unit] = []  # of their forwards: the backward pass gathers the one before ahead of time
         self._is_queued = False
 
     def begin_backward(self) -> None:
@@ -64,7 +77,7 @@ class _BeforeUnit(torch.autograd.Function):
     """Passes on the inputs of a unit, so that their gradients, the last that it computes, can be waited for."""
 
     @staticmethod
-    def forward(unit: Unit, *inputs: torch.Tensor) -> Any:
+    def forward(unit: _Unit, *inputs: torch.Tensor) -> Any:
         return inputs
 
     @staticmethod
@@ -77,7 +90,7 @@ class _BeforeUnit(torch.autograd.Function):
         return None, *gradients
 
 
-class Unit:
+class _Unit:
     """Simulates gathering and reducing for one module, as FSDP2 does by default.
 
     The order is that of ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, in ``unshard``,
@@ -89,7 +102,7 @@ class Unit:
         self,
         module: nn.Module,
         parameters: list[tuple[nn.Parameter, nn.Parameter]],
-        streams: Streams,
+        streams: _Streams,
         *,
         reshards: bool,
         offloads: bool,
@@ -222,3 +235,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a distributed tensor that this rank has; any other tensor as it is."""
     part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part
+
+
+def group_of(module: nn.Module) -> Any:
+    """Return FSDP's group of a module's parameters; None if it has none."""
+    return getattr(state_of(module), "_fsdp_param_group", None)
+
+
+def state_of(module: nn.Module) -> Any:
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None

@@ -19,35 +19,25 @@ import torch
 from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule, Interpreter, Node
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from adaptive_batching._probe.fusion import schedule
-from adaptive_batching._probe.recording import Recorder
-
-_aten = torch.ops.aten
-_MATRIX_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm)
-_VIEWS = (
-    _aten.view, _aten._unsafe_view, _aten.reshape, _aten.permute, _aten.transpose, _aten.t, _aten.unsqueeze,
-    _aten.squeeze, _aten.expand, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.select, _aten.alias,
-    _aten.detach, _aten.as_strided,
-)  # fmt: skip
+from adaptive_batching._trace.fusion import Schedule
+from adaptive_batching._trace.recorder import Recorder
 
 
 def compile_modules(modules: Iterable[nn.Module]) -> None:
     """Have each module run as a compiled region from now on. Modules that compute alike are compiled once."""
     regions: dict[Any, _Region] = {}
     for module in modules:
-        _replace_forward(module, regions.setdefault(_likeness(module), _Region(_functional(module))))
+        region = regions.setdefault(_likeness(module), _Region(_functional(module)))
+        module.__dict__["forward"] = partial(_run_in, region, module)
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     region = _Region(lambda _, args, kwargs: function(*args, **kwargs))
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return region([], args, kwargs)
-
-    return run
+    return lambda *args, **kwargs: region([], args, kwargs)
 
 
 class _Region:
@@ -105,11 +95,8 @@ def _functional(module: nn.Module) -> Callable[[list[torch.Tensor], Any, Any], A
     return run
 
 
-def _replace_forward(module: nn.Module, region: _Region) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return region([*module.parameters(), *module.buffers()], args, kwargs)
-
-    module.__dict__["forward"] = forward
+def _run_in(region: _Region, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return region([*module.parameters(), *module.buffers()], args, kwargs)
 
 
 def _likeness(module: nn.Module) -> str:
@@ -137,22 +124,20 @@ def _spelled(value: Any) -> Any:
     return id(value)
 
 
-def _as_fused(module: torch.fx.GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
+def _as_fused(module: GraphModule, example_inputs: Any) -> Callable[[list[Any]], Any]:
     """Return a function that runs the graph of ``module`` on a list of inputs, which it empties as it goes."""
-    graph = module.graph
-    stored = _stored(graph)
-    plan = schedule(graph, stored, lambda node: _is(node, _VIEWS), _is_library_call)
-    [output] = [node for node in graph.nodes if node.op == "output"]
+    plan = Schedule(module.graph)
+    [output] = [node for node in module.graph.nodes if node.op == "output"]
     for node in plan.order:
         output.prepend(node)
 
-    class Run(torch.fx.Interpreter):
+    class Run(Interpreter):
         def __init__(self) -> None:
             super().__init__(module)
             self.user_to_last_uses = plan.last_uses
 
-        def run_node(self, node: torch.fx.Node) -> Any:
-            before, Recorder.fused = Recorder.fused, node.op == "call_function" and node not in stored
+        def run_node(self, node: Node) -> Any:
+            before, Recorder.fused = Recorder.fused, node.op == "call_function" and node not in plan.stored
             replaced = plan.in_place.get(node)
             Recorder.in_place_of = None if replaced is None else self.env.get(replaced)
             try:
@@ -165,24 +150,3 @@ def _as_fused(module: torch.fx.GraphModule, example_inputs: Any) -> Callable[[li
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _stored(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Return the nodes whose results are written to memory: for a kernel of its own, by one, or to be returned."""
-    stored: set[torch.fx.Node] = set()
-    for node in reversed(list(graph.nodes)):  # users first
-        through_view = any(_is(user, _VIEWS) and user in stored for user in node.users)
-        is_read = any(_is_library_call(user) or user.op == "output" for user in node.users)
-        if _is_library_call(node) or is_read or through_view:
-            stored.add(node)
-    return stored
-
-
-def _is(node: torch.fx.Node, packets: Iterable[Any]) -> bool:
-    return getattr(node.target, "_overloadpacket", None) in packets
-
-
-def _is_library_call(node: torch.fx.Node) -> bool:
-    """True for an operation that Inductor calls a library for, and fuses nothing into."""
-    is_call = node.op == "call_function"
-    return is_call and (_is(node, _MATRIX_PRODUCTS) or "scaled_dot_product" in str(node.target))

@@ -3,22 +3,21 @@ lie on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import bitsandbytes
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from adaptive_batching._host_memory import CpuMeter
 from adaptive_batching._probe import snapshot
-from adaptive_batching._probe.block_wise import paged_bytes, traced_as
-from adaptive_batching._probe.ledger import STATES
-from adaptive_batching._probe.managed_memory import is_managed
-from adaptive_batching._probe.trace import trace_step
 from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._trace.bits_and_bytes import is_managed, paged_bytes, traced_as
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import STATES
+from tests.support.steps import step_of
 
 BUDGET = 2**40
 WIDTH = 400  # squared, a state is large enough to be paged
@@ -62,59 +61,53 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def make_model() -> nn.Module:
+def step_with(name: str, **arguments: Any) -> TrainingStep:
+    """A step of an optimizer of bitsandbytes, on a model that is always the same."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+    optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), **arguments)
+    return step_of(model, optimizer, lambda out: out.square().mean(), lambda size: torch.ones(size, WIDTH))
 
 
-def make_step(model: nn.Module, optimizer: Optimizer) -> TrainingStep:
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(batch: torch.Tensor) -> None:
-            model(batch).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return run
-
-    return TrainingStep(model, [optimizer], lambda size: torch.ones(size, WIDTH), bind)
+def train(step: TrainingStep) -> None:
+    step.bind(step.model, step.optimizers)(step.make_batch(4))
 
 
-def states_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def states_of(step: TrainingStep) -> dict[str, torch.Tensor]:
     """Tensors of the states by parameter and name, without the maps of codes that all parameters share."""
-    entries = enumerate(optimizer.state.values())
+    entries = enumerate(step.optimizers[0].state.values())
     named = {f"{number}.{name}": value for number, entry in entries for name, value in entry.items()}
     return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and "qmap" not in name}
 
 
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("name", ["PagedAdamW8bit", "PagedAdamW", "PagedLion8bit", "PagedLion"])
 def test_paged_states_are_made_once_and_start_training_at_zero(pages: list[torch.Tensor], name: str) -> None:
-    def train(*, probes: bool) -> tuple[Optimizer, nn.Module]:
+    def run(*, probes: bool) -> TrainingStep:
         pages.clear()
-        model = make_model()
-        optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-2)
-        step = make_step(model, optimizer)
+        step = step_with(name, lr=1e-2)
         if probes:
             with Trial(step, CpuMeter(), BUDGET) as trial:
                 assert trial.measure(3).fits
                 assert any(page.any() for page in pages), "the step has changed them"
             assert not any(page.any() for page in pages)
         for _ in range(3):
-            step.bind(model, [optimizer])(torch.ones(4, WIDTH))
+            train(step)
         assert len(pages) == (2 if "Adam" in name else 1), "each of the large weight's was allocated once"
-        return optimizer, model
+        return step
 
-    (probed, ours), (plain, theirs) = train(probes=True), train(probes=False)
-    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(mine, expected)
-    assert states_of(probed).keys() == states_of(plain).keys()
-    for key, value in states_of(plain).items():
-        assert torch.equal(states_of(probed)[key], value), key
+    probed, plain = run(probes=True), run(probes=False)
+    assert_equal(probed.model.state_dict(), plain.model.state_dict())
+    assert_equal(states_of(probed), states_of(plain))
 
 
 def test_states_that_are_zero_are_not_saved(pages: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
-    model = make_model()
-    with Trial(make_step(model, bitsandbytes.optim.PagedAdamW(model.parameters())), CpuMeter(), BUDGET):
+    with Trial(step_with("PagedAdamW"), CpuMeter(), BUDGET):
         assert len(pages) == 2
     assert saved and not any(map(is_managed, saved))
 
@@ -122,16 +115,13 @@ def test_states_that_are_zero_are_not_saved(pages: list[torch.Tensor], saved: li
 def test_paged_states_that_training_has_changed_are_saved_and_restored(
     pages: list[torch.Tensor], saved: list[torch.Tensor]
 ) -> None:
-    model = make_model()
-    optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters(), lr=1e-2)
-    step = make_step(model, optimizer)
-    step.bind(model, [optimizer])(torch.ones(4, WIDTH))
-    before = {name: value.clone() for name, value in states_of(optimizer).items()}
+    step = step_with("PagedAdamW8bit", lr=1e-2)
+    train(step)
+    before = {name: value.clone() for name, value in states_of(step).items()}
     with Trial(step, CpuMeter(), BUDGET) as trial:
         assert trial.measure(3).fits
     assert sum(map(is_managed, saved)) == len(pages) == 2
-    for name, value in before.items():
-        assert torch.equal(states_of(optimizer)[name], value), name
+    assert_equal(states_of(step), before)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,42 +130,34 @@ def test_a_trace_has_the_states_of_the_optimizer_and_runs_none_of_its_kernels(
     name: str, stepped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would run on null pointers, or make states that a paged optimizer can never free."""
-    model = make_model()
-    optimizer = getattr(bitsandbytes.optim, name)(model.parameters())
-    step = make_step(model, optimizer)
-    other = getattr(bitsandbytes.optim, name)(model.parameters())
-    make_step(model, other).bind(model, [other])(torch.ones(4, WIDTH))
+    step, other = step_with(name), step_with(name)
+    train(other)
     expected = sum(value.nbytes for key, value in states_of(other).items() if "unorm" not in key)  # a norm of 4 bytes
-    if stepped:
-        step = make_step(model, other)
-    kernels = ("optimizer_update_8bit_blockwise", "optimizer_update_32bit")
-    for kernel in kernels:
+    for kernel in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
         monkeypatch.setattr(bitsandbytes.functional, kernel, lambda *args, **kwargs: pytest.fail("a kernel ran"))
-    _, kinds = trace_step(step).at(4).at_peak()
+    _, kinds = trace_step(other if stepped else step).at(4).at_peak()
     assert kinds[STATES] == expected
-    assert stepped or not optimizer.state
+    assert not step.optimizers[0].state
 
 
 @pytest.mark.parametrize("stepped", [True, False])
-def test_paged_states_take_no_memory_of_the_device_in_a_trace(pages: list[torch.Tensor], stepped: bool) -> None:
+@pytest.mark.parametrize(("name", "num_bytes"), [("AdamW8bit", 1), ("AdamW", 4)])
+def test_paged_states_take_no_memory_of_the_device_in_a_trace(
+    pages: list[torch.Tensor], stepped: bool, name: str, num_bytes: int
+) -> None:
     def resting(kind: str) -> int:
-        model = make_model()
-        optimizer = getattr(bitsandbytes.optim, kind)(model.parameters())
-        step = make_step(model, optimizer)
+        step = step_with(kind)
         if stepped:
-            step.bind(model, [optimizer])(torch.ones(4, WIDTH))
+            train(step)
         return trace_step(step).curve.resting_bytes
 
-    assert resting("AdamW8bit") - resting("PagedAdamW8bit") == 2 * WIDTH**2
-    assert resting("AdamW") - resting("PagedAdamW") == 2 * WIDTH**2 * 4
+    assert resting(name) - resting(f"Paged{name}") == 2 * WIDTH**2 * num_bytes
 
 
 def test_states_loaded_from_a_checkpoint_are_no_longer_paged() -> None:
     """bitsandbytes loads them to where the parameters are."""
-    model = make_model()
-    optimizer = bitsandbytes.optim.PagedAdamW8bit(model.parameters())
-    assert paged_bytes(traced_as(optimizer)) == 2 * WIDTH**2
-    make_step(model, optimizer).bind(model, [optimizer])(torch.ones(4, WIDTH))
-    loaded = bitsandbytes.optim.PagedAdamW8bit(model.parameters())
-    loaded.load_state_dict(optimizer.state_dict())
-    assert paged_bytes(traced_as(loaded)) == 0
+    step, loaded = step_with("PagedAdamW8bit"), step_with("PagedAdamW8bit")
+    assert paged_bytes(traced_as(step.optimizers[0])) == 2 * WIDTH**2
+    train(step)
+    loaded.optimizers[0].load_state_dict(step.optimizers[0].state_dict())
+    assert paged_bytes(traced_as(loaded.optimizers[0])) == 0

@@ -1,4 +1,4 @@
-"""Offloaded activations in a trace, against torchtune's own context with streams that do nothing."""
+"""What stands in for torchtune's parts in a trace, against these: activation offloading, and flex attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
+from torchtune.modules import MultiHeadAttention
 from torchtune.training import OffloadActivations
 
-from adaptive_batching._probe.curve import TracedStep
-from adaptive_batching._probe.recording import Recorder
 from adaptive_batching._torchtune import objective
-from adaptive_batching._torchtune.offloading import SMALLEST
 from adaptive_batching._torchtune.on_paper import Data, set_up
+from adaptive_batching._torchtune.stand_ins import SMALLEST
+from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._trace.recorder import Recorder
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TRACED_SIZES, TracedStep
+from tests.conftest import ARCHITECTURE
 from tests.torchtune.test_on_paper import LENGTH, config, traced
 
 
@@ -27,11 +33,8 @@ def without_cuda() -> Iterator[None]:
     def on_host(tensor: torch.Tensor, *, pin_memory: bool | None = None, **options: Any) -> torch.Tensor:
         if pin_memory is None:
             return empty_like(tensor, **options)
-        Recorder.fused = True
-        try:
+        with mock.patch.object(Recorder, "fused", True):
             return empty_like(tensor)
-        finally:
-            Recorder.fused = False
 
     def brought(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return empty_like(tensor) if args == ("cuda",) else to(tensor, *args, **options)
@@ -84,3 +87,36 @@ def test_a_trace_keeps_on_the_device_what_torchtune_keeps(
 def test_at_any_length_the_same_activations_move_at_both_traced_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 48 tokens, 2 samples have fewer than the 1024 bytes from which torchtune moves a tensor, and 3 have more."""
     assert trace(monkeypatch=monkeypatch, by_torchtune=False).is_uniform
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_stand_in_for_flex_attention_takes_what_flex_attention_takes(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return (q >= kv) & (documents[b, q] == documents[b, kv])
+
+    def same(score: torch.Tensor, *position: torch.Tensor) -> torch.Tensor:
+        return score
+
+    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
+        options = {"OUTPUT_MAX": False}
+        out: torch.Tensor = flex_attention(q, k, v, same, masks[len(q)], q.shape[-1] ** -0.5, options)[0]
+        return out
+
+    documents = torch.zeros(max(TRACED_SIZES), LENGTH, dtype=torch.long)  # one in each pack
+    masks = {n: create_block_mask(sees, n, None, LENGTH, LENGTH, device="cpu").as_tuple() for n in TRACED_SIZES}
+    host, _ = set_up("full_finetune_single_device", config("full", f"dtype={dtype}"), Data(LENGTH, 50, packed=True))
+    ours = trace_step(training_step(host, host.loader.dataset[0], accumulates=False))
+    monkeypatch.setattr(Recorder, "supports_higher_order_operators", True, raising=False)
+    layers = [module for module in host.model.modules() if isinstance(module, MultiHeadAttention)]
+    for layer in layers:
+        layer._attention_call = flex
+    theirs = trace_step(training_step(host, host.loader.dataset[0], accumulates=False))
+    # Where flex attention is not compiled, it keeps the largest score of each row as well, which is never read.
+    row = ARCHITECTURE["num_heads"] * LENGTH * 4
+    for size in (4, 50, 1000):
+        more = theirs.curve.peak_bytes(size) - ours.curve.peak_bytes(size)
+        assert 0 <= more <= len(layers) * size * row + 1024, "and some scalars"
+    assert theirs.curve.resting_bytes == ours.curve.resting_bytes
+    assert theirs.at(1000).at_peak()[0] == ours.at(1000).at_peak()[0]

@@ -8,38 +8,19 @@ training can repeat its steps.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from adaptive_batching._probe.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching._probe.sizes import MAX_STEPS, can_repeat
+from adaptive_batching._trace.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.traced_step import Recorded
 
-STEPS = 3
-"""Steps that are replayed. The second and third meet the cache that the one before has left."""
-
+STEPS = 3  # that are replayed: the second and third meet the cache that the one before has left
 _RESOLUTION = 200  # a limit is known to a 200th of what is allocated
-
-
-class Recorded(Protocol):
-    """A step: see :class:`adaptive_batching._probe.ledger.StepRecord`."""
-
-    @property
-    def events(self) -> Sequence[int]: ...
-
-    @property
-    def sizes(self) -> Sequence[int]: ...
-
-    @property
-    def num_resting(self) -> int: ...
-
-    @property
-    def streams(self) -> Mapping[int, int]: ...
-
-    @property
-    def made(self) -> Mapping[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -126,39 +107,28 @@ def replay(kind: type, step: Recorded, set_up: SetUp = NO_SET_UP, limit: float =
 
 
 def _steps(
-    allocator: Any,
-    step: Recorded,
-    count: int,
-    made: Mapping[int, int],
-    at_hand: Mapping[int, list[Any]] | None = None,
+    allocator: Any, step: Recorded, count: int, made: Mapping[int, int], at_hand: Mapping[int, list[Any]]
 ) -> Iterator[None]:
     """Run ``count`` equal steps on ``allocator``, and stop after each.
 
-    What a step leaves behind takes the place of as large a storage of those before that it frees, if there is one.
     ``made`` has what is not there before the first step, with the number of events before the step makes it;
     ``at_hand`` has blocks in use, by bytes: those of what rests between steps, and what ends before the first.
     """
-    blocks = {size: list(each) for size, each in (at_hand or {}).items()}
 
     def take(number: int) -> Any:
         return allocator.take(step.sizes[number], step.streams.get(number, 0))
 
-    late: dict[int, list[int]] = {}
+    late: defaultdict[int, list[int]] = defaultdict(list)
     for storage, event in made.items():
         if step.sizes[storage]:
-            late.setdefault(event, []).append(storage)
+            late[event].append(storage)
+    blocks = {size: list(each) for size, each in at_hand.items()}
     there = [n for n in range(step.num_resting) if step.sizes[n] and n not in made]
     resting = {n: blocks[step.sizes[n]].pop(0) for n in there if blocks.get(step.sizes[n])}
     for block in chain.from_iterable(blocks.values()):
         allocator.give_back(block)
     resting |= {n: take(n) for n in there if n not in resting}
-    freed = {~event for event in step.events if event < 0}
-    replaced: dict[int, list[int]] = {}
-    for number in sorted(number for number in freed if number < step.num_resting):
-        replaced.setdefault(step.sizes[number], []).append(number)
-    left = [event for event in step.events if event >= 0 and event not in freed]
-    place_of = {event: replaced[step.sizes[event]].pop(0) for event in left if replaced.get(step.sizes[event])}
-    stays = set(chain.from_iterable(replaced.values()))
+    place_of, stays = _places(step)
     for number in range(count):
         held: dict[int, Any] = {}
         for index, event in enumerate(step.events):
@@ -178,15 +148,27 @@ def _steps(
         yield
 
 
+def _places(step: Recorded) -> tuple[dict[int, int], set[int]]:
+    """Return whose place each storage takes that a step leaves behind, and those freed whose place none takes.
+
+    It takes the place of as large a storage of those before the step that the step frees, if there is one.
+    """
+    freed = {~event for event in step.events if event < 0}
+    replaced: defaultdict[int, list[int]] = defaultdict(list)
+    for number in sorted(number for number in freed if number < step.num_resting):
+        replaced[step.sizes[number]].append(number)
+    left = [event for event in step.events if event >= 0 and event not in freed]
+    place_of = {event: replaced[step.sizes[event]].pop(0) for event in left if replaced[step.sizes[event]]}
+    return place_of, set(chain.from_iterable(replaced.values()))
+
+
 class Needed(NamedTuple):
     """Bytes that the steps at a batch size make the allocator reserve."""
 
     once: int
     """By one step on an empty cache, with optimizer states that were there before."""
-
     repeated: int
     """By the first steps of training, where nothing limits them."""
-
     least: int
     """Least limit in which training can repeat the steps: :func:`~adaptive_batching._probe.sizes.can_repeat`."""
 
@@ -222,14 +204,14 @@ class ReservedPeaks:
     def _replay(self, batch_size: int) -> Needed:
         record = self._at(batch_size)
         alone = self._allocator(float("inf"))
-        for _ in _steps(alone, record, 1, {}):
+        for _ in _steps(alone, record, 1, {}, {}):
             pass
         made = record.made if self._makes_states else {}
 
         def run(limit: float) -> tuple[Any, list[int]]:
             """Replay steps until it is known whether training can repeat them."""
             allocator, peaks, retries = self._allocator(limit), list[int](), list[int]()
-            for _ in _steps(allocator, record, MAX_STEPS, made):
+            for _ in _steps(allocator, record, MAX_STEPS, made, {}):
                 peaks.append(allocator.peak_reserved)
                 retries.append(allocator.retries - sum(retries))
                 goes_on = can_repeat(retries, makes_states=self._makes_states)

@@ -15,53 +15,56 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten._grouped_mm)
+_VIEWS = (
+    _aten.view, _aten._unsafe_view, _aten.reshape, _aten.permute, _aten.transpose, _aten.t, _aten.unsqueeze,
+    _aten.squeeze, _aten.expand, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.select, _aten.alias,
+    _aten.detach, _aten.as_strided,
+)  # fmt: skip
 _REDUCTIONS = ("sum", "mean", "amax", "amin", "prod", "argmax", "argmin", "var", "any", "all")
 
 
-@dataclass(frozen=True)
 class Schedule:
-    order: list[Node]
-    """All nodes but placeholders and the output."""
+    """How Inductor would run the forward or backward of a compiled region, as AOTAutograd has cut it."""
 
-    last_uses: dict[Node, list[Node]]
-    """By node, those whose values nothing needs once it has run."""
-
-    in_place: dict[Node, Node]
-    """By node, the one whose memory its result is written to."""
-
-
-def schedule(
-    graph: Graph, stored: set[Node], is_view: Callable[[Node], bool], is_library_call: Callable[[Node], bool]
-) -> Schedule:
-    """Lay out the forward or backward of a compiled region, as AOTAutograd has cut it, as Inductor would run it."""
-    return _Scheduler(graph, stored, is_view, is_library_call).schedule()
-
-
-class _Scheduler:
-    def __init__(
-        self, graph: Graph, stored: set[Node], is_view: Callable[[Node], bool], is_library_call: Callable[[Node], bool]
-    ) -> None:
+    def __init__(self, graph: Graph) -> None:
         self._nodes = list(graph.nodes)
         self._index = {node: number for number, node in enumerate(self._nodes)}
-        self._is_view, self._is_library_call = is_view, is_library_call
-        called = [node for node in self._nodes if node.op == "call_function"]
-        self._written = {n for n in called if n in stored and not is_view(n) and n.target is not operator.getitem}
-        self._written |= {n for n in called if is_library_call(n)}
-        self._reads = {node: list(self._sources(node.all_input_nodes)) for node in self._written}
-        self._kernel = {node: number for number, node in enumerate(sorted(self._written, key=self._index.__getitem__))}
-        self._members = {number: [node] for node, number in self._kernel.items()}
+        self.stored = self._find_stored()
+        """Nodes whose results are written to memory: for a kernel of its own, by one, or to be returned."""
 
-    def schedule(self) -> Schedule:
+        called = {node for node in self.stored if node.op == "call_function"}
+        self._written = {n for n in called if not _is_view(n) and n.target is not operator.getitem}
+        self._reads = {node: list(self._sources(node.all_input_nodes)) for node in self._written}
+        in_order = sorted(self._written, key=self._index.__getitem__)
+        self._kernel: dict[Any, int] = {node: number for number, node in enumerate(in_order)}
+        self._members = {number: [node] for node, number in self._kernel.items()}
         self._fuse()
-        order = self._order()
-        position = {node: number for number, node in enumerate(order)}
-        return Schedule(order, self._last_uses(order, position), self._in_place(position))
+        self.order = self._order()
+        """All nodes but placeholders and the output."""
+
+        self._position = {node: number for number, node in enumerate(self.order)}
+        self.last_uses = self._last_uses()
+        """By node, those whose values nothing needs once it has run."""
+
+        self.in_place = self._in_place()
+        """By node, the one whose memory its result is written to."""
+
+    def _find_stored(self) -> set[Node]:
+        stored: set[Node] = set()
+        for node in reversed(self._nodes):  # users first
+            through_view = any(_is_view(user) and user in stored for user in node.users)
+            is_read = any(_is_library_call(user) or user.op == "output" for user in node.users)
+            if _is_library_call(node) or is_read or through_view:
+                stored.add(node)
+        return stored
 
     def _through(self, node: Node) -> bool:
         """True for a node that takes no memory of its own: a view, or what stays in registers."""
@@ -86,7 +89,7 @@ class _Scheduler:
         return {self._kernel[node] for node in made if node in self._kernel} - {kernel}
 
     def _fuse(self) -> None:
-        candidates = [n for n in self._kernel if not self._is_library_call(n) and _elements(n)]
+        candidates = [n for n in self._kernel if not _is_library_call(n) and _elements(n)]
         pairs = []
         for first, second in itertools.combinations(candidates, 2):
             shared = {*self._reads[first], first} & {*self._reads[second], second}
@@ -101,22 +104,13 @@ class _Scheduler:
 
     def _domain(self, node: Node) -> int:
         """Return over how many elements a node runs: those of its result, or of what it reduces."""
-        reduced = node.all_input_nodes if _name(node) in _REDUCTIONS else []
+        name = getattr(_packet(node), "__name__", "")
+        reduced = node.all_input_nodes if name in _REDUCTIONS else []
         return max(map(_elements, [node, *reduced]))
 
     def _separated(self, first: int, last: int) -> bool:
         """True if another kernel reads the first and is read, through however many, by the last."""
-        left = [kernel for kernel in self._before(last) if kernel != first]
-        seen = set(left)
-        while left:
-            kernel = left.pop()
-            for each in self._before(kernel):
-                if each == first:
-                    return True
-                if each not in seen:
-                    seen.add(each)
-                    left.append(each)
-        return False
+        return _leads_to(first, self._before(last) - {first}, self._before)
 
     def _order(self) -> list[Node]:
         order: list[Node] = []
@@ -150,8 +144,8 @@ class _Scheduler:
             emit(node)
         return order
 
-    def _last_uses(self, order: list[Node], position: dict[Node, int]) -> dict[Node, list[Node]]:
-        end = len(order)
+    def _last_uses(self) -> dict[Node, list[Node]]:
+        end, position = len(self.order), self._position
         last: dict[Node, int] = {}
 
         def last_use(node: Node) -> int:
@@ -169,10 +163,10 @@ class _Scheduler:
         uses: dict[Node, list[Node]] = {}
         for node in reversed(self._nodes):
             if node.op != "output" and 0 <= last_use(node) < end:
-                uses.setdefault(order[last_use(node)], []).append(node)
+                uses.setdefault(self.order[last_use(node)], []).append(node)
         return uses
 
-    def _in_place(self, position: dict[Node, int]) -> dict[Node, Node]:
+    def _in_place(self) -> dict[Node, Node]:
         in_place: dict[Node, Node] = {}
         readers: dict[Node, list[Node]] = {}
         for node, reads in self._reads.items():
@@ -180,33 +174,38 @@ class _Scheduler:
                 readers.setdefault(read, []).append(node)
         returned = set(self._sources(self._nodes[-1].all_input_nodes))
         for node in self._kernel:
-            if self._is_library_call(node):
+            if _is_library_call(node):
                 continue
             for read in self._reads[node]:
                 is_free = read not in returned and not read.name.startswith(("primals", "tangents"))
                 alike = _elements(read) == _elements(node) and read.meta["val"].dtype == node.meta["val"].dtype
-                others = [each for each in readers[read] if each is not node]
-                over = all(
-                    position[each] < position[node]
-                    and (self._kernel[each] != self._kernel[node] or self._reaches(each, node))
-                    for each in others
-                )
+                over = all(self._is_over(each, node) for each in readers[read] if each is not node)
                 if is_free and alike and over and read not in in_place.values():
                     in_place[node] = read
                     break
         return in_place
 
-    def _reaches(self, first: Node, last: Node) -> bool:
-        """True if ``last`` is computed from ``first``."""
-        left, seen = [last], {last}
-        while left:
-            for source in self._reads.get(left.pop(), []):
-                if source is first:
-                    return True
-                if source not in seen:
-                    seen.add(source)
-                    left.append(source)
-        return False
+    def _is_over(self, first: Node, last: Node) -> bool:
+        """True if ``first`` has read its inputs before ``last`` is written: in one kernel, if it leads to it."""
+        if self._position[first] >= self._position[last]:
+            return False
+        if self._kernel[first] != self._kernel[last]:
+            return True
+        return _leads_to(first, [last], lambda node: self._reads.get(node, []))
+
+
+def _leads_to(first: Any, last: Iterable[Any], before: Callable[[Any], Iterable[Any]]) -> bool:
+    """True if ``first`` comes before any of ``last``, through however many others."""
+    left = list(last)
+    seen = set(left)
+    while left:
+        for each in before(left.pop()):
+            if each == first:
+                return True
+            if each not in seen:
+                seen.add(each)
+                left.append(each)
+    return False
 
 
 def _elements(node: Node) -> int:
@@ -214,5 +213,15 @@ def _elements(node: Node) -> int:
     return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
 
 
-def _name(node: Node) -> str:
-    return getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
+def _packet(node: Node) -> Any:
+    return getattr(node.target, "_overloadpacket", None)
+
+
+def _is_view(node: Node) -> bool:
+    return _packet(node) in _VIEWS
+
+
+def _is_library_call(node: Node) -> bool:
+    """True for an operation that Inductor calls a library for, and fuses nothing into."""
+    is_call = node.op == "call_function"
+    return is_call and (_packet(node) in _MATRIX_PRODUCTS or "scaled_dot_product" in str(node.target))

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,38 +12,36 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
-from adaptive_batching._probe import compiled, trace
-from adaptive_batching._probe.compiled import compile_modules
-from adaptive_batching._probe.curve import PeakMemoryCurve, TraceError
-from adaptive_batching._probe.recording import Recorder
-from adaptive_batching._probe.trace import trace_peak_memory
+from adaptive_batching import _trace
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace import compiled, fake_step, trace
+from adaptive_batching._trace.compiled import compile_modules
+from adaptive_batching._trace.recorder import Recorder, state_tensors
+from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
+from tests.support.steps import step_of
 
 WIDTH = 64
 
 
-def training_step(model: nn.Module, optimizer: Optimizer, loss: Callable[[torch.Tensor], torch.Tensor]) -> TrainingStep:
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(batch: torch.Tensor) -> None:
-            loss(model(batch)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+def training_step(
+    model: nn.Module, optimizer: Optimizer | None = None, loss: Callable[[torch.Tensor], torch.Tensor] = torch.sum
+) -> TrainingStep:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    return step_of(model, optimizer, loss, lambda size: torch.randn(size, WIDTH))
 
-        return run
 
-    return TrainingStep(model, [optimizer], lambda batch_size: torch.randn(batch_size, WIDTH), bind)
+def take_step(step: TrainingStep) -> None:
+    step.bind(step.model, step.optimizers)(step.make_batch(2))
 
 
 def deep_model() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())])
 
 
-def real_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    states = [v for v in tree_iter(list(optimizer.state.values())) if isinstance(v, torch.Tensor)]
-    return sum(t.nbytes for t in [*model.parameters(), *states])
+def peaks(curve: PeakMemoryCurve) -> list[int]:
+    return [curve.peak_bytes(size) for size in (2, 50)]
 
 
 def test_the_curve_is_the_largest_line() -> None:
@@ -57,33 +57,30 @@ def test_traces_of_different_length_are_refused() -> None:
 
 
 def test_predicted_bytes_at_rest_are_those_of_parameters_and_optimizer_states() -> None:
-    model = deep_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    step = training_step(model, optimizer, torch.sum)
+    step = training_step(deep_model())
     curve = trace_peak_memory(step)
-    step.bind(model, [optimizer])(step.make_batch(2))
-    assert curve.resting_bytes == real_bytes(model, optimizer)
+    take_step(step)
+    assert curve.resting_bytes == sum(t.nbytes for t in [*step.model.parameters(), *state_tensors(step.optimizers)])
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_a_trace_changes_nothing_and_is_the_same_before_and_after_the_first_step(trained_before: bool) -> None:
     model = deep_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = training_step(model, optimizer, torch.sum)
+    step = training_step(model, optimizer)
     if trained_before:
-        step.bind(model, [optimizer])(step.make_batch(2))
+        take_step(step)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     random_state = torch.get_rng_state()
     first = trace_peak_memory(step)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     assert str(optimizer.state_dict()) == str(state)
-    step.bind(model, [optimizer])(step.make_batch(2))
-    second = trace_peak_memory(step)
-    assert [first.peak_bytes(b) for b in (2, 50)] == [second.peak_bytes(b) for b in (2, 50)]
+    take_step(step)
+    assert peaks(first) == peaks(trace_peak_memory(step))
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_states_on_a_device_are_traced_on_the_cpu_like_the_parameters(
     optimizer_class: Callable[..., Optimizer],
 ) -> None:
@@ -91,20 +88,17 @@ def test_states_on_a_device_are_traced_on_the_cpu_like_the_parameters(
 
     def curve(device: str, *, has_states: bool) -> list[int]:
         model = deep_model().to(device)
-        optimizer = optimizer_class(model.parameters(), lr=0.1, foreach=True, **momentum)
+        optimizer = optimizer_class(model.parameters(), lr=0.1, foreach=True)
         if has_states:
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
-        traced = trace_peak_memory(training_step(model, optimizer, torch.sum))
-        return [traced.resting_bytes, traced.peak_bytes(2), traced.peak_bytes(500)]
+        traced = trace_peak_memory(training_step(model, optimizer))
+        return [traced.resting_bytes, *peaks(traced)]
 
-    momentum = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
-    expected = curve("cpu", has_states=False)
-    assert (
-        curve("cpu", has_states=True) == curve("meta", has_states=True) == curve("meta", has_states=False) == expected
-    )
+    found = [curve(device, has_states=has_states) for device in ("cpu", "meta") for has_states in (False, True)]
+    assert found == [found[0]] * 4
 
 
 def test_an_optimizer_with_attributes_of_its_own_is_traced() -> None:
@@ -121,13 +115,13 @@ def test_an_optimizer_with_attributes_of_its_own_is_traced() -> None:
     optimizer = Scaled(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # replaces optimizer.step
     before = [p.detach().clone() for p in model.parameters()]
-    assert trace_peak_memory(training_step(model, optimizer, torch.sum)).peak_bytes(2) > 0
+    assert trace_peak_memory(training_step(model, optimizer)).peak_bytes(2) > 0
     assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_memory_of_large_batches_grows_by_the_activations() -> None:
     model = deep_model()
-    curve = trace_peak_memory(training_step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.sum))
+    curve = trace_peak_memory(training_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     per_sample = curve.peak_bytes(2001) - curve.peak_bytes(2000)
     # The most is alive when the last GELU has run: 4 outputs of linear layers and 4 of GELUs, of WIDTH floats each.
     assert per_sample == 8 * WIDTH * 4
@@ -135,78 +129,81 @@ def test_memory_of_large_batches_grows_by_the_activations() -> None:
     assert curve.peak_bytes(3) - curve.peak_bytes(2) == WIDTH * 4
 
 
-def test_what_hangs_on_the_data_does_not_end_the_trace_but_what_is_foreign_does() -> None:
-    model = deep_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_a_loss_that_reads_a_value_is_traced() -> None:
+    step = training_step(deep_model(), loss=lambda out: out.sum() / max(float(out.detach().abs().max()), 1.0))
+    assert trace_peak_memory(step).peak_bytes(2) > 0
 
-    def reads_a_value(out: torch.Tensor) -> torch.Tensor:
-        return out.sum() / max(float(out.detach().abs().max()), 1.0)
 
-    def leaves_torch(out: torch.Tensor) -> torch.Tensor:
-        return out.sum() * float(out.detach().numpy().max())
+FOREIGN: dict[str, Callable[[Any], torch.Tensor]] = {
+    "leaves torch": lambda out: out.sum() * float(out.detach().numpy().max()),
+    "sizes hang on values": lambda out: out[out > 0].sum(),
+}
 
-    def sizes_hang_on_values(out: torch.Tensor) -> torch.Tensor:
-        return out[out > 0].sum()
 
-    assert trace_peak_memory(training_step(model, optimizer, reads_a_value)).peak_bytes(2) > 0
-    for loss in (leaves_torch, sizes_hang_on_values):
-        with pytest.raises(TraceError):
-            trace_peak_memory(training_step(model, optimizer, loss))
+@pytest.mark.parametrize("loss", FOREIGN)
+def test_what_is_foreign_ends_a_trace(loss: str) -> None:
+    with pytest.raises(TraceError):
+        trace_peak_memory(training_step(deep_model(), loss=FOREIGN[loss]))
+
+
+def test_a_name_that_torch_no_longer_has_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, fake_step.__name__)
+    monkeypatch.delattr(_trace, "fake_step")
+    monkeypatch.delattr(torch._subclasses.fake_tensor, "FakeCopyMode")
+    with pytest.raises(TraceError, match=r"ImportError: cannot import name 'FakeCopyMode' from [^\n]*$"):
+        trace_peak_memory(training_step(deep_model()))
 
 
 def test_what_if_a_change_were_made_to_the_model() -> None:
-    model = deep_model()
-
     def freeze(copied: nn.Module) -> None:
         for parameter in list(copied.parameters())[:-1]:
             parameter.requires_grad_(False)
 
-    step = training_step(model, torch.optim.AdamW(model.parameters()), torch.sum)
+    step = training_step(deep_model())
     assert trace_peak_memory(step, freeze).peak_bytes(2) < trace_peak_memory(step).peak_bytes(2)
-    assert all(p.requires_grad for p in model.parameters())
+    assert all(p.requires_grad for p in step.model.parameters())
 
 
-def of_layers(layers: list[nn.Module]) -> nn.Module:
-    """A model that multiplies between its pointwise operations."""
+class Gated(nn.Module):
+    """Multiplies between pointwise operations."""
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = (x + 1) * (x + 2)  # fused into what reads it, or computed again
-            return torch.tanh(h @ self.weight) * 2
-
-    return nn.Sequential(*(Gated() for _ in layers))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = (x + 1) * (x + 2)  # fused into what reads it, or computed again
+        return torch.tanh(h @ self.weight) * 2
 
 
 def test_a_compiled_layer_keeps_what_the_minimal_cut_keeps() -> None:
-    model = of_layers([nn.Identity()] * 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    eager = training_step(model, optimizer, torch.sum)
-    bind = eager.bind
+    model = nn.Sequential(*(Gated() for _ in range(3)))
+    eager = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def bind_compiled(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
         compile_modules(model.children())
-        return bind(model, optimizers)
+        return eager.bind(model, optimizers)
 
-    per_sample = [
-        (lambda curve: curve.peak_bytes(5001) - curve.peak_bytes(5000))(trace_peak_memory(step))
-        for step in (eager, replace(eager, bind=bind_compiled, compiles=True))
-    ]
-    row = WIDTH * 4
+    curves = map(trace_peak_memory, (eager, replace(eager, bind=bind_compiled, compiles=True)))
+    per_sample, of_compiled = (curve.peak_bytes(5001) - curve.peak_bytes(5000) for curve in curves)
     # Of each layer its input, its product and its output's factor are read again: the input is the last layer's output.
-    assert per_sample[1] < per_sample[0]
-    assert per_sample[1] <= (1 + 3 * 2 + 2) * row
+    assert of_compiled < per_sample
+    assert of_compiled <= (1 + 3 * 2 + 2) * WIDTH * 4
 
 
-def test_layers_that_compute_alike_are_compiled_once_and_others_are_not() -> None:
-    likeness = compiled._likeness
-    assert likeness(nn.Linear(4, 4)) == likeness(nn.Linear(4, 4))
-    assert likeness(nn.Linear(4, 4)) != likeness(nn.Linear(4, 4, bias=False))
-    assert likeness(nn.Dropout(0.1)) != likeness(nn.Dropout(0.2))
-    assert likeness(nn.Linear(4, 4).requires_grad_(False)) != likeness(nn.Linear(4, 4))
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (nn.Linear(4, 4), nn.Linear(4, 4), True),
+        (nn.Linear(4, 4), nn.Linear(4, 4, bias=False), False),
+        (nn.Dropout(0.1), nn.Dropout(0.2), False),
+        (nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), False),
+    ],
+)
+def test_layers_that_compute_alike_are_compiled_once_and_others_are_not(
+    one: nn.Module, other: nn.Module, alike: bool
+) -> None:
+    assert (compiled._likeness(one) == compiled._likeness(other)) is alike
 
 
 @pytest.mark.parametrize(
@@ -226,10 +223,9 @@ def test_a_trace_fakes_cuda_only_where_it_cannot_end_the_process(
 
 
 def test_what_cannot_be_traced_on_the_device_is_traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = deep_model()
-    step = training_step(model, torch.optim.AdamW(model.parameters()), torch.sum)
+    step = training_step(deep_model())
     expected = trace_peak_memory(step)
-    record, devices = trace._record, []
+    record, devices = fake_step.record, []
 
     def fails_on_device(*args: Any) -> Any:
         devices.append(args[-1].type)
@@ -237,11 +233,10 @@ def test_what_cannot_be_traced_on_the_device_is_traced_on_the_cpu(monkeypatch: p
             raise NotImplementedError("no fake kernel")
         return record(*args)
 
-    monkeypatch.setattr(trace, "_record", fails_on_device)
+    monkeypatch.setattr(fake_step, "record", fails_on_device)
     monkeypatch.setattr(trace, "_device_of_trace", lambda model: torch.device("cuda", 0))
-    found = trace_peak_memory(step)
+    assert peaks(trace_peak_memory(step)) == peaks(expected)
     assert devices == ["cuda", "cpu", "cpu"]
-    assert [found.peak_bytes(size) for size in (2, 50)] == [expected.peak_bytes(size) for size in (2, 50)]
 
 
 def test_what_is_on_the_host_takes_no_memory_of_the_device() -> None:

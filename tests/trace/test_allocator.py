@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from adaptive_batching._probe.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
-from adaptive_batching._probe.reserved import SetUp, replay, reserved_by_default, reserved_for
-
-
-@dataclass(frozen=True)
-class Step:
-    events: tuple[int, ...]
-    sizes: tuple[int, ...]
-    num_resting: int
-    streams: Mapping[int, int] = field(default_factory=dict)
-    made: Mapping[int, int] = field(default_factory=dict)
-
+from adaptive_batching._trace.allocator import GIB, KIB, MIB, AllocatorFullError, CachingAllocator, ExpandableAllocator
+from adaptive_batching._trace.reserved import SetUp, replay, reserved_by_default, reserved_for
+from adaptive_batching._trace.traced_step import Recorded
 
 # 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB
-STEP = Step((1, ~1, 2, 3, ~2, ~3), (2 * GIB, GIB, 600 * MIB, 600 * MIB), 1)
+STEP = Recorded((1, ~1, 2, 3, ~2, ~3), (2 * GIB, GIB, 600 * MIB, 600 * MIB), 1)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB),
-    ],
-)
+BOTH = pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+SEGMENTS = {
+    1: 2 * MIB, MIB: 2 * MIB, MIB + 1: 20 * MIB, 10 * MIB - 512: 20 * MIB, 10 * MIB: 10 * MIB, 11 * MIB: 12 * MIB,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_bytes", "segment"), SEGMENTS.items())
 def test_segments_come_in_sizes(num_bytes: int, segment: int) -> None:
     allocator = CachingAllocator()
     allocator.take(num_bytes)
@@ -64,7 +50,7 @@ def test_at_the_limit_free_segments_are_given_back_and_then_it_is_over() -> None
         allocator.take(30 * MIB)
 
 
-@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@BOTH
 @pytest.mark.parametrize("size", [KIB, 60 * MIB])
 def test_what_one_stream_frees_no_other_gets(kind: Any, size: int) -> None:
     allocator = kind()
@@ -85,7 +71,7 @@ def test_of_blocks_that_are_as_large_the_one_in_the_oldest_segment_is_taken_and_
     assert allocator.take(512) is blocks[2]
 
 
-@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@BOTH
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_comes_what_is_reserved_holds_what_is_allocated(kind: Any, seed: int) -> None:
     held: list[Any] = []
@@ -106,8 +92,7 @@ def test_whatever_comes_what_is_reserved_holds_what_is_allocated(kind: Any, seed
 
 
 def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_need_less() -> None:
-    reserved = reserved_for(STEP)
-    allocated = replay(CachingAllocator, STEP).peak_allocated
+    reserved, allocated = reserved_for(STEP), replay(CachingAllocator, STEP).peak_allocated
     assert allocated == 2 * GIB + 1200 * MIB
     assert allocated <= reserved.least <= reserved.by_default == reserved_by_default(STEP)
     replay(CachingAllocator, STEP, limit=reserved.least)
@@ -123,13 +108,13 @@ def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
 
 def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:
     """2 GiB rest for good, 600 MiB until the step has made as much anew."""
-    keeps = Step((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
+    keeps = Recorded((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
     assert replay(CachingAllocator, keeps).peak_allocated == 2 * GIB + 600 * MIB + GIB
-    in_the_other_order = Step((3, 2, ~2, ~1), keeps.sizes, 2)
+    in_the_other_order = Recorded((3, 2, ~2, ~1), keeps.sizes, 2)
     assert replay(CachingAllocator, in_the_other_order).peak_allocated == 2 * GIB + 1200 * MIB + GIB
 
 
-@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@BOTH
 def test_a_step_after_a_set_up_is_as_on_the_allocator_that_ran_it(kind: Any) -> None:
     """A weight of 2 GiB and the states of 600 MiB, made between blocks that the set-up then frees."""
     set_up = SetUp((0, 1, 2, ~0, 3, ~2, 4), (700 * MIB, STEP.sizes[0], 30 * MIB, 5 * MIB, 8 * MIB))

@@ -5,7 +5,7 @@ The other ranks are a process group that is none: what is gathered from them is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.optim import Optimizer
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from adaptive_batching._probe.trace import trace_peak_memory
-from adaptive_batching._probe.trial import TrainingStep
-from tests.support.real_memory import most_in_use
+from tests.support.steps import check_against_a_real_step, step_of, sum_of_squares
 
 RANKS, VOCABULARY, WIDTH, LENGTH, PARTS = 8, 3000, 64, 32, 4
 
@@ -57,30 +54,6 @@ def one_of_many() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def step_of(*, frozen: bool, ends_apart: bool, checkpoints: bool, root_stays: bool) -> TrainingStep:
-    model = Decoder(checkpoints=checkpoints)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not frozen or "adapter" in name)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    for unit in [*model.layers, *([model.embedding, model.output] if ends_apart else [])]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
-    fully_shard(model, mesh=mesh, reshard_after_forward=not root_stays)
-    assert isinstance(model, FSDPModule)
-
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(tokens: torch.Tensor) -> None:
-            loss = sum(part.square().mean() for part in model(tokens))
-            loss.backward()  # type: ignore[union-attr]
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return run
-
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=False)
-    return TrainingStep(model, [optimizer], lambda b: torch.randint(VOCABULARY, (b, LENGTH)), bind)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("ends_apart", [False, True])
 @pytest.mark.parametrize("checkpoints", [False, True])
@@ -88,11 +61,13 @@ def step_of(*, frozen: bool, ends_apart: bool, checkpoints: bool, root_stays: bo
 def test_a_sharded_step_takes_what_one_of_fsdp_takes(
     frozen: bool, ends_apart: bool, checkpoints: bool, root_stays: bool
 ) -> None:
-    step = step_of(frozen=frozen, ends_apart=ends_apart, checkpoints=checkpoints, root_stays=root_stays)
-    curve = trace_peak_memory(step)
-    run = step.bind(step.model, step.optimizers)
-    for size in (2, 12):
-        batch = step.make_batch(size)
-        run(batch)
-        real = most_in_use(lambda batch=batch: run(batch))  # type: ignore[misc]
-        assert curve.peak_bytes(size) - curve.resting_bytes - batch.nbytes == pytest.approx(real, rel=0.02), size
+    model = Decoder(checkpoints=checkpoints)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "adapter" in name)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for unit in [*model.layers, *([model.embedding, model.output] if ends_apart else [])]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=not root_stays)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=False)
+    step = step_of(model, optimizer, sum_of_squares, lambda b: torch.randint(VOCABULARY, (b, LENGTH)))
+    check_against_a_real_step(step, (2, 12), rel=0.02)

@@ -1,14 +1,24 @@
-"""torchtune's activation offloading as a trace sees it: what is on the device, and when."""
+"""What stands in for activation offloading and for optimizers of bitsandbytes where nothing is computed."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from adaptive_batching._probe.recording import on_stream
+from adaptive_batching._trace.bits_and_bytes import BlockWise
+from adaptive_batching._values import ConfigError
+
+SMALLEST = 64
+"""Bytes from which on an activation moves. torchtune's 1024 are reached at any batch size worth the name, but may lie
+between the two that are traced, whose operations must be the same."""
+
+_COPIES = 3  # number of their stream
+_MOST_STAYING = 5
+_STATES = {"Adam": 2, "AdamW": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 1, "LAMB": 2, "AdEMAMix": 3}
 
 
 class TracedOffloading(saved_tensors_hooks):
@@ -31,11 +41,13 @@ class TracedOffloading(saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> int:
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # private: a trace can do without
+
         self._graph = None
         self._count += 1
         number = self._count
         stays = (
-            tensor.numel() * tensor.element_size() < SMALLEST
+            tensor.nbytes < SMALLEST
             or isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
             or is_traceable_wrapper_subclass(tensor)
         )
@@ -51,6 +63,8 @@ class TracedOffloading(saved_tensors_hooks):
         return number
 
     def _unpack(self, number: int) -> torch.Tensor:
+        from adaptive_batching._trace.recorder import on_stream  # which a trace has imported
+
         if self._graph is None:
             self._graph = torch._C._current_graph_task_id()
             torch.autograd.Variable._execution_engine.queue_callback(self._brought.clear)
@@ -85,9 +99,19 @@ def _uses(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-SMALLEST = 64
-"""Bytes from which on an activation moves. torchtune's 1024 are reached at any batch size worth the name, but may lie
-between the two that are traced, whose operations must be the same."""
-
-_COPIES = 3  # number of their stream
-_MOST_STAYING = 5
+def without_kernels(optimizer: DictConfig) -> DictConfig:
+    """Return ``optimizer`` of a config, or the component that stands in for one of bitsandbytes."""
+    component = str(optimizer["_component_"])
+    if not component.startswith("bitsandbytes."):
+        return optimizer
+    match = re.fullmatch(r"(Paged)?([A-Za-z]+?)(8bit|32bit)?", component.split(".")[-1])
+    if match is None or match[2] not in _STATES:
+        raise ConfigError(
+            f"optimizer._component_={component} is not known to the plan; known are those of bitsandbytes called "
+            f"{', '.join(_STATES)}, also Paged..., ...8bit"
+        )
+    arguments: dict[str, Any] = {
+        "num_states": _STATES[match[2]], "bits": 8 if match[3] == "8bit" else 32, "paged": match[1] is not None,
+        "lr": optimizer.get("lr"),
+    }  # fmt: skip
+    return OmegaConf.create({"_component_": f"{BlockWise.__module__}.BlockWise", **arguments})

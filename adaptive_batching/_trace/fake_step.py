@@ -1,0 +1,242 @@
+"""Run a training step on fake copies of its models and optimizers, and record what it takes.
+
+Of a model that FSDP2 has sharded, a rank keeps its shards of parameters, gradients and optimizer states. The copy has
+whole parameters, which are not counted; instead, hooks allocate and free what FSDP would, in its order:
+:mod:`adaptive_batching._trace.fsdp_units`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from adaptive_batching._probe.trial import TrainingStep, has_states, kept_tensors, models_of
+from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._trace.bits_and_bytes import traced_as
+from adaptive_batching._trace.fsdp_units import group_of, local_part, simulate, state_of
+from adaptive_batching._trace.recorder import Recorder, state_tensors
+from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
+
+
+class FakeCopy(NamedTuple):
+    """Fake copies of a model and of its optimizers."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    kept: Sequence[nn.Parameter]
+    """What a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks."""
+
+    on_host: bool = False
+    """True if these, their gradients and the optimizer states are on the host."""
+
+
+def record(
+    step: TrainingStep, batch: Any, change: Callable[[nn.Module], None] | None, device: torch.device
+) -> StepRecord:
+    """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    stepped = [traced_as(optimizer) for optimizer in step.optimizers]
+    if any(map(is_sharded, models_of(step.model))):
+        copied = _sharded_copy(step.model, stepped, fake)
+    else:
+        copied = _whole_copy(step.model, stepped, fake, device)
+    model, optimizers, on_host = copied.model, copied.optimizers, copied.on_host
+    for optimizer, original in zip(optimizers, stepped, strict=True):
+        _complete(optimizer, original)
+    if change is not None:
+        change(model)
+    with fake:
+        run = step.bind(model, optimizers)
+        earlier, batch = (
+            tree_map_only(torch.Tensor, lambda tensor: _fake_on(device, tensor, fake), batch) for _ in range(2)
+        )
+        if step.compiles or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            # Compiles or finds out how to distribute, and leaves behind what later steps do not make again.
+            run(earlier)
+            gc.collect()
+    recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
+    recorder.hold(copied.kept, WEIGHTS, counts=not on_host)
+    recorder.hold(model.buffers(), WEIGHTS)
+    recorder.hold(state_tensors(optimizers), STATES, counts=not on_host)
+    # whole parameters of a sharded model, and their views, take no memory
+    recorder.hold(model.parameters(), WEIGHTS, counts=False)
+    with fake, recorder, recorder.watching(models_of(model), copied.kept, steps_elsewhere=on_host):
+        if not optimizers:
+            run(batch)  # creates optimizers of its own, and their states
+        for optimizer in optimizers:
+            _make_states(optimizer)
+        recorder.hold(state_tensors(optimizers), STATES)
+        resting_bytes = recorder.current_bytes
+        if step.keeps:
+            run(earlier)
+            del earlier
+            gc.collect()
+        recorder.begin(kept_bytes=recorder.current_bytes - resting_bytes)
+        run(batch)  # the steady state
+    return recorder.record()
+
+
+def _make_states(optimizer: Optimizer) -> None:
+    """Step a copied optimizer on gradients of its own, to have its states without a forward and backward."""
+    if has_states(optimizer):
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _whole_copy(
+    model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode, device: torch.device
+) -> FakeCopy:
+    """Copy model and optimizers together, the optimizers tied to the copied model.
+
+    On the CPU all tensors are together; on another device, what was on the host stays there, such as an optimizer's
+    count of steps.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers(), *kept_tensors(model), *state_tensors(optimizers)]:
+        copied = _fake_on(device if device.type == "cpu" else tensor.device, tensor, fake)
+        if isinstance(tensor, nn.Parameter):
+            with fake:
+                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+    with FakeCopyMode(fake):
+        copied_model, copied_optimizers = copy.deepcopy((model, list(optimizers)), memo)
+    return FakeCopy(copied_model, copied_optimizers, list(copied_model.parameters()))
+
+
+def _sharded_copy(model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode) -> FakeCopy:
+    """Copy a root FSDP module, or a list of several, each with all-gathers of its own, all on the CPU."""
+    groups = [group for module in model.modules() if (group := group_of(module)) is not None]
+    offloads = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    whole: dict[int, Any] = {}
+    shards: dict[int, Any] = {}
+    in_parts = {id(p.sharded_param): p for group in groups for p in group.fsdp_params if p.is_dtensor}
+    for parameter in model.parameters():
+        shard, part = local_part(parameter), in_parts.get(id(parameter))
+        gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_part(part, fake)
+        with fake:
+            whole[id(parameter)] = nn.Parameter(gathered, requires_grad=parameter.requires_grad)
+        shard = _fake_like(shard, shard.shape, fake)
+        with fake:
+            shards[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+    for buffer in [*model.buffers(), *kept_tensors(model)]:
+        whole[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
+    for state in state_tensors(optimizers):
+        shards[id(state)] = _fake_like(local_part(state), local_part(state).shape, fake)
+    kept: list[nn.Parameter] = [shards[id(p)] for p in model.parameters()]
+    for shard in kept:
+        shard.is_on_host = offloads  # type: ignore[attr-defined]
+    with FakeCopyMode(fake):
+        copied_optimizers = copy.deepcopy(list(optimizers), dict(shards))
+    copied_model = _plain_copy(model, whole, fake)
+    of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
+    for number, (root, copied) in enumerate(zip(models_of(model), models_of(copied_model), strict=True)):
+        simulate(root, copied, of_copy, number, offloads=offloads)
+    return FakeCopy(copied_model, copied_optimizers, kept, offloads)
+
+
+def _complete(copied: Optimizer, original: Optimizer) -> None:
+    """Give a copied optimizer what deepcopy, which copies states and groups alone, has left out.
+
+    Its implementation is what torch would choose by device: the for-loop on the CPU, foreach (with its temporaries)
+    elsewhere.
+    """
+    for name, value in vars(original).items():
+        if name != "step":  # a learning-rate scheduler binds it to the original
+            vars(copied).setdefault(name, value)
+    for group, original_group in zip(copied.param_groups, original.param_groups, strict=True):
+        on_cpu = all(parameter.device.type == "cpu" for parameter in original_group["params"])
+        if group.get("foreach", ...) is None and group.get("fused") is None:  # torch respects a choice of either
+            group["foreach"] = not on_cpu
+
+
+def _fake_on(device: torch.device, tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    """Return a fake tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
+    if isinstance(tensor, DTensor):
+        part = _fake_on(device, tensor.to_local(), fake)
+        mesh, placed = tensor.device_mesh, tensor.placements
+        return DTensor.from_local(part, mesh, placed, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _fake_on(device, getattr(tensor, name), fake) for name in names}
+        with fake:
+            return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) -> torch.Tensor:
+    """Return a fake tensor of the same type on the CPU, of another number of rows."""
+    if not is_traceable_wrapper_subclass(original):
+        with fake:
+            return torch.empty(shape, dtype=original.dtype, device="cpu")
+    if type(original).__name__ != "NF4Tensor":
+        raise NotImplementedError(f"a shard of type {type(original).__name__} cannot be traced")
+    names, context = original.__tensor_flatten__()
+    numerator, denominator = shape.numel(), original.shape.numel()
+    inner = {}
+    for name in names:
+        part = getattr(original, name)
+        by_rows = name in ("quantized_data", "quantized_scalers", "quantization_factor")
+        size = part.numel() * numerator // denominator if by_rows else part.numel()
+        with fake:
+            inner[name] = torch.empty(size if by_rows else part.shape, dtype=part.dtype, device="cpu")
+    meta = replace(context["tensor_meta"], original_shape=shape, device=torch.device("cpu"))
+    with fake:
+        found: torch.Tensor = type(original).__tensor_unflatten__(
+            inner, {**context, "tensor_meta": meta}, shape, original.stride()
+        )
+        return found
+
+
+def _fake_part(parameter: Any, fake: FakeTensorMode) -> torch.Tensor:
+    """Return what is gathered of FSDP's ``parameter`` under tensor parallelism: the part of one device, distributed."""
+    spec = parameter._unsharded_dtensor_spec
+    with fake:
+        local = torch.empty(parameter._orig_size, dtype=parameter.sharded_param.dtype, device="cpu")
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
+    )
+
+
+def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) -> nn.Module:
+    """Return a deep copy of ``model`` without FSDP's classes, states and hooks."""
+    states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
+    gone = object()
+    with _original_classes(model), FakeCopyMode(fake):
+        copied: nn.Module = copy.deepcopy(model, {**memo, **dict.fromkeys(states, gone)})
+    for module in copied.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is gone]:
+                del hooks[key]
+    return copied
+
+
+@contextlib.contextmanager
+def _original_classes(model: nn.Module) -> Iterator[None]:
+    """Give FSDP modules their original classes inside the context, because FSDP's classes refuse to be copied."""
+    classes = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    for module, sharded_class in classes:
+        module.__class__ = sharded_class.__mro__[2]  # [FSDP<Original>, FSDPModule, Original, ...]
+    try:
+        yield
+    finally:
+        for module, sharded_class in classes:
+            module.__class__ = sharded_class

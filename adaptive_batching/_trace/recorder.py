@@ -1,0 +1,322 @@
+"""Record what a training step takes and gives back: every allocation, its kind, and the moment of the step.
+
+On CUDA, operations take memory besides their results: for the time of a call, and for good by handles of cuBLAS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._tools.common_utils import get_untyped_storages  # looks inside NF4 and DTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from adaptive_batching._probe.scratch import Scratch
+from adaptive_batching._trace.traced_step import (
+    ACTIVATIONS,
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    GRADIENTS,
+    LOGITS,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    Ledger,
+    StepRecord,
+)
+
+_aten = torch.ops.aten
+_MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+"""Operations that need a handle of cuBLAS."""
+
+# Stand-ins of flash attention where there is no CUDA.
+_FLASH, _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
+_ON_CPU: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
+}
+_THREADS = 132 * 2048  # of an H100 at once, where the device is not known; most others have fewer
+_WRAPPERS = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")  # of a dispatch mode, which they keep Dynamo out of
+
+
+class _Handle:
+    """The workspace of a library's handle, as a storage."""
+
+    @property
+    def _cdata(self) -> int:
+        return -id(self)  # storages have positive ones
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records every storage that operations make under it, until it dies.
+
+    Logits are known by a last dimension that is in ``vocabulary``. Only memory on ``device_type`` counts, with
+    ``on_cuda`` also what kernels of CUDA take for the time of a call.
+    """
+
+    fused = False
+    """True while an operation runs whose result a compiler would never store."""
+    in_place_of: torch.Tensor | None = None
+    """The tensor over which the running operation writes its result, if there is one."""
+    stream = 0
+    """Number of the stream on which is allocated now; 0 for the main one."""
+    label: str | None = None
+    """Kind of what is allocated now; None for what the moment and the shape say."""
+
+    def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu", *, on_cuda: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocabulary = frozenset(vocabulary)
+        self._device_type = device_type
+        self._on_cuda = on_cuda
+        self._ledger = Ledger()
+        # Of cuBLAS: one of the thread that runs forwards, and one of autograd's.
+        self._handles = [_Handle(), _Handle()] if on_cuda else []
+        for handle in self._handles:
+            self._ledger.allocate(handle, OTHER, handle_bytes())
+        self._equality: weakref.ref[Any] | None = None  # last result of a comparison of two numbers
+        self._in_optimizer = False
+        self._depth = 0  # of modules whose forward runs
+        self.begin()
+
+    def begin(self, *, kept_bytes: int = 0) -> None:
+        """Start the record of a step. What is alive now rests between steps; one before made ``kept_bytes`` of it."""
+        self._ledger.begin()
+        self._kept_bytes = kept_bytes
+        self._flops = self._recomputed_flops = self._attention_flops = 0
+        self._moment = BETWEEN
+
+    @property
+    def current_bytes(self) -> int:
+        return self._ledger.current_bytes
+
+    def record(self) -> StepRecord:
+        return self._ledger.record(
+            kept_bytes=self._kept_bytes, flops=self._flops, recomputed_flops=self._recomputed_flops,
+            attention_flops=self._attention_flops,
+        )  # fmt: skip
+
+    def hold(self, tensors: Iterable[torch.Tensor], kind: str, *, counts: bool = True) -> None:
+        """Record storages, or change their kind if known; those that do not count take no memory."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                size = storage.nbytes() if counts and self._is_here(tensor) else 0
+                self._ledger.hold(storage, kind, size)
+
+    @contextlib.contextmanager
+    def watching(
+        self, models: Sequence[nn.Module], parameters: Sequence[nn.Parameter], *, steps_elsewhere: bool = False
+    ) -> Iterator[None]:
+        """Tell forward, loss, backward and optimizer step apart, and gradients from what else a backward makes.
+
+        The optimizers step ``parameters``; ``steps_elsewhere`` is on another device, whose memory does not count.
+        """
+
+        def set_moment(moment: str) -> None:
+            self._moment = moment
+
+        def before_optimizer(optimizer: Optimizer, *_: Any) -> None:
+            self._in_optimizer = True
+            for tensor in state_tensors([optimizer]):
+                for storage in _storages(tensor):
+                    self._ledger.note_need(storage, Recorder.stream)
+            Recorder.fused = steps_elsewhere
+            for parameter in parameters:
+                hold_gradient(parameter)
+
+        def after_optimizer(*_: Any) -> None:
+            self._in_optimizer = Recorder.fused = False
+
+        def hold_gradient(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                self.hold([parameter.grad], GRADIENTS)
+
+        def enter_forward(*_: Any) -> None:
+            self._depth += 1
+
+        def leave_forward(*_: Any) -> None:
+            self._depth -= 1
+
+        handles: list[Any] = [
+            register_module_forward_pre_hook(enter_forward),
+            register_module_forward_hook(leave_forward, always_call=True),
+            register_optimizer_step_pre_hook(before_optimizer),
+            register_optimizer_step_post_hook(after_optimizer),
+        ]
+        for model in models:
+            handles.append(model.register_forward_pre_hook(lambda *_: set_moment(FORWARD), prepend=True))
+            handles.append(model.register_forward_hook(lambda *_: set_moment(LOSS)))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    handles.append(parameter.register_post_accumulate_grad_hook(hold_gradient))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
+            # depend on the value, the verifying step will show it. Asked whether it equals another, it does not: there
+            # are targets, and losses are not 0.
+            if args[0].dtype == torch.bool:
+                return self._equality is None or self._equality() is not args[0]
+            return 1
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it comes back as what this device computes, and its collectives
+        kwargs = kwargs or {}
+        self._ledger.forget_sum()
+        out = func(*args, **kwargs)
+        if func in (_aten.eq.Scalar, _aten.eq.Tensor) and out.dim() == 0:
+            self._equality = weakref.ref(out)
+        in_backward = torch._C._current_graph_task_id() != -1
+        recomputes = in_backward and self._depth > 0
+        if in_backward:
+            self._moment = BACKWARD
+        elif self._moment == BACKWARD:
+            self._moment = OPTIMIZER  # clipping and scaling of the gradient included
+        moment = OPTIMIZER if self._in_optimizer else self._moment
+        self._note_results(out, moment, recomputes=recomputes)
+        if self._handles and func in _MATRIX_PRODUCTS and not Recorder.fused:
+            self._ledger.note_need(self._handles[in_backward], Recorder.stream)
+        flops = _flops_of(func, args, kwargs, out)
+        self._flops += flops
+        self._recomputed_flops += flops if recomputes else 0
+        self._attention_flops += flops if _is_attention(func) and not recomputes else 0
+        scratch = scratch_of(func, args) if self._on_cuda and not Recorder.fused else None
+        self._ledger.end_operation(moment, scratch)
+        if in_backward and func is _aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
+            self._note_sum(args, out)
+        return out
+
+    def _note_results(self, out: Any, moment: str, *, recomputes: bool) -> None:
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor):
+                for storage in _storages(value):
+                    if not self._ledger.knows(storage):
+                        kind = self._kind_of(value, moment, recomputes=recomputes)
+                        size = storage.nbytes() if not Recorder.fused and self._is_here(value) else 0
+                        self._ledger.allocate(storage, kind, size, Recorder.stream)
+        if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
+            self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
+
+    def _kind_of(self, tensor: torch.Tensor, moment: str, *, recomputes: bool) -> str:
+        if Recorder.label is not None:
+            return Recorder.label
+        if tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary:
+            return OTHER if moment == OPTIMIZER else LOGITS
+        return ACTIVATIONS if moment in (FORWARD, LOSS) or recomputes else OTHER
+
+    def _note_sum(self, args: Any, out: torch.Tensor) -> None:
+        """Remember a sum of two gradients until it is known whether the first of them dies."""
+        if Recorder.fused or not isinstance(args[0], torch.Tensor) or type(out) is not type(args[0]):
+            return
+        if args[0]._is_view():
+            return  # its base holds the storage as well: the first gradient of a matrix is a view, and is not added to
+        [term], [result] = _storages(args[0]), _storages(out)
+        self._ledger.note_sum(term, result)
+
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor's memory counts; of one with others inside, theirs, as it may name another device."""
+        while is_traceable_wrapper_subclass(tensor):
+            tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+        return tensor.device.type == self._device_type
+
+
+def labelled(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """Have all that is allocated be of a kind."""
+    return mock.patch.object(Recorder, "label", kind)
+
+
+def on_stream(number: int) -> contextlib.AbstractContextManager[Any]:
+    """Have all that is allocated be on a stream."""
+    return mock.patch.object(Recorder, "stream", number)
+
+
+def state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    values = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _called_by_autograd(frame: Any) -> bool:
+    """True if ``frame``, wrappers aside, is autograd's call of its engine, with no Python in between.
+
+    On a device other than the CPU the engine runs in a thread of its own, in which nothing has called it.
+    """
+    while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _storages(tensor: torch.Tensor) -> list[Any]:
+    """Return the storages of a tensor and of those inside it, in the same order in each trace."""
+    return sorted(get_untyped_storages(tensor), key=lambda storage: storage.nbytes())
+
+
+def _is_attention(func: Any) -> bool:
+    """True for an operation that grows with the square of the length.
+
+    Layers are products of two matrices; batches of products are those of attention written out.
+    """
+    packet = getattr(func, "_overloadpacket", None)
+    return packet is _aten.bmm or "scaled_dot_product" in str(packet)
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the operations of one call, two for each multiplication and addition; 0 where few are made.
+
+    As in :mod:`torch.utils.flop_counter`, causal attention counts as full attention.
+    """
+    packet = getattr(func, "_overloadpacket", None)
+    count = flop_registry.get(_ON_CPU.get(packet, packet))
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+
+
+def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
+    """Return what an operation takes while it runs."""
+    if func is _aten.embedding_dense_backward.default:
+        gradient, indices = args[0], args[1]
+        return Scratch("embedding", (indices.numel(), int(args[2]), gradient.shape[-1]))
+    packet = getattr(func, "_overloadpacket", None)
+    if _ON_CPU.get(packet, packet) is _FLASH_BACKWARD:
+        *batch, length, width = args[1].shape
+        return Scratch("attention", (prod(batch), length, width))
+    if func is _aten.sum.dim_IntList and args[0].is_contiguous():
+        shape, dims = args[0].shape, sorted(dim % max(args[0].dim(), 1) for dim in args[1] or ())
+        if dims and dims == list(range(len(dims))) and len(dims) < len(shape):
+            inputs, outputs = prod(shape[: len(dims)]), prod(shape[len(dims) :])
+            return Scratch("sum of rows", (inputs, outputs, _threads_at_once()))
+    return None
+
+
+def handle_bytes() -> int:
+    """Return what a handle of cuBLAS keeps for its products (``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``).
+
+    Where the device is not known, that of Ampere and Ada.
+    """
+    on_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability()[0] == 9  # type: ignore[no-untyped-call]
+    return (32 * 2**20) if on_hopper else (8 * 2**20 + 128 * 2**10)
+
+
+def _threads_at_once() -> int:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return _THREADS
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(found.multi_processor_count * found.max_threads_per_multi_processor)

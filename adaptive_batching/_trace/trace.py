@@ -1,0 +1,78 @@
+"""Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
+
+The step runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, and the bytes alive after every
+operation are recorded; :mod:`adaptive_batching._trace.traced_step` says what follows from them.
+
+Where the step runs on CUDA, the traces run on fake tensors of that device, so that torch chooses the kernels of
+attention and the implementation of optimizers as in a real step. Elsewhere, and for a sharded model, they run on fake
+*CPU* tensors: on the CPU, native attention takes the memory of CUDA's fused kernels. Without CUDA in the process, a
+backward pass over fake CUDA tensors would abort it.
+
+The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it. What CUDA's allocator
+reserves is found by replaying the record of a step: :mod:`adaptive_batching._trace.reserved`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from adaptive_batching._probe.trial import TrainingStep, models_of
+from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._trace.traced_step import TRACED_SIZES, PeakMemoryCurve, StepRecord, TracedStep, TraceError
+
+log = logging.getLogger(__name__)
+
+Change = Callable[[nn.Module], None]
+
+
+def trace_peak_memory(step: TrainingStep, change: Change | None = None) -> PeakMemoryCurve:
+    """Trace ``step`` at two batch sizes, leaving model, optimizers and random state unchanged.
+
+    Optimizer states need not exist yet. To predict the effect of a ``change``, it is applied to the fake copy of the
+    model. If an operation has no fake implementation or depends on the data, raise TraceError.
+    """
+    return trace_step(step, change).curve
+
+
+def trace_step(step: TrainingStep, change: Change | None = None) -> TracedStep:
+    """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say."""
+    device = _device_of_trace(step.model)
+    try:
+        records = [_record_at(size, step, change, device) for size in TRACED_SIZES]
+    except TraceError as error:
+        if device.type == "cpu":
+            raise
+        log.debug("tracing again on the CPU, because on %s: %s", device, error)
+        records = [_record_at(size, step, change, torch.device("cpu")) for size in TRACED_SIZES]
+    try:
+        return TracedStep(*records)
+    except TraceError:
+        raise
+    except (RuntimeError, MemoryError) as error:  # the host ran out of memory
+        raise TraceError(f"no memory to trace in: {error}") from error
+
+
+def _device_of_trace(model: nn.Module) -> torch.device:
+    """Return the device whose tensors a trace fakes: that of the model if it is CUDA and there, else the CPU."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or any(map(is_sharded, models_of(model))):
+        return torch.device("cpu")
+    [device] = devices
+    is_there = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return device if is_there else torch.device("cpu")
+
+
+def _record_at(size: int, step: TrainingStep, change: Change | None, device: torch.device) -> StepRecord:
+    try:
+        # The first trace imports it: it stands on private names of torch, and one that is gone ends no more than that.
+        from adaptive_batching._trace import fake_step
+
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            return fake_step.record(step, step.make_batch(size), change, device)
+    except Exception as error:  # third-party operations may raise anything under fake tensors
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        raise TraceError(f"{type(error).__name__}: {first_line[:200]}") from error

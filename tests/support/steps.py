@@ -1,0 +1,48 @@
+"""Training steps of small models, and what a trace of one says against what it really takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace.trace import trace_peak_memory
+from tests.support.real_memory import most_in_use
+
+
+def step_of(
+    model: nn.Module, optimizer: Optimizer | None, loss: Callable[[Any], torch.Tensor], make_batch: Callable[[int], Any]
+) -> TrainingStep:
+    """A step that runs the backward pass of ``loss`` of what the model makes of a batch."""
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[Any], None]:
+        def run(batch: Any) -> None:
+            loss(model(batch)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+
+        return run
+
+    return TrainingStep(model, [] if optimizer is None else [optimizer], make_batch, bind)
+
+
+def sum_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total: Any = sum(part.square().mean() for part in parts)
+    return total  # type: ignore[no-any-return]
+
+
+def check_against_a_real_step(step: TrainingStep, sizes: Sequence[int], *, rel: float) -> None:
+    """Hold what a trace says of ``step`` to what it takes on the CPU. The trace holds the batch as well."""
+    curve = trace_peak_memory(step)
+    run = step.bind(step.model, step.optimizers)
+    for size in sizes:
+        batch = step.make_batch(size)
+        run(batch)
+        real = most_in_use(lambda batch=batch: run(batch))  # type: ignore[misc]
+        assert curve.peak_bytes(size) - curve.resting_bytes - batch.nbytes == pytest.approx(real, rel=rel), size
