@@ -86,16 +86,14 @@ def run_without_values(model: nn.Module) -> None:
 @contextlib.contextmanager
 def without_torchvision() -> Iterator[None]:
     """Let torchtune's models with images be imported without torchvision, which only their transforms use."""
-    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
-    if find_spec("torchvision") is not None:
-        yield
-        return
-    sys.modules.update({name: mock.MagicMock() for name in names})
-    try:
-        importlib.import_module("torchtune.models.llama3_2_vision")
-    finally:
-        for name in names:
-            del sys.modules[name]
+    if find_spec("torchvision") is None:
+        names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+        sys.modules.update({name: mock.MagicMock() for name in names})
+        try:
+            importlib.import_module("torchtune.models.llama3_2_vision")
+        finally:
+            for name in names:
+                del sys.modules[name]
     yield
 
 

@@ -19,16 +19,14 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._plan.devices import find_gpu
-from adaptive_batching._plan.verdict import Answer
+from adaptive_batching._plan import Answer, find_gpu
 from adaptive_batching._probe.curve import TraceError
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
-from adaptive_batching._torchtune.data_at_hand import NotAtHandError, read_data
-from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.levers import CONFIGS, first_line
 from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
-from adaptive_batching._torchtune.plan_many import first_line
 from adaptive_batching._torchtune.planning import NotPlannedError, Question
+from adaptive_batching._torchtune.varying import NotAtHandError, read_data
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 _USAGE_ERROR = 2
@@ -114,12 +112,9 @@ def _read(args: argparse.Namespace) -> Asked:
         except NotAtHandError as error:
             unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
         else:
-            length = length or data.longest
-    question = Question(recipe, cfg, devices, args.samples or (len(data) if data else None))
-    return Asked(
-        args.config, question, length, unknown, data, memory_bytes, gpu, args.mfu, not args.no_levers, args.table,
-        args.plot,
-    )  # fmt: skip
+            length = length or max(data.lengths)
+    question = Question(recipe, cfg, devices, args.samples or (len(data.lengths) if data else None), memory_bytes)
+    return Asked(args.config, question, length, unknown, data, gpu, args.mfu, not args.no_levers, args.table, args.plot)
 
 
 def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
