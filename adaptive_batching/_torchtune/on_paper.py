@@ -66,22 +66,18 @@ _HERE = "adaptive_batching._torchtune.on_paper"
 class Data:
     """The data of a run on paper: samples of one length."""
 
-    length: int
-    """Tokens of a sample."""
-
+    length: int  # tokens of a sample
     samples: int
     packed: bool = False
-    image: Image | None = None
-    """Image of each sample; None for text alone."""
-
-    pairs: bool = False
-    """Each sample is a pair of answers, both of that length."""
+    image: Image | None = None  # of each sample; None for text alone
+    pairs: bool = False  # of answers, both of that length
 
     @property
     def assumes(self) -> str | None:
         """Assumptions about samples, in words; None if their length says all."""
-        of_image = None if self.image is None else str(self.image)
-        return "both answers of each pair have that length" if self.pairs else of_image
+        if self.pairs:
+            return "both answers of each pair have that length"
+        return None if self.image is None else str(self.image)
 
     def __len__(self) -> int:
         return self.samples
@@ -106,16 +102,10 @@ def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: 
 
 @dataclass
 class Tokenizer:
-    """Stands in for a tokenizer, of which only this is read."""
+    """Stand-in for a tokenizer, of which only this is read."""
 
     max_seq_len: int | None = None
     pad_id: int = 0
-
-
-class NoLogger:
-    """Stands in for a logger of metrics."""
-
-    def log_config(self, config: DictConfig) -> None: ...
 
 
 def set_up(
@@ -216,7 +206,7 @@ def _collate_packs(samples: list[Sample]) -> dict[str, torch.Tensor]:
 def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_struct(cfg, False)
-    cfg.metric_logger = {"_component_": f"{_HERE}.NoLogger"}
+    cfg.metric_logger = {"_component_": "unittest.mock.Mock"}
     cfg.tokenizer = {"_component_": f"{_HERE}.Tokenizer", "max_seq_len": cfg.tokenizer.get("max_seq_len")}
     cfg.dataset = {"_component_": f"{_HERE}.make_data", **asdict(data)}
     cfg.resume_from_checkpoint = False

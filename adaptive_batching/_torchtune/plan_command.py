@@ -61,28 +61,23 @@ def add_plan(subparsers: Any, prog: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     try:
-        asked = _read(args)
-        return answer(asked, as_json=args.json)
+        return answer(_read(args), as_json=args.json)
     except (ConfigError, IncreaseFunctionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        mistake = str(error)
     except (NotPlannedError, TraceError) as error:
-        print(
-            json.dumps({"version": VERSION, "answer": "cannot tell", "reason": str(error)})
-            if args.json
-            else f"cannot tell: {error}"
-        )
+        unknown = {"version": VERSION, "answer": str(Answer.CANNOT_TELL), "reason": str(error)}
+        print(json.dumps(unknown) if args.json else f"{Answer.CANNOT_TELL}: {error}")
         return Answer.CANNOT_TELL.value
     except InstantiationError as error:
+        mistake = first_line(error)
         missing = re.search(r"No module named '([^'.]+)", str(error))
-        if missing is None or find_spec(missing[1]) is not None:
-            print(f"error: {first_line(error)}", file=sys.stderr)
-            return _USAGE_ERROR
-        print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
-        return Answer.CANNOT_TELL.value
+        if missing is not None and find_spec(missing[1]) is None:
+            print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
+            return Answer.CANNOT_TELL.value
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        print(f"error: torchtune refuses the config: {first_line(error)}", file=sys.stderr)
-        return _USAGE_ERROR
+        mistake = f"torchtune refuses the config: {first_line(error)}"
+    print(f"error: {mistake}", file=sys.stderr)
+    return _USAGE_ERROR
 
 
 def _read(args: argparse.Namespace) -> Asked:

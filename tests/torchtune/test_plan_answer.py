@@ -52,6 +52,6 @@ def test_what_a_plan_says_of_itself_is_what_the_committed_results_say() -> None:
 def test_errors_are_rounded_up() -> None:
     allocator = {"rows": 40, "max_allocated_error": 0.00421, "max_reserved_error": 0.015}
     assert how_sure(allocator, {"peaks": 3, "half_within": 0.031, "all_within": 0.1}) == (
-        "How sure: in 40 runs on PyTorch's own allocator, tensors were within 0.5 % of the plan, and what it reserves at "
-        "least, no stream being late, within 1.5 %; of 3 published peaks, half were within 4 %, all within 10 %"
+        "How sure: in 40 runs on PyTorch's own allocator, tensors were within 0.5 % of the plan, and what it reserves "
+        "at least, no stream being late, within 1.5 %; of 3 published peaks, half were within 4 %, all within 10 %"
     )
