@@ -189,7 +189,8 @@ def make_plan(question: Question, length: int, data: DataAtHand | None) -> Plan:
 def as_they_come(made: Sketch, data: DataAtHand, outlook: Outlook) -> Varying | None:
     """Replay the first steps of an epoch with the lengths that its samples have; None if all forwards have one shape.
 
-    ``made`` is traced at the longest length. It is a :class:`TraceError` if the order of allocations depends on it.
+    ``made`` is traced at the longest length. It is a :class:`TraceError` if the order of allocations depends on the
+    length.
     """
     question, length = made.question, made.length
     assert made.largest and question.memory_bytes is not None
