@@ -22,21 +22,15 @@ from torch import nn
 from torchtune.modules import VisionTransformer
 from torchtune.modules.model_fusion import FusionEmbedding
 
-COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"
-"""The collate function whose samples are known."""
+COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"  # the function whose samples are known
 
 
 @dataclass(frozen=True)
 class Image:
-    tiles: int
-    """Most that it is cut into."""
-
-    size: int
-    """Pixels of a tile in a row, and rows."""
-
+    tiles: int  # most that it is cut into
+    size: int  # pixels of a tile in a row, and rows
     channels: int
-    tokens_per_tile: int
-    """One for each patch, and one for the class."""
+    tokens_per_tile: int  # one for each patch, and one for the class
 
     def fields(self, length: int) -> dict[str, Any]:
         """Return what a sample of ``length`` tokens has besides text, of the type that torchtune's transform gives."""
@@ -86,16 +80,14 @@ def run_without_values(model: nn.Module) -> None:
 @contextlib.contextmanager
 def without_torchvision() -> Iterator[None]:
     """Let torchtune's models with images be imported without torchvision, which only their transforms use."""
-    names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
-    if find_spec("torchvision") is not None:
-        yield
-        return
-    sys.modules.update({name: mock.MagicMock() for name in names})
-    try:
-        importlib.import_module("torchtune.models.llama3_2_vision")
-    finally:
-        for name in names:
-            del sys.modules[name]
+    if find_spec("torchvision") is None:
+        names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+        sys.modules.update({name: mock.MagicMock() for name in names})
+        try:
+            importlib.import_module("torchtune.models.llama3_2_vision")
+        finally:
+            for name in names:
+                del sys.modules[name]
     yield
 
 

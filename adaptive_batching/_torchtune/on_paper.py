@@ -57,7 +57,6 @@ RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
 }
 """Stock recipes that can be set up on paper, and what makes their objectives."""
 
-_META = torch.device("meta")
 _HERE = "adaptive_batching._torchtune.on_paper"
 
 
@@ -65,22 +64,18 @@ _HERE = "adaptive_batching._torchtune.on_paper"
 class Data:
     """The data of a run on paper: samples of one length."""
 
-    length: int
-    """Tokens of a sample."""
-
+    length: int  # tokens of a sample
     samples: int
     packed: bool = False
-    image: Image | None = None
-    """Image of each sample; None for text alone."""
-
-    pairs: bool = False
-    """Each sample is a pair of answers, both of that length."""
+    image: Image | None = None  # of each sample; None for text alone
+    pairs: bool = False  # of answers, both of that length
 
     @property
     def assumes(self) -> str | None:
         """Assumptions about samples, in words; None if their length says all."""
-        of_image = None if self.image is None else str(self.image)
-        return "both answers of each pair have that length" if self.pairs else of_image
+        if self.pairs:
+            return "both answers of each pair have that length"
+        return None if self.image is None else str(self.image)
 
     def __len__(self) -> int:
         return self.samples
@@ -98,30 +93,17 @@ class Data:
         return sample
 
 
-def make_data(
-    tokenizer: Any,
-    length: int,
-    samples: int,
-    packed: bool = False,
-    image: dict[str, int] | None = None,
-    pairs: bool = False,
-) -> Data:
+def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(length, samples, packed, None if image is None else Image(**image), pairs)
+    return Data(image=None if image is None else Image(**image), **fields)
 
 
 @dataclass
 class Tokenizer:
-    """Stands in for a tokenizer, of which only this is read."""
+    """Stand-in for a tokenizer, of which only this is read."""
 
     max_seq_len: int | None = None
     pad_id: int = 0
-
-
-class NoLogger:
-    """Stands in for a logger of metrics."""
-
-    def log_config(self, config: DictConfig) -> None: ...
 
 
 def set_up(
@@ -137,19 +119,21 @@ def set_up(
     planned = type(base.__name__, (_OnPaper, base), {})
     cfg = _without_files(cfg, replace(data, pairs=make_objective is preferences))
     accept_configs_of_torchao()
-    with torch.random.fork_rng(devices=[]), _quiet(), without_torchvision(), _without_device(stock, allocations):
+    allocations = allocations or Allocations()
+    with torch.random.fork_rng(devices=[]), quiet(), without_torchvision(), _without_device(stock, allocations):
         made: Any = planned(cfg)
-        made._device = _META
-        with contextlib.nullcontext() if allocations is None or devices > 1 else allocations:
+        made._device = torch.device("meta")
+        with contextlib.nullcontext() if devices > 1 else allocations:
             made.setup(cfg)
     host = hosts.host_of(
         made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
     )
     if made.enabled:
         host.objective.leave_stock()
-    if cfg.device == "cpu":
-        for optimizer in host.optimizers:
-            _loop_over_parameters(optimizer)
+    if cfg.device == "cpu":  # torch loops over parameters there, where the config leaves it open
+        for group in (group for optimizer in host.optimizers for group in optimizer.param_groups):
+            if group.get("foreach", ...) is None and group.get("fused") is None:
+                group["foreach"] = False
     steps = made.total_epochs * made._steps_per_epoch
     rates = made.rates or scheduled_rates(None, steps, hosts.initial_learning_rate(made))  # stock may have no schedule
     return host, hosts.run_of(made, int(cfg.batch_size), rates)
@@ -188,14 +172,8 @@ class _OnPaper:
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {training.MODEL_KEY: {}}
 
-    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {training.MODEL_KEY: {}}
-
-    def _load_ref_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {}
-
-    def load_teacher_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {training.MODEL_KEY: {}}
+    # As other recipes call it, for their own model or another one
+    _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
         image = image_of(self._model)
@@ -219,20 +197,16 @@ class _OnPaper:
 
 
 def _collate_packs(samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """Return a batch of packs without the mask, which on CUDA is one of blocks; see :func:`step.without_block_mask`."""
+    # Without the mask, which on CUDA is one of blocks; see :func:`step.without_block_mask`
     return {key: torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
 
 
 def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
-    """Return a copy of a config whose components need nothing that is not there."""
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_struct(cfg, False)
-    cfg.metric_logger = {"_component_": f"{_HERE}.NoLogger"}
+    cfg.metric_logger = {"_component_": "unittest.mock.Mock"}
     cfg.tokenizer = {"_component_": f"{_HERE}.Tokenizer", "max_seq_len": cfg.tokenizer.get("max_seq_len")}
-    cfg.dataset = {
-        "_component_": f"{_HERE}.make_data", "length": data.length, "samples": data.samples, "packed": data.packed,
-        "pairs": data.pairs,
-    }  # fmt: skip
+    cfg.dataset = {"_component_": f"{_HERE}.make_data", **asdict(data)}
     cfg.resume_from_checkpoint = False
     cfg.optimizer = without_kernels(cfg.optimizer)
     cfg.pop("profiler", None)
@@ -240,7 +214,8 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Have nothing logged inside but errors."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -250,68 +225,51 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_device(stock: ModuleType, allocations: Allocations | None) -> Iterator[None]:
+def _without_device(stock: ModuleType, allocations: Allocations) -> Iterator[None]:
     """Replace, inside, what a set-up asks of devices, of other ranks and of stored weights."""
-    cpu_mesh: Callable[..., Any] = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)  # noqa: E731
     shard_model = training.shard_model
     on_device = contextlib.ExitStack()
 
     def shard(*args: Any, dp_mesh: Any = None, **kwargs: Any) -> None:
         mesh = dp_mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         shard_model(*args, dp_mesh=mesh, **kwargs)
-        if allocations is not None:  # from here until weights are loaded: rotary embeddings and adapters
-            on_device.enter_context(allocations)
+        on_device.enter_context(allocations)  # from here until weights are loaded: rotary embeddings and adapters
 
     def ignore(*args: Any, **kwargs: Any) -> Any:
         return _IncompatibleKeys([], [])
 
     def load(model: nn.Module, *args: Any, cpu_offload: bool = False, **kwargs: Any) -> Any:
         on_device.close()
-        if allocations is not None:
-            allocations.hold(model.buffers())  # of what is sharded, and was made without a device
-            allocations.load(model, on_host=cpu_offload)
+        allocations.hold(model.buffers())  # of what is sharded, and was made without a device
+        allocations.load(model, on_host=cpu_offload)
         return _IncompatibleKeys([], [])
 
     def start_dora(layer: Any) -> None:
-        if allocations is not None and not isinstance(layer.weight, DTensor):
+        if not isinstance(layer.weight, DTensor):
             allocations.start_dora(layer)
 
+    def build_unscaled(rope: Any) -> None:  # meta tensors lack the values that it would be scaled by
+        RotaryPositionalEmbeddings.rope_init(rope)
+        rope.is_cache_built = True
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (training, "get_dtype", lambda dtype, device=None: training.precision.PRECISION_STR_TO_DTYPE[dtype or "fp32"]),
+        (training, "get_memory_stats", lambda *args, **kwargs: {}),
+        (training, "log_memory_stats", ignore),
+        (training, "load_from_full_model_state_dict", load),
+        (training, "validate_no_params_on_meta_device", ignore),
+        (training, "shard_model", shard),
+        (utils, "get_device", lambda device=None: torch.device(device or "cuda")),
+        (nn.Module, "load_state_dict", load),
+        (DoRALinear, "initialize_dora_magnitude", start_dora),
+        (Llama3ScaledRoPE, "rope_init", build_unscaled),
+        (_activation_offloading, "OffloadActivations", TracedOffloading),
+        (stock, "init_process_group", ignore),
+        (stock, "init_device_mesh", lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)),
+        (dist, "barrier", ignore),
+    ]
     with on_device, contextlib.ExitStack() as stack:
-        stack.enter_context(
-            replaced_in_torchtune(
-                get_dtype=lambda dtype, device=None: training.precision.PRECISION_STR_TO_DTYPE[dtype or "fp32"],
-                get_memory_stats=lambda *args, **kwargs: {},
-                log_memory_stats=lambda *args, **kwargs: None,
-                load_from_full_model_state_dict=load,
-                validate_no_params_on_meta_device=ignore,
-                shard_model=shard,
-            )
-        )
-        patches: list[Any] = [
-            mock.patch.object(utils, "get_device", lambda device=None: torch.device(device or "cuda")),
-            mock.patch.object(nn.Module, "load_state_dict", load),
-            mock.patch.object(DoRALinear, "initialize_dora_magnitude", start_dora),
-            mock.patch.object(Llama3ScaledRoPE, "rope_init", _build_unscaled),
-            mock.patch.object(_activation_offloading, "OffloadActivations", TracedOffloading),
-        ]
-        for name, replacement in (("init_process_group", ignore), ("init_device_mesh", cpu_mesh)):
-            if hasattr(stock, name):
-                patches.append(mock.patch.object(stock, name, replacement))
-        for patch in patches:
-            stack.enter_context(patch)
-        if dist.is_initialized():
-            stack.enter_context(mock.patch.object(dist, "barrier", ignore))
+        for owner, name, replacement in replaced:
+            if owner is not stock or hasattr(stock, name):
+                stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
-
-
-def _build_unscaled(rope: Any) -> None:
-    """Build the cache of a rotary embedding without scaling it by values, which meta tensors lack."""
-    RotaryPositionalEmbeddings.rope_init(rope)
-    rope.is_cache_built = True
-
-
-def _loop_over_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Choose for an optimizer what torch chooses on the host, where the config leaves it open."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", ...) is None and group.get("fused") is None:
-            group["foreach"] = False

@@ -1,27 +1,41 @@
-"""A plan as an answer: in words or as one object, with what would help, each planned as a run of its own."""
+"""A plan as an answer: in words, as one object or as a picture, with what would help, each planned as its own run."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._plan import text
-from adaptive_batching._plan.against_allocator import AGREEMENT
-from adaptive_batching._plan.devices import Gpu
-from adaptive_batching._plan.forecast import Need
-from adaptive_batching._plan.published import error_band
-from adaptive_batching._plan.varying import Varying
-from adaptive_batching._plan.verdict import Answer, Verdict
-from adaptive_batching._torchtune.data_at_hand import DataAtHand
-from adaptive_batching._torchtune.plan_many import over_lengths, pull_levers, show_lengths, show_levers, start_processes
-from adaptive_batching._torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
-from adaptive_batching._trace.traced_step import TraceError
+from adaptive_batching._plan import Answer, Gpu, Need
+from adaptive_batching._torchtune.levers import BATCHES, over_lengths, pull_levers, start_processes
+from adaptive_batching._torchtune.planning import (
+    Plan,
+    Question,
+    make_plan,
+)
+from adaptive_batching._torchtune.varying import DataAtHand, Varying
+from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.traced_step import KINDS
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
+
+AGAINST_ALLOCATOR = {
+    "rows": 45, "max_allocated_error": 0.0007, "max_reserved_error": 0.0177, "largest_batch_equal": 0.992,
+}  # fmt: skip
+"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors of the plan
+as shares of the real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py``
+measures it again; its result file has every run."""
+
+AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
+"""Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
+planned are, and all. ``benchmarks/published_memory.py`` plans them again; its result file has every run."""
+
+_POINTS = 12  # of a picture
 
 
 @dataclass(frozen=True)
@@ -31,28 +45,19 @@ class Asked:
     config: str
     question: Question
     length: int | None
-    length_unknown: str
-    """Why the length is not known, where it is not."""
-
+    length_unknown: str  # why, where it is not known
     data: DataAtHand | None
-    memory_bytes: int | None
     gpu: Gpu | None
     mfu: float | None
     levers: bool
     table: bool
     plot: Path | None
 
-
-@dataclass(frozen=True)
-class _Found:
-    made: Sketch
-    need: Need
-    verdict: Verdict
-    largest: int | None
-    outlook: Outlook | None
-    varying: Varying | None
-    not_replayed: str | None
-    """Why samples of varying lengths could not be replayed."""
+    def hours(self, plan: Plan) -> float | None:
+        """Return the hours of an epoch by its model FLOPs, as MFU is defined on."""
+        if self.mfu is None or self.gpu is None or plan.epoch_flops is None:
+            return None
+        return plan.epoch_flops / self.question.devices / (self.gpu.peak_tflops * 1e12 * self.mfu) / 3600
 
 
 def answer(asked: Asked, *, as_json: bool) -> int:
@@ -60,108 +65,156 @@ def answer(asked: Asked, *, as_json: bool) -> int:
     if asked.length is None or asked.table or asked.levers:
         start_processes()
     if asked.length is None:
-        return _plan_over_lengths(asked, as_json=as_json)
+        return _answer_over_lengths(asked, as_json=as_json)
     start = time.perf_counter()
-    plan = _plan(asked, asked.length)
+    plan = make_plan(asked.question, asked.length, asked.data)
     shown = _as_object(asked, plan)
-    if not as_json:
-        _show(asked, plan)
+
+    def show(lines: Sequence[str]) -> None:
+        if not as_json:
+            print("\n".join(lines), flush=True)
+
+    show(_in_words(asked, plan))
     if asked.plot is not None:
         _draw(asked, plan, asked.plot)
-        if not as_json:
-            print(f"\nPicture: {asked.plot}", flush=True)
+        show(["", f"Picture: {asked.plot}"])
     if asked.table:
-        shown["lengths"] = over_lengths(asked.question, asked.length, asked.memory_bytes)
-        if not as_json:
-            print("\n".join(["", *show_lengths(shown["lengths"])]), flush=True)
+        shown["lengths"] = over_lengths(asked.question, asked.length)
+        show(["", *_lengths(shown["lengths"])])
     if asked.levers:
-        shown["levers"] = pull_levers(asked.question, plan.made, plan.need, asked.memory_bytes)
-        if not as_json:
-            print("\n".join(["", *show_levers(shown["levers"], plan.made)]), flush=True)
+        shown["levers"] = pull_levers(plan)
+        show(["", f"What would help, of {plan.need.batch_size} x {asked.length:,} tokens", *_levers(shown["levers"])])
     shown["seconds"] = round(time.perf_counter() - start, 2)
     if as_json:
         print(json.dumps(shown, indent=1))
-    return plan.verdict.answer.value
+    return int(plan.need.within(asked.question.memory_bytes).value)
 
 
-def _plan(asked: Asked, length: int) -> _Found:
-    question, memory = asked.question, asked.memory_bytes
-    made = sketch(question, length)
-    need = made.forecast.need(made.asked)
-    largest = None if memory is None else made.forecast.largest(memory)
-    outlook = look_out(question, length, largest) if question.samples is not None and largest else None
-    varying = not_replayed = None
-    if asked.data is not None and outlook is not None and largest and memory is not None:
-        try:
-            varying = as_they_come(question, made, asked.data, outlook, largest, memory)
-        except TraceError as error:
-            not_replayed = str(error)
-    return _Found(made, need, made.forecast.judge(need, memory), largest, outlook, varying, not_replayed)
-
-
-def _plan_over_lengths(asked: Asked, *, as_json: bool) -> int:
-    found = over_lengths(asked.question, None, asked.memory_bytes)
+def _answer_over_lengths(asked: Asked, *, as_json: bool) -> int:
+    found, unknown = over_lengths(asked.question), Answer.CANNOT_TELL
     if as_json:
-        reason = f"length unknown: {asked.length_unknown}"
-        print(json.dumps({"version": VERSION, "config": asked.config, "answer": "cannot tell", "fits": None,
-                          "reason": reason, "lengths": found}, indent=1))  # fmt: skip
+        shown = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
+        shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
+        print(json.dumps(shown, indent=1))
     else:
-        print(f"cannot tell: length unknown, as {asked.length_unknown}; give --sequence-length")
-        print("\n".join(show_lengths(found)))
-    return Answer.CANNOT_TELL.value
+        print(f"{unknown}: length unknown, as {asked.length_unknown}; give --sequence-length")
+        print("\n".join(_lengths(found)))
+    return int(unknown.value)
 
 
-def _draw(asked: Asked, plan: _Found, path: Path) -> None:
-    from adaptive_batching._plan.picture import draw_plan  # needs matplotlib, which is optional
+def _as_object(asked: Asked, plan: Plan) -> dict[str, Any]:
+    made, need, largest, memory = plan.made, plan.need, plan.made.largest, asked.question.memory_bytes
+    found = need.within(memory)
+    return {
+        "version": VERSION,
+        "config": asked.config,
+        "recipe": asked.question.recipe,
+        "devices": asked.question.devices,
+        "answer": str(found),
+        "fits": None if found is Answer.CANNOT_TELL else found is Answer.FITS,
+        "memory_bytes": memory,
+        "needed_bytes": {"least": need.least_bytes, "most": need.most_bytes},
+        "left_bytes": None if memory is None else memory - need.most_bytes,
+        "sequence_length": made.length,
+        "batch_size": need.batch_size,
+        "peak_bytes": need.peak_bytes,
+        "error": AGAINST_PUBLISHED,
+        "allocator": AGAINST_ALLOCATOR,
+        "set_up_bytes": made.forecast.set_up.most_bytes,
+        "resting_bytes": need.resting_bytes,
+        "reserved_bytes": need.reserved.by_default,
+        "reserved": asdict(need.reserved),
+        "outside_bytes": {each.name: [each.least, each.most] for each in need.outside},
+        "paged_bytes": made.paged_bytes,
+        "varying_lengths": asdict(plan.varying) if isinstance(plan.varying, Varying) else None,
+        "peak": {"moment": need.moment, **need.kinds},
+        "largest_micro_batch": largest,
+        "token_budget": None if largest is None else largest * made.length,
+        "epochs": None if plan.outlook is None else [asdict(epoch) for epoch in plan.outlook.epochs],
+        "flops": need.flops,
+        "recomputed_flops": need.recomputed_flops,
+        "epoch_flops": plan.epoch_flops,
+        "hours_per_epoch": asked.hours(plan),
+        "parameters": made.parameters,
+        "trained_parameters": made.trained_parameters,
+        "frozen_parameters": made.frozen_parameters,
+        "assumes": made.assumes,
+    }
 
-    title = f"{asked.config}, samples of {plan.made.length:,} tokens"
-    title += f", one of {plan.made.devices} devices" if plan.made.devices > 1 else ""
-    draw_plan(plan.made.forecast, path, title, plan.need.batch_size, plan.largest, asked.memory_bytes)
 
-
-def _show(asked: Asked, plan: _Found) -> None:
-    made, need = plan.made, plan.need
+def _in_words(asked: Asked, plan: Plan) -> list[str]:
+    made, need, question = plan.made, plan.need, asked.question
     what = f"a forward of {need.batch_size} x {made.length:,} tokens"
     where = f" on {asked.gpu.name}" if asked.gpu else ""
-    where += f" on each of {made.devices} devices" if made.devices > 1 else ""
-    lines = [text.first_line(plan.verdict, what, where)]
-    if plan.largest is not None:
+    where += f" on each of {question.devices} devices" if question.devices > 1 else ""
+    lines = [first_line(need, question.memory_bytes, what, where)]
+    if made.largest is not None:
         lines += [
-            f"largest micro-batch: {plan.largest} samples of {made.length:,} tokens",
-            f"token budget: {plan.largest * made.length:,} padded tokens in a forward",
+            f"largest micro-batch: {made.largest} samples of {made.length:,} tokens",
+            f"token budget: {made.largest * made.length:,} padded tokens in a forward",
         ]
     if made.assumes is not None:
         lines.append(f"assumed: {made.assumes}")
-    lines += ["", *text.what_counts(need, made.forecast.outside, made.paged_bytes)]
-    lines += [*_varying(plan), "", *text.what_sets_the_peak(need)]
-    lines += [
-        "",
-        *_epochs(asked, plan.outlook),
-        "",
-        *_work(asked, made, need),
-        "",
-        text.how_sure(AGREEMENT, error_band()),
+    kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
+    peak = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
+    return [
+        *lines, "", "What it takes", *_table(_what_counts(need, made.paged_bytes)), *_varying(plan.varying), "",
+        f"What sets the peak: the {need.moment}", *_table(peak), "", *_epochs(plan), "", *_work(asked, plan), "",
+        how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
+    ]  # fmt: skip
+
+
+def first_line(need: Need, memory: int | None, what: str, where: str) -> str:
+    """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
+    found, least, most = need.within(memory), need.least_bytes, need.most_bytes
+    if memory is None:
+        return f"{found}: {what} needs {_size(least)} to {_size(most)}; give --memory or --gpu"
+    of_memory = f"of {_size(memory)}{where}"
+    if found is Answer.FITS:
+        return f"{found}: {what} needs at most {_size(most)} {of_memory}, {_size(memory - most)} left"
+    if found is Answer.TIGHT:
+        return (
+            f"{found}: {what} needs {_size(least)} to {_size(most)} {of_memory}; "
+            f"{_size(memory - least)} left in the best case, {_size(most - memory)} too little in the worst"
+        )
+    return f"{found}: {what} needs at least {_size(least)} {of_memory}, {_size(least - memory)} too little"
+
+
+def _what_counts(need: Need, paged_bytes: int) -> list[list[str]]:
+    """Return what a card must have: tensors, what the allocator reserves for them, and what else is in use."""
+    reserved = need.reserved
+    best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
+    rows = [
+        ["tensors", _size(need.peak_bytes), f"{_size(need.resting_bytes)} between steps"],
+        ["reserved by the allocator", _size(reserved.by_default), f"runs in {_size(reserved.least)}, with retries"],
+        ["with expandable segments", _size(reserved.expandable), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
+        *([each.name, f"{_size(each.least)} to {_size(each.most)}", each.source] for each in need.outside),
+        ["fits from", _size(need.most_bytes), "reserved, and most beside it"],
+        ["does not fit below", _size(need.least_bytes), f"least that it runs in {best}, and least beside it"],
     ]
-    print("\n".join(lines), flush=True)
+    if paged_bytes:
+        why = "managed memory, goes to the host where room is short"
+        rows.append(["paged optimizer states", _size(paged_bytes), why])
+    return rows
 
 
-def _varying(plan: _Found) -> list[str]:
-    if plan.not_replayed is not None:
-        return [f"  lengths as they come were not replayed: {plan.not_replayed}"]
-    if plan.varying is None:
+def _varying(seen: Varying | str | None) -> list[str]:
+    if seen is None:
         return []
-    seen = plan.varying
+    if isinstance(seen, str):
+        return [f"  lengths as they come were not replayed: {seen}"]
     run = "runs in what there is" if seen.runs else "does not run in what there is, by default"
     if seen.retries:
         run += f", its cache emptied {seen.retries} times"
     return [
         f"  lengths as they come, {seen.forwards} forwards in {seen.steps} optimizer steps: reserves "
-        f"{text.size(seen.by_default)}, with expandable segments {text.size(seen.expandable)}; {run}"
+        f"{_size(seen.by_default)}, with expandable segments {_size(seen.expandable)}; {run}"
     ]
 
 
-def _epochs(asked: Asked, outlook: Outlook | None) -> list[str]:
-    if asked.question.samples is None:
+def _epochs(plan: Plan) -> list[str]:
+    outlook = plan.outlook
+    if plan.made.question.samples is None:
         return ["Epochs: number of samples unknown; give --samples"]
     if outlook is None:
         return ["Epochs: not planned, as no memory is given or nothing fits"]
@@ -170,82 +223,101 @@ def _epochs(asked: Asked, outlook: Outlook | None) -> list[str]:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
         rows.append([str(epoch.epoch), sizes, windows, str(epoch.steps), str(epoch.dropped_samples)])
     head = f"Epochs, with batches of at most {outlook.maximum} ({outlook.reason})"
-    return [head + ("" if outlook.decided else "; training decides on growth, which is not shown"), *text.table(rows)]
+    return [head + ("" if outlook.decided else "; training decides on growth, which is not shown"), *_table(rows)]
 
 
-def _work(asked: Asked, made: Sketch, need: Need) -> list[str]:
-    flops = need.flops - need.recomputed_flops
-    line = f"Work: {text.work(flops)} a forward and backward"
+def _work(asked: Asked, plan: Plan) -> list[str]:
+    need, length, hours = plan.need, plan.made.length, asked.hours(plan)
+    line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
-        line += f", and {text.work(need.recomputed_flops)} to compute activations again"
-    lines = [line + f" ({need.batch_size} x {made.length:,} tokens, a device)"]
-    epoch = _epoch_flops(asked, need, made)
-    if epoch is not None:
-        tokens = f", {sum(asked.data.lengths):,} tokens" if asked.data else f" of {made.length:,} tokens each"
-        line = f"  an epoch of {asked.question.samples:,} samples{tokens}: {text.work(epoch)} on all devices"
-        hours = _hours(asked, need, made)
+        line += f", and {_flops(need.recomputed_flops)} to compute activations again"
+    lines = [line + f" ({need.batch_size} x {length:,} tokens, a device)"]
+    if plan.epoch_flops is not None:
+        tokens = f", {sum(asked.data.lengths):,} tokens" if asked.data else f" of {length:,} tokens each"
+        line = f"  an epoch of {asked.question.samples:,} samples{tokens}: {_flops(plan.epoch_flops)} on all devices"
         if hours is not None and asked.gpu is not None:
-            peak = f"{asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
-            line += f", {hours:.2f} hours at {peak}"
+            line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
     return lines
 
 
-def _epoch_flops(asked: Asked, need: Need, made: Sketch) -> float | None:
-    """Return the model FLOPs of an epoch on all devices, without padding; None if its samples are not known.
-
-    Attention grows with the square of a sample's length, all else with the length.
-    """
-    attention = need.attention_flops / need.batch_size
-    others = (need.flops - need.recomputed_flops) / need.batch_size - attention
-    if asked.data is None:
-        return None if asked.question.samples is None else asked.question.samples * (others + attention)
-    shares = [min(length, made.length) / made.length for length in asked.data.lengths]
-    return sum(share * others + share * share * attention for share in shares)
-
-
-def _hours(asked: Asked, need: Need, made: Sketch) -> float | None:
-    """Return the hours of an epoch by its model FLOPs, as MFU is defined on."""
-    flops = _epoch_flops(asked, need, made)
-    if asked.mfu is None or asked.gpu is None or flops is None:
-        return None
-    return flops / made.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
+def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> str:
+    """Return how far off plans were, in per cent, rounded up."""
+    allocated, reserved = (
+        f"{math.ceil(1000 * allocator[error]) / 10:g} %" for error in ("max_allocated_error", "max_reserved_error")
+    )
+    half, whole = (math.ceil(100 * published[share]) for share in ("half_within", "all_within"))
+    return (
+        f"How sure: in {allocator['rows']} runs on PyTorch's own allocator, tensors were within {allocated} of the "
+        f"plan, and what it reserves at least, no stream being late, within {reserved}; of {published['peaks']} "
+        f"published peaks, half were within {half} %, all within {whole} %"
+    )
 
 
-def _as_object(asked: Asked, plan: _Found) -> dict[str, Any]:
-    made, need, verdict, largest, outlook = plan.made, plan.need, plan.verdict, plan.largest, plan.outlook
-    return {
-        "version": VERSION,
-        "config": asked.config,
-        "recipe": asked.question.recipe,
-        "devices": made.devices,
-        "answer": verdict.answer.name.lower().replace("_", " "),
-        "fits": None if verdict.answer is Answer.CANNOT_TELL else verdict.answer is Answer.FITS,
-        "memory_bytes": asked.memory_bytes,
-        "needed_bytes": {"least": verdict.least_bytes, "most": verdict.most_bytes},
-        "left_bytes": verdict.left_bytes,
-        "sequence_length": made.length,
-        "batch_size": need.batch_size,
-        "peak_bytes": need.peak_bytes,
-        "error": asdict(error_band()),
-        "allocator": asdict(AGREEMENT),
-        "set_up_bytes": made.forecast.set_up.most_bytes,
-        "resting_bytes": need.resting_bytes,
-        "reserved_bytes": need.reserved.by_default,
-        "reserved": asdict(need.reserved),
-        "outside_bytes": {each.name: [each.least, each.most] for each in made.forecast.outside},
-        "paged_bytes": made.paged_bytes,
-        "varying_lengths": None if plan.varying is None else asdict(plan.varying),
-        "peak": {"moment": need.moment, **need.kinds},
-        "largest_micro_batch": largest,
-        "token_budget": None if largest is None else largest * made.length,
-        "epochs": None if outlook is None else [asdict(epoch) for epoch in outlook.epochs],
-        "flops": need.flops,
-        "recomputed_flops": need.recomputed_flops,
-        "epoch_flops": _epoch_flops(asked, need, made),
-        "hours_per_epoch": _hours(asked, need, made),
-        "parameters": made.parameters,
-        "trained_parameters": made.trained_parameters,
-        "frozen_parameters": made.frozen_parameters,
-        "assumes": made.assumes,
-    }
+def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [["tokens", *(f"{batch} need" for batch in BATCHES), "largest micro-batch"]]
+    for each in found:
+        largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
+        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in BATCHES]
+        rows.append([f"{each['sequence_length']:,}", *needs, largest])
+    return ["Samples in a forward", *_table(rows)]
+
+
+def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [["", "saves", "then fits", "to paste"]]
+    for each in found:
+        saved = "?" if each["saved_bytes"] is None else _size(each["saved_bytes"])
+        largest = each["largest_micro_batch"]
+        fits = "?" if largest is None else f"{largest} x {each['sequence_length']:,}"
+        paste = each["paste"] if each["reason"] is None else f"not planned: {each['reason']}"
+        rows.append([each["name"], saved, fits, paste])
+    return _table(rows)
+
+
+def _draw(asked: Asked, plan: Plan, path: Path) -> None:
+    """Draw what is alive at the peak by kind, and what a card must have, over the batch size."""
+    from matplotlib.figure import Figure  # optional; the object-oriented interface: no display, no global state
+
+    forecast, batch_size, largest = plan.made.forecast, plan.need.batch_size, plan.made.largest
+    devices, memory = asked.question.devices, asked.question.memory_bytes
+    last = max(2 * batch_size, 8) if largest is None else max(batch_size, largest + largest // 4, 8)
+    sizes = sorted({1, batch_size, largest or 1, *(1 + (last - 1) * step // (_POINTS - 1) for step in range(_POINTS))})
+    alive = [forecast.step.at(size).at_peak()[1] for size in sizes]
+    kinds = [kind for kind in KINDS if any(each[kind] for each in alive)]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(sizes, [[each[kind] / GIB for each in alive] for kind in kinds], labels=kinds, alpha=0.6)
+    most = [forecast.most_bytes(size) / GIB for size in sizes]
+    axes.plot(sizes, most, color="black", linewidth=1, label="with this much it fits")
+    if memory is not None:
+        axes.axhline(memory / GIB, color="tab:red", linestyle="--", label=f"{memory / GIB:.1f} GiB")
+    axes.axvline(batch_size, color="grey", linewidth=0.8, label=f"asked for: {batch_size}")
+    if largest:
+        axes.axvline(largest, color="grey", linestyle=":", label=f"largest that fits: {largest}")
+    axes.set_xlabel("samples of a forward")
+    axes.set_ylabel("memory (GiB)")
+    axes.set_xlim(1, sizes[-1])
+    axes.set_ylim(bottom=0)
+    title = f"{asked.config}, samples of {plan.made.length:,} tokens"
+    axes.set_title(title + (f", one of {devices} devices" if devices > 1 else ""))
+    axes.legend(loc="upper left", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _size(num_bytes: float) -> str:
+    if abs(num_bytes) >= GIB / 10:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB"
+
+
+def _flops(flops: float) -> str:
+    for unit, name in ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs")):
+        if flops >= unit:
+            return f"{flops / unit:.1f} {name}"
+    return f"{flops / 1e9:.1f} GFLOPs"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return indented lines with columns that line up; the last column is as wide as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

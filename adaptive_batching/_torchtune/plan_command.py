@@ -19,15 +19,13 @@ from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._plan.devices import find_gpu
-from adaptive_batching._plan.verdict import Answer
+from adaptive_batching._plan import Answer, find_gpu
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
-from adaptive_batching._torchtune.data_at_hand import NotAtHandError, read_data
-from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.levers import CONFIGS, first_line
 from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
-from adaptive_batching._torchtune.plan_many import first_line
 from adaptive_batching._torchtune.planning import NotPlannedError, Question
+from adaptive_batching._torchtune.varying import NotAtHandError, read_data
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount
 
@@ -63,28 +61,23 @@ def add_plan(subparsers: Any, prog: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     try:
-        asked = _read(args)
-        return answer(asked, as_json=args.json)
+        return answer(_read(args), as_json=args.json)
     except (ConfigError, IncreaseFunctionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _USAGE_ERROR
+        mistake = str(error)
     except (NotPlannedError, TraceError) as error:
-        print(
-            json.dumps({"version": VERSION, "answer": "cannot tell", "reason": str(error)})
-            if args.json
-            else f"cannot tell: {error}"
-        )
+        unknown = {"version": VERSION, "answer": str(Answer.CANNOT_TELL), "reason": str(error)}
+        print(json.dumps(unknown) if args.json else f"{Answer.CANNOT_TELL}: {error}")
         return Answer.CANNOT_TELL.value
     except InstantiationError as error:
+        mistake = first_line(error)
         missing = re.search(r"No module named '([^'.]+)", str(error))
-        if missing is None or find_spec(missing[1]) is not None:
-            print(f"error: {first_line(error)}", file=sys.stderr)
-            return _USAGE_ERROR
-        print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
-        return Answer.CANNOT_TELL.value
+        if missing is not None and find_spec(missing[1]) is None:
+            print(f"cannot tell: the config needs {missing[1]!r}, which is not installed; pip install {missing[1]}")
+            return Answer.CANNOT_TELL.value
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        print(f"error: torchtune refuses the config: {first_line(error)}", file=sys.stderr)
-        return _USAGE_ERROR
+        mistake = f"torchtune refuses the config: {first_line(error)}"
+    print(f"error: {mistake}", file=sys.stderr)
+    return _USAGE_ERROR
 
 
 def _read(args: argparse.Namespace) -> Asked:
@@ -114,12 +107,9 @@ def _read(args: argparse.Namespace) -> Asked:
         except NotAtHandError as error:
             unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
         else:
-            length = length or data.longest
-    question = Question(recipe, cfg, devices, args.samples or (len(data) if data else None))
-    return Asked(
-        args.config, question, length, unknown, data, memory_bytes, gpu, args.mfu, not args.no_levers, args.table,
-        args.plot,
-    )  # fmt: skip
+            length = length or max(data.lengths)
+    question = Question(recipe, cfg, devices, args.samples or (len(data.lengths) if data else None), memory_bytes)
+    return Asked(args.config, question, length, unknown, data, gpu, args.mfu, not args.no_levers, args.table, args.plot)
 
 
 def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:

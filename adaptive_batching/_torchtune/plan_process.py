@@ -1,4 +1,4 @@
-"""Imported once, by the process that those of :mod:`~adaptive_batching._torchtune.plan_many` are forked from.
+"""Imported once, by the process that those of :mod:`~adaptive_batching._torchtune.levers` are forked from.
 
 What it says has been said by the command itself.
 """
@@ -12,4 +12,4 @@ logging.disable(logging.WARNING)  # before the import: torchao has a warning to 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
 
-import adaptive_batching._torchtune.plan_many  # noqa: E402, F401
+import adaptive_batching._torchtune.levers  # noqa: E402, F401

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import DistributedSampler
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.course import PlannedEpoch
 from adaptive_batching._micro_batches.cut import Capacity, cut_by_length
-from adaptive_batching._plan.devices import outside_of_allocator
-from adaptive_batching._plan.forecast import Forecast
-from adaptive_batching._plan.varying import Shape, TracedLengths, Varying, replay_shapes
+from adaptive_batching._plan import Forecast, Need, outside_of_allocator
 from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
-from adaptive_batching._torchtune.data_at_hand import DataAtHand
 from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.images import COLLATE
-from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching._torchtune.on_paper import Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, settled, upper_bound
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._torchtune.varying import DataAtHand, Shape, TracedLengths, Varying, replay_shapes
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
 from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
 
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
@@ -52,18 +51,14 @@ class Question:
     recipe: str
     cfg: DictConfig
     devices: int = 1
-    samples: int | None = None
-    """Of the data; None if that is not known."""
+    samples: int | None = None  # of the data; None if that is not known
+    memory_bytes: int | None = None  # of a device; None if that is not known
 
     def changed(self, **keys: object) -> Question:
         """Return the question with other keys in the config; dots in their names are written as two underscores."""
         cfg = copy.deepcopy(self.cfg)
         for key, value in keys.items():
-            at = cfg
-            *sections, last = key.split("__")
-            for section in sections:
-                at = at[section]
-            at[last] = value
+            OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
         return replace(self, cfg=cfg)
 
 
@@ -71,24 +66,23 @@ class Question:
 class Sketch:
     """A run on paper, traced at one length."""
 
-    forecast: Forecast
+    question: Question
     length: int
-    asked: int
-    """Samples of a forward that the config asks for at least."""
-
+    forecast: Forecast
+    asked: int  # samples of a forward that the config asks for at least
     accumulation: int
-    devices: int
-    paged_bytes: int
-    """Optimizer states that lie in managed memory, beside all others."""
-
+    paged_bytes: int  # optimizer states that lie in managed memory, beside all others
     trained_parameters: int
     parameters: int
-    frozen_parameters: int
-    """Of the reference model or the teacher, if there is one."""
-
+    frozen_parameters: int  # of the reference model or the teacher, if there is one
     assumes: str | None
-    has_images: bool
-    """True if samples have images, so that their tokens say little of their memory."""
+    has_images: bool  # so that tokens of samples say little of their memory
+
+    @cached_property
+    def largest(self) -> int | None:
+        """Samples of the largest forward that fits; None if the memory is not known."""
+        memory = self.question.memory_bytes
+        return None if memory is None else self.forecast.largest(memory)
 
 
 def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
@@ -113,8 +107,8 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
         data: Data = host.loader.dataset
         forwards = 2 if whole and in_parts else 1
         return Sketch(
-            Forecast(traced, outside_of_allocator(question.devices), set_up, forwards), length,
-            _asked(run, settings), run.accumulation, question.devices, sum(map(paged_bytes, host.optimizers)),
+            question, length, Forecast(traced, outside_of_allocator(question.devices), set_up, forwards),
+            _asked(run, settings), run.accumulation, sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in models[1:] for p in model.parameters()),
             data.assumes, data.image is not None,
@@ -125,15 +119,10 @@ def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
 class Outlook:
     """What a run makes of the largest forward that fits."""
 
-    maximum: int
-    """Largest batch size, as the run would take it."""
-
-    reason: str
-    """The bound that gives it."""
-
+    maximum: int  # largest batch size, as the run would take it
+    reason: str  # the bound that gives it
     epochs: Sequence[PlannedEpoch]
-    decided: bool
-    """False if the batch grows by what training shows."""
+    decided: bool  # False if the batch grows by what training shows
 
 
 def look_out(question: Question, length: int, largest: int) -> Outlook:
@@ -157,22 +146,60 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
         return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
 
 
-def as_they_come(
-    question: Question, made: Sketch, data: DataAtHand, outlook: Outlook, largest: int, memory_bytes: int
-) -> Varying | None:
+@dataclass(frozen=True)
+class Plan:
+    """All that is known of a run before it starts."""
+
+    made: Sketch
+    need: Need  # of the forward that the config asks for
+    data: DataAtHand | None
+    outlook: Outlook | None  # None if nothing fits, or if the memory or the number of samples is not known
+    varying: Varying | str | None  # what samples take as they come, or why that is not known; None if all are alike
+
+    @cached_property
+    def epoch_flops(self) -> float | None:
+        """Model FLOPs of an epoch on all devices, without padding; None if its samples are not known.
+
+        Attention grows with the square of a sample's length, all else with the length.
+        """
+        need, samples, length = self.need, self.made.question.samples, self.made.length
+        attention = need.attention_flops / need.batch_size
+        others = (need.flops - need.recomputed_flops) / need.batch_size - attention
+        if self.data is None:
+            return None if samples is None else samples * (others + attention)
+        shares = [min(each, length) / length for each in self.data.lengths]
+        return sum(share * others + share * share * attention for share in shares)
+
+
+def make_plan(question: Question, length: int, data: DataAtHand | None) -> Plan:
+    made = sketch(question, length)
+    need = made.forecast.need(made.asked)
+    outlook = look_out(question, length, made.largest) if question.samples is not None and made.largest else None
+    varying: Varying | str | None = None
+    if data is not None and outlook is not None:
+        try:
+            varying = as_they_come(made, data, outlook)
+        except TraceError as error:
+            varying = str(error)
+    return Plan(made, need, data, outlook, varying)
+
+
+def as_they_come(made: Sketch, data: DataAtHand, outlook: Outlook) -> Varying | None:
     """Replay the first steps of an epoch with the lengths that its samples have; None if all forwards have one shape.
 
-    ``made`` is traced at the longest length, of which ``largest`` samples fit. It is a :class:`TraceError` if the order
-    of allocations depends on the length.
+    ``made`` is traced at the longest length. It is a :class:`TraceError` if the order of allocations depends on the
+    length.
     """
-    if not cuts_by_length(question.cfg) or data.packed or made.has_images or made.length < 2 * _SHORTEST:
+    question, length = made.question, made.length
+    assert made.largest and question.memory_bytes is not None
+    cuts_by_length = isinstance(read_settings(question.cfg, warns=False).micro_batch_size, ByLength)
+    if not cuts_by_length or data.packed or made.has_images or length < 2 * _SHORTEST:
         return None
-    per_batch = outlook.epochs[0].batch_sizes[0]
     shuffles = bool(question.cfg.get("shuffle", True))
     order = DistributedSampler[int](data.lengths, question.devices, rank=0, shuffle=shuffles)  # type: ignore[arg-type]
-    lengths = [min(data.lengths[index], made.length) for index in order]
-    capacity = Capacity(((made.length, largest),))
-    cost, window = min(FIRST_FORWARD_COST, capacity.tokens), per_batch * made.accumulation
+    lengths = [min(data.lengths[index], length) for index in order]
+    capacity = Capacity(((length, made.largest),))
+    cost, window = min(FIRST_FORWARD_COST, capacity.tokens), outlook.epochs[0].batch_sizes[0] * made.accumulation
     steps: list[list[Shape]] = []
     for start in range(0, len(lengths) - window + 1, window):
         here = lengths[start : start + window]
@@ -182,14 +209,9 @@ def as_they_come(
             break
     if not steps:
         return None
-    shorter = made.length // 2 // _SHORTEST * _SHORTEST
-    steps_at = [(length, sketch(question, length, whole=False).forecast.step) for length in (made.length, shorter)]
-    traced = TracedLengths(steps_at[0], steps_at[1])
-    return replay_shapes(traced, steps, memory_bytes - sum(each.most for each in made.forecast.outside))
-
-
-def cuts_by_length(cfg: DictConfig) -> bool:
-    return isinstance(read_settings(cfg, warns=False).micro_batch_size, ByLength)
+    shorter = length // 2 // _SHORTEST * _SHORTEST
+    one, other = ((tokens, sketch(question, tokens, whole=False).forecast.step) for tokens in (length, shorter))
+    return replay_shapes(TracedLengths(one, other), steps, question.memory_bytes - made.forecast.most_outside)
 
 
 def _check_covered(question: Question) -> None:
@@ -217,19 +239,13 @@ def _set_up(
     question: Question, length: int, allocations: Allocations | None = None
 ) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
     _check_covered(question)
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
     dataset = question.cfg.get("dataset")
     packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
-    try:
+    data = Data(length, question.samples or _SOME_SAMPLES, packed)
+    with quiet(), on_devices(question.devices):
         settings = read_settings(question.cfg, warns=False)
-        data = Data(length, question.samples or _SOME_SAMPLES, packed)
-        with on_devices(question.devices):
-            cfg = question.changed(device="cuda").cfg
-            host, run = set_up(question.recipe, cfg, data, question.devices, allocations)
-            yield host, run, settings
-    finally:
-        logging.disable(before)
+        host, run = set_up(question.recipe, question.changed(device="cuda").cfg, data, question.devices, allocations)
+        yield host, run, settings
 
 
 def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -41,8 +40,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors on the meta device that have not been seen, until they die."""
-        for tensor in tensors:
-            self._hold(get_untyped_storages(tensor))
+        for storage in (storage for tensor in tensors for storage in get_untyped_storages(tensor)):
+            key, size = storage._cdata, storage.nbytes()
+            if size and key not in self._seen and storage.device.type == "meta":
+                number = self._take(size)
+                self._seen[key] = weakref.ref(storage, lambda _, key=key, number=number: self._free(key, number))  # type: ignore[misc]
 
     def load(self, model: nn.Module, *, on_host: bool = False) -> None:
         """Note what loading the weights of a model takes; ``on_host`` where its shards are kept there."""
@@ -53,17 +55,17 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name in adapters:  # not in the checkpoint
                 continue
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            is_sharded = local is not parameter
             whole = None
             if isinstance(local, NF4Tensor):
-                self._repeat(parameter.shape, functools.partial(_quantize, parameter.shape, local))
-            elif isinstance(parameter, DTensor):
+                self._quantize(parameter.shape, local)
+            elif is_sharded:
                 whole = self._take(parameter.numel() * parameter.element_size())
-            if isinstance(parameter, DTensor):
-                if on_host:
-                    for storage in get_untyped_storages(local):
-                        self._events.append(~self._take(storage.nbytes()))
-                else:
-                    self.hold([local])
+            if is_sharded and on_host:
+                for storage in get_untyped_storages(local):
+                    self._events.append(~self._take(storage.nbytes()))
+            elif is_sharded:
+                self.hold([local])
             if whole is not None:
                 self._events.append(~whole)
 
@@ -82,6 +84,13 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.hold(value for value in tree_iter(out) if isinstance(value, torch.Tensor))
         return out
 
+    def _quantize(self, shape: torch.Size, like: Any) -> None:
+        def quantize() -> None:
+            whole = torch.empty(shape, dtype=like.dtype, device="meta")
+            NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)
+
+        self._repeat(shape, quantize)
+
     def _repeat(self, key: Hashable, function: Callable[[], None]) -> None:
         """Note what a function allocates that leaves nothing behind; it is called once for a key."""
         start, first = len(self._events), len(self._sizes)
@@ -99,13 +108,6 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append(len(self._sizes) - 1)
         return len(self._sizes) - 1
 
-    def _hold(self, storages: Iterable[Any]) -> None:
-        for storage in storages:
-            key, size = storage._cdata, storage.nbytes()
-            if size and key not in self._seen and storage.device.type == "meta":
-                number = self._take(size)
-                self._seen[key] = weakref.ref(storage, lambda _, key=key, number=number: self._free(key, number))  # type: ignore[misc]
-
     def _free(self, key: int, number: int) -> None:
         self._seen.pop(key, None)
         self._events.append(~number)
@@ -113,8 +115,3 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _shifted(events: list[int], by: int) -> list[int]:
     return [event + by if event >= 0 else event - by for event in events]
-
-
-def _quantize(shape: torch.Size, like: Any) -> None:
-    whole = torch.empty(shape, dtype=like.dtype, device="meta")
-    NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)

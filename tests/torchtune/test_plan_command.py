@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
+from torchtune.config import instantiate
 
 from adaptive_batching._cli.main import main
 from adaptive_batching._torchtune.levers import CONFIGS, levers
 from adaptive_batching._torchtune.plan_command import _load
 from adaptive_batching._torchtune.planning import Question, look_out
+from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from tests.conftest import ARCHITECTURE, ROOT
-from tests.torchtune.test_on_paper import config, real_host
+from tests.torchtune.test_on_paper import config
 
 CONFIG = str(ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml")
 SMALL = [
@@ -27,6 +29,10 @@ KEYS = {
     "version", "answer", "fits", "peak_bytes", "resting_bytes", "reserved_bytes", "largest_micro_batch", "token_budget",
     "sequence_length", "batch_size", "memory_bytes", "left_bytes", "needed_bytes", "epochs", "flops", "levers", "peak",
 }  # fmt: skip
+
+
+ASKED = ["--config", CONFIG, "--no-levers", *SMALL]
+IN_2_GIB = [*ASKED, "--memory", "2GiB"]
 
 
 @pytest.fixture
@@ -45,19 +51,28 @@ def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return run
 
 
-@pytest.mark.parametrize(("memory", "code", "word"), [("24GiB", 0, "fits"), ("300MiB", 1, "does not fit")])
-def test_the_first_line_and_the_exit_code_say_whether_it_fits(plan: Any, memory: str, code: int, word: str) -> None:
-    found, out, _ = plan("--config", CONFIG, "--memory", memory, "--no-levers", *SMALL)
-    assert found == code
-    assert out.splitlines()[0].startswith(f"{word}: a forward of 8 x 256 tokens")
-    assert memory.replace("GiB", ".00 GiB").replace("300MiB", "0.29 GiB") in out.splitlines()[0]
+@pytest.fixture
+def found(plan: Any) -> Any:
+    """``found(*arguments)``: the object that is printed."""
+    return lambda *arguments: json.loads(plan(*arguments, "--json")[1])
+
+
+@pytest.mark.parametrize(
+    ("memory", "code", "words"),
+    [
+        (["--memory", "24GiB"], 0, ("fits: a forward of 8 x 256 tokens", "of 24.00 GiB")),
+        (["--memory", "300MiB"], 1, ("does not fit: a forward of 8 x 256 tokens", "of 0.29 GiB")),
+        ([], 4, ("cannot tell: a forward of 8 x 256 tokens", "give --memory or --gpu")),
+    ],
+)
+def test_the_first_line_and_the_exit_code_say_whether_it_fits(
+    plan: Any, memory: list[str], code: int, words: tuple[str, str]
+) -> None:
+    ended, out, _ = plan(*ASKED, *memory)
+    assert ended == code
+    line = out.splitlines()[0]
+    assert line.startswith(words[0]) and words[1] in line
     assert "What sets the peak" in out
-
-
-def test_without_a_memory_it_cannot_tell_and_says_what_is_needed(plan: Any) -> None:
-    code, out, _ = plan("--config", CONFIG, "--no-levers", *SMALL)
-    assert code == 4
-    assert "give --memory or --gpu" in out.splitlines()[0]
 
 
 def test_one_object_in_json(plan: Any) -> None:
@@ -74,11 +89,9 @@ def test_one_object_in_json(plan: Any) -> None:
     assert saved == sorted(saved, reverse=True) and len(saved) >= 5
 
 
-def test_a_batch_that_fits_is_the_largest_that_fits(plan: Any) -> None:
-    def of(batch_size: int) -> dict[str, Any]:
-        line = ["--config", CONFIG, "--memory", "1.5GiB", "--json", "--no-levers", *SMALL, f"batch_size={batch_size}"]
-        found: dict[str, Any] = json.loads(plan(*line)[1])
-        return found
+def test_a_batch_that_fits_is_the_largest_that_fits(found: Any) -> None:
+    def of(batch_size: int) -> Any:
+        return found(*ASKED, "--memory", "1.5GiB", f"batch_size={batch_size}")
 
     largest = of(1)["largest_micro_batch"]
     assert largest > 1
@@ -95,56 +108,39 @@ def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) 
     assert lengths == ["512", "1,024", "2,048", "4,096"], "and no more than the model takes"
 
 
-def test_the_length_and_the_number_of_samples_come_from_data_at_hand(plan: Any, inputs: Path) -> None:
-    of_data = [*SMALL, f"data_dir={inputs}", "dataset.split=train[:60]", "model.max_seq_len=1024"]
-    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", "--json", *of_data]
-    found = json.loads(plan(*line, "tokenizer.max_seq_len=null")[1])
-    real = [len(sample["tokens"]) for sample in samples(inputs, 60)]
-    assert found["sequence_length"] == max(real)
-    assert sum(epoch["steps"] * 8 + epoch["dropped_samples"] for epoch in found["epochs"][:1]) == 60
-    packed = json.loads(plan(*line, "tokenizer.max_seq_len=256", "dataset.packed=True", "batch_size=1")[1])
+def test_the_length_and_the_number_of_samples_come_from_data_at_hand(found: Any, inputs: Path) -> None:
+    line = [*IN_2_GIB, f"data_dir={inputs}", "dataset.split=train[:60]", "model.max_seq_len=1024"]
+    whole = found(*line, "tokenizer.max_seq_len=null")
+    assert whole["sequence_length"] == max(lengths(inputs, 60))
+    assert sum(epoch["steps"] * 8 + epoch["dropped_samples"] for epoch in whole["epochs"][:1]) == 60
+    packed = found(*line, "tokenizer.max_seq_len=256", "dataset.packed=True", "batch_size=1")
     assert packed["epochs"][0]["steps"] < 60, "of packs, of which there are fewer"
-    with_limit = json.loads(plan(*line, "tokenizer.max_seq_len=32")[1])
-    assert with_limit["sequence_length"] == 32
+    assert found(*line, "tokenizer.max_seq_len=32")["sequence_length"] == 32
 
 
-def samples(inputs: Path, count: int) -> Any:
-    from torchtune import config as of_torchtune
-
+def lengths(inputs: Path, count: int) -> list[int]:
     cfg = config("full", f"dataset.split=train[:{count}]", "tokenizer.max_seq_len=null", inputs=inputs)
-    return of_torchtune.instantiate(cfg.dataset, of_torchtune.instantiate(cfg.tokenizer))
+    return [len(each["tokens"]) for each in instantiate(cfg.dataset, instantiate(cfg.tokenizer))]
 
 
-def test_the_work_of_an_epoch_is_that_of_its_samples_one_by_one(plan: Any, inputs: Path) -> None:
-    overrides = [*SMALL, f"data_dir={inputs}", "dataset.split=train[:6]", "tokenizer.max_seq_len=null", "batch_size=2"]
-    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", "--json"]
-    found = json.loads(plan(*line, *overrides)[1])
-    one_by_one = 0
-    for sample in samples(inputs, 6):
-        alone = json.loads(plan(*line, "--sequence-length", str(len(sample["tokens"])), *overrides)[1])
-        one_by_one += alone["flops"] // 2
-    assert found["epoch_flops"] == pytest.approx(one_by_one, rel=1e-6)
+def test_the_work_of_an_epoch_is_that_of_its_samples_one_by_one(found: Any, inputs: Path) -> None:
+    data = [f"data_dir={inputs}", "dataset.split=train[:6]", "tokenizer.max_seq_len=null", "batch_size=2"]
+    alone = [found(*IN_2_GIB, *data, "--sequence-length", str(length)) for length in lengths(inputs, 6)]
+    whole = found(*IN_2_GIB, *data)
+    assert whole["epoch_flops"] == pytest.approx(sum(each["flops"] // 2 for each in alone), rel=1e-6)
 
 
-def test_a_length_that_the_model_does_not_take_is_refused(plan: Any) -> None:
-    code, _, err = plan("--config", CONFIG, "--memory", "2GiB", "--sequence-length", "513", *SMALL)
-    assert code == 2
-    assert err == "error: samples have 513 tokens, and the model takes 512; set tokenizer.max_seq_len\n"
-
-
-def test_the_table_has_what_a_plan_of_each_shape_needs(plan: Any) -> None:
-    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", "--json"]
-    model = [*SMALL, "model.max_seq_len=1024"]
-    found = json.loads(plan(*line, "--table", "--sequence-length", "600", *model)[1])["lengths"]
-    assert [each["sequence_length"] for each in found] == [512, 600]
-    alone = json.loads(plan(*line, "--sequence-length", "512", *model, "batch_size=4")[1])
-    assert found[0]["needed_by_batch"]["4"] == alone["needed_bytes"]["most"]
-    assert found[0]["largest_micro_batch"] == alone["largest_micro_batch"]
+def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
+    line = [*IN_2_GIB, "model.max_seq_len=1024"]
+    table = found(*line, "--table", "--sequence-length", "600")["lengths"]
+    assert [each["sequence_length"] for each in table] == [512, 600]
+    alone = found(*line, "--sequence-length", "512", "batch_size=4")
+    assert table[0]["needed_by_batch"]["4"] == alone["needed_bytes"]["most"]
+    assert table[0]["largest_micro_batch"] == alone["largest_micro_batch"]
 
 
 def test_a_picture_is_drawn_where_it_is_asked_for(plan: Any, tmp_path: Path) -> None:
-    line = ["--config", CONFIG, "--memory", "2GiB", "--no-levers", *SMALL]
-    code, out, _ = plan(*line, "--plot", str(tmp_path / "plan.svg"))
+    code, out, _ = plan(*IN_2_GIB, "--plot", str(tmp_path / "plan.svg"))
     assert code == 0
     assert f"Picture: {tmp_path / 'plan.svg'}" in out
     assert "largest that fits" in (tmp_path / "plan.svg").read_text(), "matplotlib names texts in comments"
@@ -158,17 +154,18 @@ def test_a_picture_is_drawn_where_it_is_asked_for(plan: Any, tmp_path: Path) -> 
         (["--config", CONFIG, "--memory", "90%"], "such as 24GiB"),
         (["--config", CONFIG, "--gpu", "RTX 4091"], "did you mean 'RTX 4090'"),
         (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
+        ([*ASKED, "--sequence-length", "513"], "513 tokens, and the model takes 512; set tokenizer.max_seq_len"),
         (["--config", CONFIG, "--mfu", "0.4"], "name the GPU with --gpu"),
         (["--config", CONFIG, "batch_size"], "write key=value"),
         (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
         (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
         (["--config", CONFIG, "--plot", "/nowhere/plan.png"], "there is no folder /nowhere"),
         (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx has no ending of a picture"),
-        (["--config", CONFIG, *SMALL, "micro_batch_size=3"], "micro_batch_size"),
-        (["--config", CONFIG, *SMALL, "model.num_heads=5"], "torchtune refuses the config"),
-        (["--config", CONFIG, *SMALL, "optimizer._component_=torch.optim.Nadam"], "Nadam"),
-        (["--config", CONFIG, *SMALL, "optimizer._component_=bitsandbytes.optim.Adalin"], "Adalin"),
-        (["--config", CONFIG, *SMALL, "optimizer_in_bwd=True"], "clip_grad_norm"),
+        ([*ASKED, "micro_batch_size=3"], "micro_batch_size"),
+        ([*ASKED, "model.num_heads=5"], "torchtune refuses the config"),
+        ([*ASKED, "optimizer._component_=torch.optim.Nadam"], "Nadam"),
+        ([*ASKED, "optimizer._component_=bitsandbytes.optim.Adalin"], "Adalin"),
+        ([*ASKED, "optimizer_in_bwd=True"], "clip_grad_norm"),
     ],
     ids=lambda value: " ".join(value[2:])[-40:] if isinstance(value, list) else "",
 )
@@ -202,33 +199,18 @@ GROWING = [
 def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -> None:
     cfg = config("full", "epochs=4", inputs=inputs, out=tmp_path)
     cfg = OmegaConf.merge(cfg, {"batch_increase_function": None}, OmegaConf.from_dotlist(GROWING))
-    host = real_host("full", cfg)
-    course = real_session(cfg).growth.course  # type: ignore[union-attr]
-    question = Question("full_finetune_single_device", cfg, samples=host.samples_per_rank)
-    assert look_out(question, 64, largest=10**6).epochs == course.plan(0)
-
-
-def real_session(cfg: Any) -> Any:
-    from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
-
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
-    return recipe._session
+    session: Any = recipe._session
+    question = Question("full_finetune_single_device", cfg, samples=session.host.samples_per_rank)
+    assert look_out(question, 64, largest=10**6).epochs == session.growth.course.plan(0)
 
 
-def test_levers_name_what_is_not_set_yet() -> None:
-    cfg = OmegaConf.load(CONFIGS / "llama3_2" / "1B_full_single_device.yaml")
-    pasted = {lever.name: lever.paste for lever in levers(Question("full_finetune_single_device", cfg), 2048)}  # type: ignore[arg-type]
-    assert set(pasted) == {
+LEVERS = {
+    "llama3_2/1B_full_single_device": {
         "activation checkpointing", "activation checkpointing and offloading", "compile", "LoRA", "QLoRA",
         "shorter samples",
-    }  # fmt: skip
-    assert pasted["LoRA"] == (
-        "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device batch_size=4"
-    )
-
-
-OTHERS = {
+    },
     "llama2/7B_lora_dpo_single_device": {"activation offloading", "compile", "QLoRA", "shorter samples"},
     "llama3_1/8B_lora_dpo": {"activation offloading", "QLoRA", "shorter samples", "more devices"},
     "llama3_1/8B_full_dpo": {"activation offloading", "compile", "LoRA", "shorter samples", "more devices"},
@@ -242,8 +224,8 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_levers_are_those_that_the_recipe_knows(name: str) -> None:
+@pytest.mark.parametrize("name", LEVERS)
+def test_levers_are_those_that_the_recipe_knows_and_that_are_not_set_yet(name: str) -> None:
     [(recipe, path)] = [
         (each.name, config.file_path)
         for each in registry.get_all_recipes()
@@ -251,15 +233,18 @@ def test_levers_are_those_that_the_recipe_knows(name: str) -> None:
         if config.name == name
     ]
     cfg: Any = OmegaConf.load(CONFIGS / path)
-    assert {lever.name for lever in levers(Question(recipe, cfg), 1024)} == OTHERS[name]
+    pasted = {lever.name: lever.paste for lever in levers(Question(recipe, cfg), 1024)}
+    assert set(pasted) == LEVERS[name]
+    if name == "llama3_2/1B_full_single_device":
+        run = "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device batch_size=4"
+        assert pasted["LoRA"] == run
 
 
 def test_a_line_of_run_is_planned_as_it_stands(plan: Any) -> None:
-    asked = ["--config", CONFIG, "--no-levers", *SMALL]
-    whole = plan(*asked, "--recipe", "full_finetune_distributed", "--devices", "2")
-    assert plan(*SMALL[:3], *asked[:3], *SMALL[3:])[1] != whole[1], "on one device"
+    whole = plan(*ASKED, "--recipe", "full_finetune_distributed", "--devices", "2")
+    assert plan(*SMALL[:3], *ASKED[:3], *SMALL[3:])[1] != whole[1], "on one device"
     for recipe in ("full_finetune_distributed", "adaptive_batching/recipes/full_finetune_distributed.py"):
-        assert plan("--nproc_per_node", "2", recipe, *asked) == whole
+        assert plan("--nproc_per_node", "2", recipe, *ASKED) == whole
     code, out, _ = plan("ppo_full_finetune_single_device", "--config", CONFIG)
     assert code == 4 and "of ppo_full_finetune_single_device; plans are made of" in out
 

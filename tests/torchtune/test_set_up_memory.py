@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -45,23 +42,16 @@ def test_loading_what_is_not_quantized_takes_no_more_than_the_model() -> None:
     assert allocations.so_far().most_bytes == (64 * 32 + 32) * 4
 
 
-@pytest.fixture
-def one_of_four() -> Iterator[None]:
-    with on_devices(4):
-        yield
-
-
-def test_each_weight_is_whole_for_a_moment_on_several_devices(one_of_four: None, tmp_path: Path) -> None:
+def test_each_weight_is_whole_for_a_moment_on_several_devices() -> None:
     seen = Allocations()
-    host, _ = set_up("lora_finetune_distributed", config("lora", *LORA), Data(LENGTH, 50), 4, seen)
-    parameters = list(host.model.parameters())
-    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    with on_devices(4):
+        host, _ = set_up("lora_finetune_distributed", config("lora", *LORA), Data(LENGTH, 50), 4, seen)
+        on_host = loaded(host.model, on_host=True)
+    assert all(isinstance(parameter, DTensor) for parameter in host.model.parameters())
     adapters = get_adapter_params(host.model)
-    first = sum(parameter.numel() * parameter.element_size() for parameter in adapters.values()) / 4
-    stored = sorted((name, parameter) for name, parameter in host.model.named_parameters() if name not in adapters)
-    whole = [parameter.numel() * parameter.element_size() for _, parameter in stored]
-    buffers = sum(buffer.nbytes for buffer in host.model.buffers())
-    shards = [sum(whole[:number]) / 4 for number in range(1, len(whole) + 1)]
-    at_most = max(before + weight for before, weight in zip(shards, whole, strict=True))
-    assert seen.so_far().most_bytes == pytest.approx(buffers + first + at_most, rel=0.01)
-    assert loaded(host.model, on_host=True) == pytest.approx(max(whole) * 5 / 4, rel=0.01)
+    sizes = {name: each.numel() * each.element_size() for name, each in sorted(host.model.named_parameters())}
+    whole = [size for name, size in sizes.items() if name not in adapters]
+    held = sum(buffer.nbytes for buffer in host.model.buffers()) + sum(sizes[name] for name in adapters) / 4
+    at_most = max(sum(whole[: number + 1]) / 4 + weight for number, weight in enumerate(whole))
+    assert seen.so_far().most_bytes == pytest.approx(held + at_most, rel=0.01)
+    assert on_host == pytest.approx(max(whole) * 5 / 4, rel=0.01)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching._plan.forecast import Need
 from adaptive_batching._torchtune.levers import CONFIGS
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import Question, sketch
@@ -37,47 +36,23 @@ STOCK = [
 ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Result of planning a config in a process of its own, and the memory that took."""
-
-    need: Need
-    parameters: int
-    trained: int
-    frozen: int
-    """Parameters of a second model."""
-
-    largest: int
-    """Batch in just the memory that the config's batch needs."""
-
-    buffer_bytes: int
-    """Tables of positions; with LoRA, stock's Qwen 2.5 has one in each layer."""
-
-    memory_bytes: int
-    connections: int
-
-
-def plan(recipe: str, path: str, devices: int) -> Plan:
+def plan(recipe: str, path: str, devices: int) -> SimpleNamespace:
+    """A plan of a config, and the memory and the connections that it took, in a process of its own."""
     connections = []
     sys.addaudithook(lambda event, args: connections.append(args) if event == "socket.connect" else None)
     cfg: Any = OmegaConf.load(CONFIGS / path)
     made = sketch(Question(recipe, cfg, devices), LENGTH)
     need = made.forecast.need(cfg.batch_size)
-    largest = made.forecast.largest(made.forecast.judge(need, None).most_bytes)
+    largest = made.forecast.largest(need.most_bytes)
     with on_devices(devices):
         host, _ = set_up(recipe, cfg, Data(LENGTH, 64 * devices), devices)
         buffer_bytes = sum(buffer.nbytes for buffer in host.model.buffers())
-    taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Plan(
-        need,
-        made.parameters,
-        made.trained_parameters,
-        made.frozen_parameters,
-        largest,
-        buffer_bytes,
-        taken,
-        len(connections),
-    )
+    return SimpleNamespace(
+        need=need, parameters=made.parameters, trained=made.trained_parameters, frozen=made.frozen_parameters,
+        largest=largest,  # batch in just the memory that the config's batch needs
+        buffer_bytes=buffer_bytes,  # tables of positions; with LoRA, stock's Qwen 2.5 has one in each layer
+        memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, connections=len(connections),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "path"), STOCK)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._plan.forecast import Need
+from adaptive_batching._plan import Need
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
 from adaptive_batching._trace.recorder import handle_bytes

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from adaptive_batching._plan.varying import TracedLengths, replay_shapes
-from adaptive_batching._torchtune.data_at_hand import DataAtHand
-from adaptive_batching._torchtune.planning import Outlook, Question, Sketch, as_they_come, look_out, sketch
+from adaptive_batching._torchtune.planning import Question, as_they_come, look_out, sketch
+from adaptive_batching._torchtune.varying import DataAtHand, TracedLengths, Varying, replay_shapes
 from adaptive_batching._trace.reserved import reserved_for
 from tests.torchtune.test_on_paper import config
 
 # With more words than tokens in any forward here: the workspace of an embedding's gradient has a bend at that number.
 AUTO = ["micro_batch_size=auto", "adaptive_batching.memory_limit=null", "model.vocab_size=16384"]
 CASES = {
-    "full": ("full", []),
-    "checkpointing": ("full", ["enable_activation_checkpointing=True", "dtype=bf16"]),
-    "compiled": ("full", ["compile=True"]),
-    "lora": ("lora", []),
+    "full": ("full",),
+    "checkpointing": ("full", "enable_activation_checkpointing=True", "dtype=bf16"),
+    "compiled": ("full", "compile=True"),
+    "lora": ("lora",),
 }
 
 
 def drawn(kind: str, *overrides: str) -> Question:
-    return Question(f"{kind}_finetune_single_device", config(kind, *AUTO, *overrides), samples=64)
+    cfg = config(kind, *AUTO, *overrides)
+    return Question(f"{kind}_finetune_single_device", cfg, samples=64, memory_bytes=2 * 2**30)
 
 
 def lengths_of(question: Question) -> TracedLengths:
@@ -32,7 +30,7 @@ def lengths_of(question: Question) -> TracedLengths:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_at_any_shape_is_what_is_traced_at_that_length(case: str) -> None:
-    question = drawn(CASES[case][0], *CASES[case][1])
+    question = drawn(*CASES[case])
     traced = lengths_of(question)
     for length in (64, 104, 200, 400):
         real = sketch(question, length).forecast.step
@@ -68,18 +66,16 @@ def test_the_forwards_are_those_into_which_the_samples_are_cut() -> None:
     """Each has at most the tokens that fit, and together they have all samples of the optimizer steps."""
     question = drawn("full", "batch_size=16", "gradient_accumulation_steps=2")
     data = DataAtHand([20 + 37 * index % 230 for index in range(64)], packed=False)
-    made = sketch(question, data.longest)
-    varying = come(question, made, data)
+    longest = max(data.lengths)
+    varying = come(question, data)
+    assert varying is not None
     assert varying.steps == 2 and varying.forwards >= 4
-    assert varying.longest == data.longest
-    whole = drawn("full", "micro_batch_size=4")
-    assert come(whole, sketch(whole, data.longest), data) is None
-    packed = DataAtHand([made.length] * 64, packed=True)
-    assert come(question, made, packed) is None
+    assert varying.longest == longest
+    assert come(drawn("full", "micro_batch_size=4"), data) is None
+    assert come(question, DataAtHand([longest] * 64, packed=True)) is None
 
 
-def come(question: Question, made: Sketch, data: DataAtHand) -> Any:
-    memory = 2 * 2**30
-    largest = made.forecast.largest(memory)
-    outlook: Outlook = look_out(question, made.length, largest)
-    return as_they_come(question, made, data, outlook, largest, memory)
+def come(question: Question, data: DataAtHand) -> Varying | None:
+    made = sketch(question, max(data.lengths))
+    assert made.largest
+    return as_they_come(made, data, look_out(question, made.length, made.largest))

@@ -1,17 +1,18 @@
+"""What a step needs at any batch size, the three answers, and GPUs by name."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
 
-from adaptive_batching._plan.devices import outside_of_allocator
-from adaptive_batching._plan.forecast import SET_UP, Forecast
+from adaptive_batching._plan import GPUS, SET_UP, Answer, Forecast, find_gpu, outside_of_allocator
 from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import SetUp
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep
-
-MIB = 2**20
+from adaptive_batching._values import ConfigError
 
 
 def linear_step() -> TracedStep:
@@ -45,3 +46,30 @@ def test_a_set_up_that_takes_more_than_a_step_is_the_peak() -> None:
     assert need.resting_bytes == without.need(4).resting_bytes
     others = sum(each.most for each in outside)
     assert large.largest(90 * MIB + others) == 0 < without.largest(90 * MIB + others)
+
+
+def test_exit_codes_are_those_of_the_documentation() -> None:
+    assert {str(answer): answer.value for answer in Answer} == {
+        "fits": 0, "does not fit": 1, "tight": 3, "cannot tell": 4,
+    }  # fmt: skip
+
+
+def test_several_devices_have_buffers_of_nccl() -> None:
+    assert len(outside_of_allocator(2)) == len(outside_of_allocator(1)) + 1
+    assert all(0 <= each.least < each.most and each.source for each in outside_of_allocator(2))
+
+
+@pytest.mark.parametrize(
+    "name", ["RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "H100", "a100-80gb", "A100 80GB PCIe"]
+)
+def test_gpus_are_found_however_they_are_spelled(name: str) -> None:
+    assert find_gpu(name) in GPUS
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("A100", "one of several .*A100-40GB, A100-80GB"), ("RTX 4091", "did you mean 'RTX 4090'"), ("TPU", "known are")],
+)
+def test_a_name_that_is_unclear_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_gpu(name)

@@ -1,0 +1,185 @@
+"""Memory that a run would take, worked out without a GPU and without torch: of a traced step, and beside the allocator.
+
+Whether a device has it, and the largest batch for which it has, follow from that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
+from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
+from adaptive_batching._values import ConfigError
+
+SET_UP = "set-up"  # the moment before the first step, while weights are loaded
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_gib: float
+    """Memory that a program finds: less than the nominal amount by what error correction and the driver keep. Totals as
+    out-of-memory messages of PyTorch state them; drivers differ by some 0.2 GiB, and the lower ones are taken."""
+
+    peak_tflops: float
+    """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+
+GPUS = [
+    Gpu("T4", 14.56, 65), Gpu("V100-16GB", 15.77, 125), Gpu("V100-32GB", 31.73, 125), Gpu("A10", 22.0, 125),
+    Gpu("A10G", 22.0, 70), Gpu("L4", 22.0, 121), Gpu("RTX 3090", 23.68, 71), Gpu("RTX 4090", 23.53, 165),
+    Gpu("RTX 5090", 31.36, 210), Gpu("A6000", 47.4, 155), Gpu("L40S", 44.4, 362), Gpu("A100-40GB", 39.39, 312),
+    Gpu("A100-80GB", 79.15, 312), Gpu("H100", 79.1, 989), Gpu("H200", 139.8, 989), Gpu("B200", 178.3, 2250),
+]  # fmt: skip
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU of that name; ConfigError if there is none, or more than one."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|pcie|sxm\d?", "", text.lower())
+
+    exact = [gpu for gpu in GPUS if plain(gpu.name) == plain(name)]
+    found = exact or [gpu for gpu in GPUS if plain(name) and plain(gpu.name).startswith(plain(name))]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(gpu.name for gpu in found or GPUS)
+    if found:
+        raise ConfigError(f"--gpu {name!r} is one of several ({known}); name one of them")
+    closest = difflib.get_close_matches(name, [gpu.name for gpu in GPUS], n=1)
+    hint = f"; did you mean {closest[0]!r}?" if closest else f"; known are {known}"
+    raise ConfigError(f"--gpu {name!r} is unknown{hint} Or give its memory: --memory 24GiB")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Memory of a device that is in use outside PyTorch's allocator."""
+
+    name: str
+    least: int
+    most: int
+    source: str
+
+
+CONTEXT = Outside("CUDA context and kernels", 300 * MIB, 700 * MIB, "pytorch/pytorch issues 28113 and 107667")
+WORKSPACES = Outside("more for cuBLAS, on Hopper", 0, 48 * MIB, "pytorch/pytorch CublasHandlePool.cpp, pull 120925")
+"""Workspaces of cuBLAS' two handles there, beyond the 8 MiB each that are counted as tensors."""
+NCCL = Outside("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864 and 986")
+
+
+def outside_of_allocator(devices: int) -> list[Outside]:
+    return [CONTEXT, WORKSPACES] + ([NCCL] if devices > 1 else [])
+
+
+class Answer(Enum):
+    """What is known of a run. The value is the exit code."""
+
+    FITS = 0
+    DOES_NOT_FIT = 1
+    TIGHT = 3
+    CANNOT_TELL = 4
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory and work of a step at one batch size."""
+
+    batch_size: int
+    peak_bytes: int  # of tensors
+    resting_bytes: int  # of tensors, between steps
+    moment: str  # part of the step that the peak falls into, or SET_UP
+    kinds: dict[str, int]  # bytes at the peak
+    reserved: Reserved
+    outside: Sequence[Outside]
+    flops: int  # of a forward and backward, and an optimizer step
+    recomputed_flops: int  # part of them for activations that are computed again
+    attention_flops: int  # part of them that grows with the square of the length
+
+    @property
+    def least_bytes(self) -> int:
+        """Without this much it cannot run: the least limit of the allocator, with expandable segments or without, and
+        the least that is in use beside it."""
+        return min(self.reserved.least, self.reserved.least_expandable) + sum(each.least for each in self.outside)
+
+    @property
+    def most_bytes(self) -> int:
+        """With this much it runs in any case: all that the allocator reserves by default, and the most beside it."""
+        return self.reserved.by_default + sum(each.most for each in self.outside)
+
+    def within(self, memory_bytes: int | None) -> Answer:
+        """Return whether it runs in the memory of a device."""
+        if memory_bytes is None:
+            return Answer.CANNOT_TELL
+        if self.most_bytes <= memory_bytes:
+            return Answer.FITS
+        return Answer.TIGHT if self.least_bytes <= memory_bytes else Answer.DOES_NOT_FIT
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A step at any batch size; methods raise TraceError if the order of allocations depends on the batch size."""
+
+    step: TracedStep
+    outside: Sequence[Outside]
+    set_up: SetUp = NO_SET_UP
+    forwards: int = 1  # that the step has, each with its backward; floating-point operations are told of one
+
+    def need(self, batch_size: int) -> Need:
+        record = self.step.at(batch_size)
+        peak, (moment, kinds) = max(record.log), record.at_peak()
+        reserved = reserved_for(record, self.set_up)
+        if self.set_up.most_bytes > peak:
+            resting = zip(record.kinds[: record.num_resting], record.sizes, strict=False)
+            weights = sum(size for kind, size in resting if kind == WEIGHTS)
+            peak, moment = self.set_up.most_bytes, SET_UP
+            kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
+        reserved = Reserved(**{name: max(size, self.set_up.most_bytes) for name, size in asdict(reserved).items()})
+        return Need(
+            batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, record.flops // self.forwards,
+            record.recomputed_flops // self.forwards, record.attention_flops // self.forwards,
+        )  # fmt: skip
+
+    @property
+    def most_outside(self) -> int:
+        return sum(each.most for each in self.outside)
+
+    def most_bytes(self, batch_size: int) -> int:
+        """Return what a step takes at ``batch_size`` by default settings, with the most outside the allocator."""
+        return self._reserved(batch_size) + self.most_outside
+
+    def largest(self, memory_bytes: int) -> int:
+        """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
+        budget = memory_bytes - self.most_outside
+        if self.set_up.most_bytes > budget:
+            return 0
+        high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
+        if not high or self._reserved(high) <= budget:
+            return high or 0
+        low, above = 0, high
+        guess = self.step.curve.largest_within(budget * self.step.curve.peak_bytes(high) // self._reserved(high)) or 0
+        while above - low > 1:
+            middle = guess if low < guess < above else (low + above) // 2
+            guess = 0 if middle == guess else guess
+            if self._reserved(middle) <= budget:
+                low, guess = middle, middle + 1
+            else:
+                above = middle
+        # As blocks are rounded, a size can fit where the one below it does not.
+        while larger := [n for n in (low + 1, low + 2) if n < high and self._reserved(n) <= budget]:
+            low = max(larger)
+        return low
+
+    def _reserved(self, batch_size: int) -> int:
+        return reserved_by_default(self.step.at(batch_size), self.set_up)

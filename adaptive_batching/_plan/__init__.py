@@ -1,1 +1,0 @@
-"""Memory that a run would take, worked out without a GPU: decisions and arithmetic, without torch."""
