@@ -15,7 +15,7 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
 
 __version__ = "0.1.0"

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from adaptive_batching._probe.search import SEARCHES
 from adaptive_batching._values import (
+    SEARCH_NAMES,
     ByLength,
     ConfigError,
     Explore,
@@ -149,7 +149,7 @@ class AdaptiveBatchingConfig:
             )
         _check_increase_every(self.increase_every)
         _check_choice("lr_scaling", self.lr_scaling, LR_SCALINGS)
-        _check_choice("search", self.search, SEARCHES)
+        _check_choice("search", self.search, SEARCH_NAMES)
         scale = self.max_lr_scale
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not scale >= 1:
             raise ConfigError(f"adaptive_batching.max_lr_scale={scale!r} must be a number of at least 1")

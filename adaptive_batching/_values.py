@@ -132,3 +132,7 @@ def memory_size(num_bytes: float) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its kind."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+SEARCH_NAMES = ("predict", "power_of_two", "binary_search")
+"""Ways to look for the largest batch, which :mod:`adaptive_batching._probe.search` has."""

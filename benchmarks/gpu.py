@@ -38,8 +38,8 @@ from omegaconf import OmegaConf
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, release_cached_memory
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._torchtune.quickstart import Architecture, build
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
 
 ROOT = Path(__file__).parent.parent

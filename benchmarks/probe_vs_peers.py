@@ -58,7 +58,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, num_allocation_retries
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.trial import TrainingStep
+from adaptive_batching._trace.training import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
 OURS, TRUTH = "adaptive_batching predict", "truth"

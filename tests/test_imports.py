@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.support import house
 
 PACKAGE = ROOT / "adaptive_batching"
 OUTER = ("torchtune.py", "_torchtune", "_cli", "__main__.py")
@@ -21,7 +22,7 @@ MEMORY = {"memory", "out_of_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
     "values": set(),
-    "config": {"probe", "values"},  # of the probe, the names of the searches
+    "config": {"values"},
     "emulated_device": {"values"},
     "device": set(),
     "memory": {"host_memory"},
@@ -29,12 +30,12 @@ MAY_IMPORT = {
     "host_memory": set(),
     "ranks": {"host_memory", "out_of_memory"},
     "growth": set(),
-    "loop": {"config", "device", "micro_batches", "probe", "ranks", "values"} | MEMORY,
+    "loop": {"config", "device", "micro_batches", "probe", "ranks", "trace", "values"} | MEMORY,
     "micro_batches": {"device", "probe", "ranks"} | MEMORY,
     "plan": {"probe", "trace", "values"},
     "probe": {"config", "device", "host_memory", "ranks", "trace", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
-    "trace": {"probe", "ranks"},
+    "trace": {"ranks"},
 }
 PURE = [
     "config",
@@ -50,7 +51,6 @@ PURE = [
     "micro_batches/forward_cost",
     "micro_batches/limits",
     "plan",
-    "probe/scratch",
     "probe/search",
     "probe/sizes",
     "report/curves",
@@ -61,6 +61,7 @@ PURE = [
     "report/sections",
     "trace/allocator",
     "trace/reserved",
+    "trace/scratch",
     "trace/traced_step",
     "values",
 ]
@@ -121,13 +122,6 @@ def test_what_records_a_trace_is_imported_by_itself_alone_until_a_trace_is_made(
         assert not private or not name_of(path).startswith("trace/")
 
 
-def test_a_trace_knows_of_the_probe_what_a_step_is_and_when_it_repeats() -> None:
-    found = set().union(*(ours(path) for path in PACKAGE.glob("_trace/*.py")))
-    assert {name for name in found if not name.startswith("trace")} == {
-        "probe/scratch", "probe/sizes", "probe/trial", "ranks/fsdp",
-    }  # fmt: skip
-
-
 def test_importing_the_package_imports_nothing_that_records_a_trace() -> None:
     code = "import sys, adaptive_batching.torchtune; sys.exit('torch' not in sys.modules or any(\n"
     code += "    name.removeprefix('adaptive_batching._').replace('.', '/') in {} for name in sys.modules))"
@@ -143,3 +137,8 @@ def test_importing_the_package_does_not_import_torchtune_nor_does_its_command_fo
 def test_torchtune_is_imported_in_one_place_only() -> None:
     outside = [p for p in PACKAGE.glob("**/*.py") if PACKAGE / "_torchtune" not in p.parents]
     assert not [p for p in outside if any(n.split(".")[0] == "torchtune" for n in imported(p))]
+
+
+def test_no_two_files_share_a_name_and_none_import_each_other_in_a_circle() -> None:
+    found = house.count()
+    assert (found["twin_names"], found["cycles"], found["retry_loops"]) == (0, 0, 1)

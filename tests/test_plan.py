@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from adaptive_batching._plan import GPUS, SET_UP, Answer, Forecast, find_gpu, outside_of_allocator
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import SetUp
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
 
 

@@ -24,8 +24,8 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.snapshot import parameters_of
-from adaptive_batching._probe.trial import Run, TrainingStep
 from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
 
 # Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in

@@ -13,11 +13,11 @@ from torch import nn
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, allocator_advice, memory_meter
 from adaptive_batching._probe.sizes import Measurement
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._trace.bits_and_bytes import move_to_host
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)

@@ -25,12 +25,13 @@ from adaptive_batching._probe.does_not_fit import (
 )
 from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, settle_for_enough
 from adaptive_batching._probe.sizes import Measure, Measurement, ProbeResult, SizesRun, candidate_sizes
-from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep, TraceError
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)

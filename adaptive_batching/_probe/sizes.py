@@ -7,25 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from adaptive_batching._trace.reserved import can_repeat
+
 # Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
 # goes back at once.
 REPEAT_ERROR = 0.001
-# Steps at one size after which it is known whether training can repeat them: see `can_repeat`.
-MAX_STEPS = 4
-
-
-def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
-    """Tell whether training can repeat the steps of a size, by how often each so far had the allocator empty its cache.
-
-    If it had to in every step, each would have to wait for the device. That a first step had to says little: it has met
-    another layout than those after it, and with ``makes_states`` had more room. True if the last two steps that found
-    states did without; False if that can no longer be so within :data:`MAX_STEPS`; None if another step has to tell.
-    """
-    that_count = retries[1:] if makes_states else retries
-    calm = next((index for index, had in enumerate(reversed(that_count)) if had), len(that_count))
-    if calm >= 2:
-        return True
-    return None if len(retries) + 2 - calm <= MAX_STEPS else False
 
 
 @dataclass(frozen=True)

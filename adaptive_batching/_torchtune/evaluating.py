@@ -24,10 +24,10 @@ from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._torchtune.settings import read_evaluation
 from adaptive_batching._torchtune.stock import any_version_of_the_harness, replaced_in
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,6 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, is_sharded
 from adaptive_batching._torchtune.data import SampleLoader
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.step_cost import MemoryHistory
 
 
 class Gate:
@@ -137,6 +136,14 @@ class Host:
     def samples_per_rank(self) -> int:
         """Samples of an epoch on one replica."""
         return len(self.loader.sampler)
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """Batches of the first epoch during which CUDA's allocations are recorded for the profiler, as stock does."""
+
+    first: int
+    last: int
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.host import Host, StockRun
@@ -23,6 +22,7 @@ from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.training_step import remedies, training_step
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import TraceError
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize
 
 log = logging.getLogger(__name__)

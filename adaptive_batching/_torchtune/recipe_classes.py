@@ -14,7 +14,7 @@ from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesT
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching._torchtune.next_token import AcceptsConfigsOfTorchao, distillation, fake_quantized, next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.ppo.recipe import AdaptivePPO
+from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
 from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.settings import check_ppo_settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,7 @@ from adaptive_batching._torchtune.data import Sample
 
 if TYPE_CHECKING:
     from adaptive_batching._torchtune.cutting import MicroBatch
-    from adaptive_batching._torchtune.host import Host
+    from adaptive_batching._torchtune.host import Host, MemoryHistory
 
 
 class StepCosts:
@@ -47,14 +46,6 @@ class StepCosts:
         with contextlib.suppress(OSError, KeyError, MemoryError):
             return None if self._meter is None else self._meter.peak_bytes()
         return None
-
-
-@dataclass(frozen=True)
-class MemoryHistory:
-    """Batches of the first epoch during which CUDA's allocations are recorded for the profiler, as stock does."""
-
-    first: int
-    last: int
 
 
 @contextlib.contextmanager

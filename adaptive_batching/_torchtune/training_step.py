@@ -17,7 +17,6 @@ from torchtune import modules, training
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
 from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.does_not_fit import Remedy
-from adaptive_batching._probe.trial import Run, TrainingStep, models_of
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.data import Sample, repeat
@@ -27,6 +26,7 @@ from adaptive_batching._torchtune.host import Gate, Host
 from adaptive_batching._torchtune.images import run_without_values
 from adaptive_batching._torchtune.next_token import keeps_scales
 from adaptive_batching._torchtune.objective import Batch, Sums
+from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
 

@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from adaptive_batching._probe.trial import TrainingStep, has_states, kept_tensors, models_of
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._trace.bits_and_bytes import traced_as
 from adaptive_batching._trace.fsdp_units import group_of, local_part, simulate, state_of
 from adaptive_batching._trace.recorder import Recorder, state_tensors
 from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
+from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of
 
 
 class FakeCopy(NamedTuple):

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from adaptive_batching._probe.scratch import Scratch
+from adaptive_batching._trace.scratch import Scratch
 from adaptive_batching._trace.traced_step import (
     ACTIVATIONS,
     BACKWARD,

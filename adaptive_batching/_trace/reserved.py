@@ -15,12 +15,27 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from adaptive_batching._probe.sizes import MAX_STEPS, can_repeat
 from adaptive_batching._trace.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.traced_step import Recorded
 
 STEPS = 3  # that are replayed: the second and third meet the cache that the one before has left
 _RESOLUTION = 200  # a limit is known to a 200th of what is allocated
+# Steps at one size after which it is known whether training can repeat them: see `can_repeat`.
+MAX_STEPS = 4
+
+
+def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
+    """Tell whether training can repeat the steps of a size, by how often each so far had the allocator empty its cache.
+
+    If it had to in every step, each would have to wait for the device. That a first step had to says little: it has met
+    another layout than those after it, and with ``makes_states`` had more room. True if the last two steps that found
+    states did without; False if that can no longer be so within :data:`MAX_STEPS`; None if another step has to tell.
+    """
+    that_count = retries[1:] if makes_states else retries
+    calm = next((index for index, had in enumerate(reversed(that_count)) if had), len(that_count))
+    if calm >= 2:
+        return True
+    return None if len(retries) + 2 - calm <= MAX_STEPS else False
 
 
 @dataclass(frozen=True)

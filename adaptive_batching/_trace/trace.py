@@ -20,9 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from adaptive_batching._probe.trial import TrainingStep, models_of
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._trace.traced_step import TRACED_SIZES, PeakMemoryCurve, StepRecord, TracedStep, TraceError
+from adaptive_batching._trace.training import TrainingStep, models_of
 
 log = logging.getLogger(__name__)
 

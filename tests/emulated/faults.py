@@ -22,7 +22,7 @@ from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.gradients import discard
 from adaptive_batching._torchtune.launch import _mistakes_in_one_line
 from adaptive_batching._torchtune.loop import TrainingLoop
-from adaptive_batching._torchtune.ppo.loop import PPOLoop
+from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
 PATIENCE = 120  # seconds of a step; then the process ends, and says where it was (pytest shows that with -s)

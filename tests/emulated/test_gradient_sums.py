@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._trace.trace import _device_of_trace, trace_step
+from adaptive_batching._trace.training import TrainingStep
 
 
 class Branches(nn.Module):

@@ -17,8 +17,9 @@ from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.training import TrainingStep
 
 GIB, MIB = 2**30, 2**20
 WIDTH = 4096

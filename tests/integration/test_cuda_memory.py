@@ -23,13 +23,14 @@ from torchtune.models.llama2 import llama2
 
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._memory import Segments, cuda_segments, memory_meter
-from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.fsdp import can_drain
 from adaptive_batching._torchtune.ppo.trajectories import Experience
 from adaptive_batching._trace import trace
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.training import TrainingStep
 from tests.conftest import RECIPES, ROOT, TuneRun, assert_close
 from tests.support.launches import with_root
 from tests.support.overrides import SGD, VALIDATE

@@ -19,9 +19,9 @@ from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._trace import allocator
 from adaptive_batching._trace.reserved import ReservedPeaks
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import MemoryAmount
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer, Recorded
 
@@ -123,7 +123,7 @@ def test_the_answer_trains_without_a_retry_and_the_walk_to_it_is_short(
         assert device.errors <= 2 and found.num_steps <= 9
     else:
         # These few layers of unlike sizes leave up to half of what is reserved unused, which only a replay can tell.
-        assert device.errors <= 10 and found.num_steps <= 26
+        assert device.errors <= 10 and found.num_steps <= 30
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, CorrectedCurve, settle_for_enough
-from adaptive_batching._probe.sizes import MAX_STEPS, Measurement, SizesRun, can_repeat, candidate_sizes
+from adaptive_batching._probe.sizes import Measurement, SizesRun, candidate_sizes
+from adaptive_batching._trace.reserved import MAX_STEPS, can_repeat
 
 Peak = Callable[[int], float]
 Sizes = list[int] | range

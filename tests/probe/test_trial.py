@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from adaptive_batching._host_memory import CpuMeter
 from adaptive_batching._probe import snapshot
-from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._probe.trial import Trial
+from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
 
 BUDGET = 2**40

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._memory import Segments
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._trace import allocator, traced_step
 from adaptive_batching._trace.allocator import GIB, KIB, MIB
+from adaptive_batching._trace.training import TrainingStep
 
 __all__ = ["GIB", "KIB", "MIB", "CachingAllocator", "Device", "Layer", "Memory", "Recorded"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._trace.trace import trace_peak_memory
+from adaptive_batching._trace.training import TrainingStep
 from tests.support.real_memory import most_in_use
 
 

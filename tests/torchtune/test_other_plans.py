@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.distributed._tools.common_utils import get_untyped_storages
 
-from adaptive_batching._probe.trial import TrainingStep, kept_tensors
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host
@@ -25,6 +24,7 @@ from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.training import TrainingStep, kept_tensors
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER
 from tests.support.real_memory import most_in_use

@@ -12,7 +12,7 @@ from torchtune.generation import _generation, generate, get_causal_mask_from_pad
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching._torchtune.ppo.draws import Draws, sampling_with
-from adaptive_batching._torchtune.ppo.stock import StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 
 TOKENS, VOCABULARY = 3, 11
 

@@ -13,10 +13,11 @@ from torch import nn
 
 from adaptive_batching._host_memory import CpuMeter
 from adaptive_batching._probe import snapshot
-from adaptive_batching._probe.trial import TrainingStep, Trial
+from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.bits_and_bytes import is_managed, paged_bytes, traced_as
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import STATES
+from adaptive_batching._trace.training import TrainingStep
 from tests.support.steps import step_of
 
 BUDGET = 2**40

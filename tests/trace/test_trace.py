@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from adaptive_batching import _trace
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._trace import compiled, fake_step, trace
 from adaptive_batching._trace.compiled import compile_modules
 from adaptive_batching._trace.recorder import Recorder, state_tensors
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
+from adaptive_batching._trace.training import TrainingStep
 from tests.support.steps import step_of
 
 WIDTH = 64

@@ -15,7 +15,7 @@ from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Sums
-from adaptive_batching._torchtune.ppo.stock import Sizes
+from adaptive_batching._torchtune.ppo.stock_ppo import Sizes
 from adaptive_batching._torchtune.ppo.trajectories import Experience, Trajectories, stats_of
 from adaptive_batching._torchtune.recovery import Recovery
 

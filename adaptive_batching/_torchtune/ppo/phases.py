@@ -13,14 +13,14 @@ from adaptive_batching._memory import MemoryMeter, release_cached_memory
 from adaptive_batching._probe.does_not_fit import Remedy
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.trial import TrainingStep
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe
 from adaptive_batching._torchtune.objective import worst_case_sample
-from adaptive_batching._torchtune.ppo.stock import StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories, bytes_of, longest
 from adaptive_batching._torchtune.probing import Probe, Probed, upper_bound
+from adaptive_batching._trace.training import TrainingStep
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.ppo.draws import Draws
-from adaptive_batching._torchtune.ppo.stock import StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.recovery import Recovery
 
 

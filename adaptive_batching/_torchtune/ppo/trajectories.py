@@ -14,7 +14,7 @@ from torchtune.rlhf import PPOStats, Trajectory
 from adaptive_batching._device import without_waiting
 from adaptive_batching._torchtune.data import Sample, indexed, stretch
 from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
-from adaptive_batching._torchtune.ppo.stock import PolicyAndValue, Share, StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import PolicyAndValue, Share, StockPPO
 
 _OF_LEARNING = (
     "query_responses", "logprobs", "values", "position_ids", "response_padding_masks", "value_padding_masks",

@@ -18,8 +18,8 @@ from adaptive_batching._torchtune.checkpoints import (
     with_batch_state,
 )
 from adaptive_batching._torchtune.kept_probe import Circumstances
-from adaptive_batching._torchtune.ppo import stock as stocks
-from adaptive_batching._torchtune.ppo.session import PPOSession
+from adaptive_batching._torchtune.ppo import stock_ppo as stocks
+from adaptive_batching._torchtune.ppo.ppo_session import PPOSession
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.resuming import take_value_model_of

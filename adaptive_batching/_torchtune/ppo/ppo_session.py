@@ -16,10 +16,10 @@ from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
-from adaptive_batching._torchtune.ppo.loop import PPOLoop
 from adaptive_batching._torchtune.ppo.phases import find_sizes
+from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 from adaptive_batching._torchtune.ppo.rollout import Rollout
-from adaptive_batching._torchtune.ppo.stock import StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
 from adaptive_batching._torchtune.probing import Probed
 from adaptive_batching._torchtune.recovery import Recovery

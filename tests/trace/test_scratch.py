@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaptive_batching._probe.scratch import Scratch, of_sum_of_rows
 from adaptive_batching._trace.recorder import scratch_of
+from adaptive_batching._trace.scratch import Scratch, of_sum_of_rows
 
 MIB = 2**20
 H100, A100 = 132 * 2048, 108 * 2048

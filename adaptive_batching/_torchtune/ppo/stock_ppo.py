@@ -17,9 +17,8 @@ from torchtune.modules import delete_kv_caches
 from torchtune.rlhf import PPOStats, Trajectory
 
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._torchtune.host import Gate, Host, StockRun
+from adaptive_batching._torchtune.host import Gate, Host, MemoryHistory, StockRun
 from adaptive_batching._torchtune.objective import Objective
-from adaptive_batching._torchtune.step_cost import MemoryHistory
 
 
 class PolicyAndValue(nn.Module):

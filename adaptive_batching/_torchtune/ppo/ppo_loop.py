@@ -21,7 +21,7 @@ from adaptive_batching._torchtune.host import Outlet
 from adaptive_batching._torchtune.loop import Loop, Training
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.rollout import Rollout
-from adaptive_batching._torchtune.ppo.stock import StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Experience
 from adaptive_batching._torchtune.step_cost import recorded_memory
 
