@@ -212,6 +212,13 @@ def all_that_fits() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(ForwardTimes, "enough", lambda self: None)
 
 
+@contextlib.contextmanager
+def without_pages() -> Iterator[None]:
+    """Have no page of a run made, neither after an epoch nor at its end."""
+    with mock.patch.object(Report, "_make_page"), mock.patch("adaptive_batching._report.record.start_page"):
+        yield
+
+
 def _main(*arguments: str) -> None:
     from torchtune._cli.tune import main
 
@@ -219,11 +226,7 @@ def _main(*arguments: str) -> None:
         del sys.modules[module]
     torch._dynamo.reset()
     # Each takes a process of its own; tests/integration/test_report.py has them made.
-    no_pages = (
-        contextlib.nullcontext()
-        if makes_pages
-        else mock.patch.multiple(Report, _start_page=mock.DEFAULT, _make_page=mock.DEFAULT)
-    )
+    no_pages = contextlib.nullcontext() if makes_pages else without_pages()
     argv = mock.patch.object(sys, "argv", ["tune", *arguments])
     fits = contextlib.nullcontext() if probes_by_speed else all_that_fits()
     with argv, fits, no_pages, contextlib.suppress(_Success):

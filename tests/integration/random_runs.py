@@ -33,11 +33,10 @@ from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching._host_memory import CpuMeter, _status
 from adaptive_batching._report.events import read_events
-from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import probing, session
 from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT
+from tests.conftest import ARCHITECTURE, ROOT, without_pages
 from tests.integration import faults
 
 MIB = 2**20
@@ -178,7 +177,7 @@ class Watched:
             mock.patch.object(session, "find_maximum", limited_probe),
             mock.patch.object(TrainingLoop, "run", limited_run),
             mock.patch.object(TrainingLoop, "_finish_step", noted),
-            mock.patch.multiple(Report, _start_page=mock.DEFAULT, _make_page=mock.DEFAULT),
+            without_pages(),
         ):
             yield
         resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
