@@ -137,7 +137,8 @@ class AdaptiveBatching:
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
         circumstances = Circumstances(cfg, measures_noise=self._increase.noise_scale_every is not None)
         held_out = self._hold_out(host)
-        self._session = Session(host, run, settings, self._increase, circumstances, report, self._stored, held_out)
+        self._session = Session(host, run, settings, self._increase, report, self._stored, held_out)
+        self._session.settle(circumstances)
         self.global_step = self._session.run.first_step
 
     def _hold_out(self, host: hosts.Host) -> HeldOut | None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -42,76 +42,92 @@ from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, W
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Session:
-    """Everything that a run has settled on before it trains; ``report`` is None with all fields unset."""
+    """A run, and everything that it has settled on before it trains: see :meth:`settle`."""
 
-    def __init__(
-        self,
-        host: Host,
-        run: StockRun,
-        settings: AdaptiveBatchingConfig,
-        increase: Increase,
-        circumstances: Circumstances,
-        report: Report | None = None,
-        stored: Mapping[str, Any] | None = None,
-        held_out: HeldOut | None = None,
-    ) -> None:
-        if report is not None:
+    host: Host
+    run: StockRun
+    settings: AdaptiveBatchingConfig
+    increase: Increase
+    report: Report | None = None
+    """None with all fields unset."""
+
+    stored: Mapping[str, Any] = field(default_factory=dict)
+    """State of the run that is resumed."""
+
+    held_out: HeldOut | None = None
+    growth: Growth | None = field(default=None, init=False)
+    execution: Execution = field(init=False)
+    _probed: Probed | None = field(default=None, init=False)
+    _explored: int | str | None = field(default=None, init=False)
+    _random_states: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _validation_limit: TokenLimit = field(default_factory=TokenLimit, init=False)
+
+    def __post_init__(self) -> None:
+        self.execution = Execution(is_stock=self.report is None)
+
+    def settle(self, circumstances: Circumstances) -> None:
+        """Decide all that is decided before training: what fits, how batches are cut, how they grow.
+
+        With all fields unset, only what several ranks need is prepared.
+        """
+        self._prepare_host(circumstances)
+        # Before memory is short or measured: the thread that watches progress bars takes some, and Python waits for it
+        # for good if it cannot start.
+        tqdm(disable=True).close()
+        if self.report is not None:
+            self._check()
+            self._lay_out(circumstances, self.report)
+
+    def _prepare_host(self, circumstances: Circumstances) -> None:
+        host, settings = self.host, self.settings
+        if self.report is not None:
             host.objective.leave_stock()
             host.objective.equalize_collectives()
         if host.ranks.size > 1:
             collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
-            host = replace(host, collectives=collectives, why_no_recovery=why_not)
+            self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
         if settings.memory_limit is not None and (host.ranks.size == 1 or host.collectives is not None):
             with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
                 require_room(settings, memory_meter(host.device), host.ranks)
-        self.host = host
-        self.run = run
-        self.settings = settings
-        self._report = report
-        self._random_states: list[dict[str, Any]] = []
-        self._explored: int | str | None = None
-        self._batch_dependent = functools.cache(functools.partial(batch_dependent_module, host))
-        self.execution = Execution(is_stock=report is None)
-        self.growth: Growth | None = None
-        self._probed: Probed | None = None
-        self._held_out = held_out
-        self._validation_limit = TokenLimit()
-        # Before memory is short or measured: the thread that watches progress bars takes some, and Python waits for it
-        # for good if it cannot start.
-        tqdm(disable=True).close()
-        if report is None:
-            return
-        check_that_noise_has_a_meaning(host, increase)
+
+    def _check(self) -> None:
+        host, settings = self.host, self.settings
+        check_that_noise_has_a_meaning(host, self.increase)
         if settings.keep_beta2_half_life:
             check_that_beta2_can_follow(host.optimizers)
-        check_that_cutting_is_exact(settings, increase, self._batch_dependent)
+        check_that_cutting_is_exact(settings, self.increase, self._batch_dependent)
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
-        stored = stored or {}
+
+    def _lay_out(self, circumstances: Circumstances, report: Report) -> None:
+        host, run, settings, stored, execution = self.host, self.run, self.settings, self.stored, self.execution
         accumulation = self._accumulation()
-        probed = self._find_maximum(circumstances, report)
-        controller = make_controller(host, run, settings, increase, accumulation, probed, stored)
+        self._probed = probed = self._find_maximum(circumstances, report)
+        controller = make_controller(host, run, settings, self.increase, accumulation, probed, stored)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
-        self.execution.capacity = probed.capacity
-        self._probed = probed
+        execution.capacity = probed.capacity
         if isinstance(probed.micro_batch_size, Explore):
-            chosen = settle_micro_batch_size(host, run, controller, self.execution, stored, report)
+            execution.size = chosen = settle_micro_batch_size(host, run, controller, execution, stored, report)
             self._explored = _spelled(chosen)
-            self.execution.size = chosen
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
         else:
-            self.execution.size = probed.micro_batch_size
-        self.growth = Growth(host, run, settings, increase, controller, self.execution, stored)
+            execution.size = probed.micro_batch_size
+        self.growth = Growth(host, run, settings, self.increase, controller, execution, stored)
         course = self.growth.course
         if course.seen_in_epoch:
             at = run.first_epoch + course.seen_in_epoch / course.shape.samples
             sizes = {"batch_size": controller.batch_size, "global_batch_size": self.growth.global_batch_size}
             report.resume(run.first_step, epoch=at, **sizes)
-        plan = course.plan(run.first_epoch)
-        report.plan(plan, decided=controller.decides_early)
+        report.plan(course.plan(run.first_epoch), decided=controller.decides_early)
+
+    @functools.cached_property
+    def _batch_dependent(self) -> Callable[[], str | None]:
+        """Names what computes over the batch, which takes some forwards to find."""
+        return functools.cache(functools.partial(batch_dependent_module, self.host))
 
     def _accumulation(self) -> Accumulation:
         return accumulation_of(self.settings, self.run)
@@ -121,7 +137,7 @@ class Session:
 
     def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> Loop:
         """Return the loop that trains; the record of the run is told what happens before ``watchers`` are."""
-        watchers = [*watchers] if self._report is None else [self._report, *watchers]
+        watchers = [*watchers] if self.report is None else [self.report, *watchers]
         return self._loop(
             Training(
                 self.host,
@@ -145,7 +161,7 @@ class Session:
             Cutter(self.host, execution, learns=times_forwards),
             self._recovery(),
             together=isinstance(execution.size, ByLength),
-            validation=None if self._held_out is None else self._validation(self._held_out),
+            validation=None if self.held_out is None else self._validation(self.held_out),
         )
 
     def _recovery(self) -> Recovery:
@@ -170,8 +186,8 @@ class Session:
         )
 
     def finish(self) -> None:
-        if self._report is not None:
-            self._report.finish()
+        if self.report is not None:
+            self.report.finish()
 
     def note_random_state(self) -> None:
         """Keep the random state of every rank for the checkpoint that is saved next."""

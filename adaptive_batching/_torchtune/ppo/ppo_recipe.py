@@ -55,9 +55,8 @@ class AdaptivePPO(AdaptiveBatching):
         self._host = host
         run = stocks.run_of(self, int(cfg.num_steps), self.learning_rate())
         circumstances = Circumstances(cfg)
-        self._session = PPOSession(
-            stock, host, run, self._settings, self._increase, circumstances, report, self._stored
-        )  # fmt: skip
+        self._session = PPOSession(host, run, self._settings, self._increase, report, self._stored, stock=stock)
+        self._session.settle(circumstances)
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
         """Let stock know how far the run is; ``global_step`` counts rollouts."""

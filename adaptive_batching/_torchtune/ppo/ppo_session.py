@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.epoch import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.cutting import Cutter
-from adaptive_batching._torchtune.growing import Increase, StockSchedule
-from adaptive_batching._torchtune.host import Host, StockRun
+from adaptive_batching._torchtune.growing import StockSchedule
 from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
@@ -26,24 +24,13 @@ from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.session import Session
 
 
+@dataclass
 class PPOSession(Session):
     """Everything that a PPO run has settled on before it trains; see :class:`Session`."""
 
-    def __init__(
-        self,
-        stock: StockPPO,
-        host: Host,
-        run: StockRun,
-        settings: AdaptiveBatchingConfig,
-        increase: Increase,
-        circumstances: Circumstances,
-        report: Report | None,
-        stored: Mapping[str, Any],
-    ) -> None:
-        self.stock = stock
-        self._rollout_rows: int | None = None
-        self._rollout_limit = TokenLimit()
-        super().__init__(host, run, settings, increase, circumstances, report, stored)
+    stock: StockPPO = field(kw_only=True)
+    _rollout_rows: int | None = field(default=None, init=False)
+    _rollout_limit: TokenLimit = field(default_factory=TokenLimit, init=False)
 
     def _accumulation(self) -> Accumulation:
         return InParts(self.stock.sizes.parts)
