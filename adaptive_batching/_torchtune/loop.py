@@ -72,25 +72,32 @@ class Loop(ABC):
                 optimizer.zero_grad()
         if run.profiler is not None:
             run.profiler.start()
-        for epoch in range(run.first_epoch, run.epochs):
-            self._start_epoch(epoch)
-            training_of_epoch = self._run_epoch(epoch)
-            is_over = False
-            while not is_over:
-                with self._limited():
-                    is_over = next(training_of_epoch, True)
-                self._note_progress(epochs_run=epoch + is_over)
-                is_last = is_over and (self._schedule.course.run_is_over or epoch + 1 == run.epochs)
+        with contextlib.ExitStack() as self._limits:
+            for epoch in range(run.first_epoch, run.epochs):
+                self._start_epoch(epoch)
+                self._limits.enter_context(self._limited())
+                self._run_epoch(epoch)
+                self._limits.close()
+                is_last = self._schedule.course.run_is_over or epoch + 1 == run.epochs
+                self._note_progress(epochs_run=epoch + 1)
                 if self._save_every is None or is_last or self._is_step_to_save:
                     self._save(epoch, is_last=is_last)
-            if is_last:
-                break
+                if is_last:
+                    break
         if run.profiler is not None:
             run.profiler.stop()
 
     @abstractmethod
-    def _run_epoch(self, epoch: int) -> Iterator[bool]:
-        """Train an epoch; yield False where a checkpoint within it is due."""
+    def _run_epoch(self, epoch: int) -> None:
+        """Train an epoch, and save after its steps."""
+
+    def _save_within(self, epoch: int) -> None:
+        """Save within an epoch, where that is due."""
+        if self._is_step_to_save:
+            self._limits.close()
+            self._note_progress(epochs_run=epoch)
+            self._save(epoch, is_last=False)
+            self._limits.enter_context(self._limited())
 
     @property
     def _is_step_to_save(self) -> bool:
@@ -180,7 +187,7 @@ class TrainingLoop(Loop):
                 self._validation.check_that_longest_fits()
         super().run()
 
-    def _run_epoch(self, epoch: int) -> Iterator[bool]:
+    def _run_epoch(self, epoch: int) -> None:
         host, run, course = self._host, self._run, self._schedule.course
         batches = 0
         if self._schedule.adapts:
@@ -200,7 +207,7 @@ class TrainingLoop(Loop):
                 if course.epoch_is_over:
                     break
                 if ends_window and self._is_step_to_save:
-                    yield False
+                    self._save_within(epoch)
                     self._window_start = time.perf_counter()
 
     def _start_window(self) -> None:

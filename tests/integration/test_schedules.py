@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +56,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     common = [*common, *VALIDATE, "run_val_every_n_steps=4"] if "val_loss" in name else common
     run_epoch = TrainingLoop._run_epoch
 
-    def interrupted(self: TrainingLoop, epoch: int) -> Iterator[bool]:
+    def interrupted(self: TrainingLoop, epoch: int) -> None:
         if epoch == 1:  # what is on the disk if the power goes out here
             shutil.copytree(tmp_path / "whole", tmp_path / "part")
-        return run_epoch(self, epoch)
+        run_epoch(self, epoch)
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingLoop, "_run_epoch", interrupted)

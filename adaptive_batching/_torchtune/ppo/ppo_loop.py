@@ -8,7 +8,6 @@ step that the batch size is decided for, and it has two phases that each run out
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -58,7 +57,7 @@ class PPOLoop(Loop):
         with tqdm(initial=self.global_step, dynamic_ncols=True) as self._progress:
             super().run()
 
-    def _run_epoch(self, epoch: int) -> Iterator[bool]:
+    def _run_epoch(self, epoch: int) -> None:
         run, course = self._run, self._schedule.course
         self._show_total()
         if course.epoch_is_over:
@@ -70,8 +69,7 @@ class PPOLoop(Loop):
             run.profiler.step()
             if course.epoch_is_over:
                 break
-            if self._is_step_to_save:
-                yield False
+            self._save_within(epoch)
 
     def _show_total(self) -> None:
         """Show the rollouts of the whole run, if the size does not change any more."""
