@@ -271,48 +271,23 @@ def find_maximum_batch_size(
         peak_moment=moment,
         peak_kinds=kinds,
     )
-    if settled is not None:
-        peak = max((at for size, at in predicted if size <= settled), default=0)
-        log.info(
-            "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
-            "with %d training steps, at up to %d samples",
-            settled, memory_size(peak), memory_size(result.budget_bytes), result.seconds, result.num_steps, batch_size,
-        )  # fmt: skip
-        return result
-    log.info(
-        "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
-        "memory",
-        batch_size, result.reason, memory_size(result.peak_bytes), memory_size(result.budget_bytes),
-        result.seconds, result.num_steps, result.num_out_of_memory,
-    )  # fmt: skip
+    _log_result(result)
     return result
 
 
-def _reserved(peaks: ReservedPeaks, level: float, batch_size: int) -> tuple[float, float, float]:
-    once, repeated, least = peaks(batch_size)
-    return once + level, repeated + level, least + level
-
-
-def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
-    """Return the largest answer of all ranks, or None if one of them does not know."""
-    here = enough()
-    known = ranks.all(here is not None)
-    wanted = int(ranks.largest(here or 0))
-    return wanted if known else None
-
-
-def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep | None:
-    if not step.can_be_traced:
-        return None
-    start = time.perf_counter()
-    log.info("tracing the training step to predict its memory, twice, without taking any")
-    try:
-        traced = trace_step(step)
-        log.info("traced in %.1f s", time.perf_counter() - start)
-        return traced
-    except TraceError as error:
-        if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
-            raise error.__cause__ from None  # a real step takes more memory
-        text = "the training step cannot be traced (%s); searching by measured steps alone"
-        log.warning(text, error, extra=ONLY_HERE)
-        return None
+def _log_result(result: ProbeResult) -> None:
+    batch_size, budget = result.batch_size, memory_size(result.budget_bytes)
+    if result.enough is not None:
+        peak = max((at for size, at in result.predicted if size <= result.enough), default=0)
+        log.info(
+            "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
+            "with %d training steps, at up to %d samples",
+            result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size,
+        )  # fmt: skip
+        return
+    log.info(
+        "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
+        "memory",
+        batch_size, result.reason, memory_size(result.peak_bytes), budget,
+        result.seconds, result.num_steps, result.num_out_of_memory,
+    )  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -64,15 +65,11 @@ def training_step(
             if is_trace:
                 batch = without_block_mask(batch)
 
+            told = None if note is None or is_trace else partial(note, num_samples)
+
             def run_one(*, is_last: bool) -> Sums:
-                start = time.perf_counter()
-                with held_back(target, is_last=is_last):
-                    sums = forward_backward(target, dict(batch))
-                if note is not None and not is_trace:
-                    if host.device.type != "cpu":
-                        torch.get_device_module(host.device).synchronize(host.device)
-                    note(num_samples, time.perf_counter() - start)
-                return sums
+                with _timed(host.device, told), held_back(target, is_last=is_last):
+                    return forward_backward(target, dict(batch))
 
             if accumulates and not runs_both:
                 _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
@@ -95,6 +92,17 @@ def training_step(
         whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiling.is_cut_by_inductor(host),
         keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _timed(device: torch.device, tell: Callable[[float], None] | None) -> Iterator[None]:
+    """Tell the seconds that the device takes for what runs inside."""
+    start = time.perf_counter()
+    yield
+    if tell is not None:
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
+        tell(time.perf_counter() - start)
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
