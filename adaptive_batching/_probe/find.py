@@ -247,8 +247,7 @@ def find_maximum_batch_size(
         "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
         candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes()),
     )  # fmt: skip
-    advice = allocator_advice(meter.device)
-    if advice is not None:
+    if (advice := allocator_advice(meter.device)) is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
     search.run(candidates, enough, scratch)
     sizes, traced, settled = search.sizes, search.traced, search.settled
@@ -291,3 +290,33 @@ def _log_result(result: ProbeResult) -> None:
         batch_size, result.reason, memory_size(result.peak_bytes), budget,
         result.seconds, result.num_steps, result.num_out_of_memory,
     )  # fmt: skip
+
+
+def _reserved(peaks: ReservedPeaks, level: float, batch_size: int) -> tuple[float, float, float]:
+    once, repeated, least = peaks(batch_size)
+    return once + level, repeated + level, least + level
+
+
+def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
+    """Return the largest answer of all ranks, or None if one of them does not know."""
+    here = enough()
+    known = ranks.all(here is not None)
+    wanted = int(ranks.largest(here or 0))
+    return wanted if known else None
+
+
+def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep | None:
+    if not step.can_be_traced:
+        return None
+    start = time.perf_counter()
+    log.info("tracing the training step to predict its memory, twice, without taking any")
+    try:
+        traced = trace_step(step)
+        log.info("traced in %.1f s", time.perf_counter() - start)
+        return traced
+    except TraceError as error:
+        if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            raise error.__cause__ from None  # a real step takes more memory
+        text = "the training step cannot be traced (%s); searching by measured steps alone"
+        log.warning(text, error, extra=ONLY_HERE)
+        return None
