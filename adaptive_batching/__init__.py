@@ -16,12 +16,13 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._trace.training import TrainingStep
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveBatchingConfig",
+    "AdaptiveBatchingError",
     "AdaptiveStep",
     "BatchController",
     "ConfigError",

@@ -9,7 +9,11 @@ from typing import Any
 _BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-class ConfigError(ValueError):
+class AdaptiveBatchingError(Exception):
+    """What this package raises for its user: the message says what is wrong, and what to do."""
+
+
+class ConfigError(AdaptiveBatchingError, ValueError):
     """A setting that cannot be used. The message names key, value and remedy."""
 
 

@@ -27,6 +27,7 @@ AdaptiveBatchingConfig.growth_is_bound_by_memory
 AdaptiveBatchingConfig.enabled
 AdaptiveBatchingConfig.probes
 AdaptiveBatchingConfig.from_mapping(cls, section, *, use_maximum_batch_size=..., batch_increase_function=..., micro_batch_size=..., save_every_n_steps=..., batch_size=...)
+AdaptiveBatchingError(Exception)
 AdaptiveStep(model, optimizer, loss, collate=..., *, length=..., max_tokens=..., clip_norm=..., backward=...)
 AdaptiveStep.max_tokens
 AdaptiveStep.num_recoveries
@@ -38,7 +39,7 @@ BatchController.decides_early
 BatchController.without_growth(self)
 BatchController.decide(self, state, room=...)
 BatchController.announce(self, decision)
-ConfigError(ValueError)
+ConfigError(AdaptiveBatchingError, ValueError)
 Course(controller, shape, rates=..., scale=..., *, initial_batch_size=..., grows_in_warmup=...)
 Course.window
 Course.accumulation
@@ -56,7 +57,7 @@ Course.decide_if_due(self, observe=...)
 Course.plan(self, first_epoch=...)
 Course.expected(self)
 Course.steps_left(self)
-DoesNotFitError(RuntimeError)
+DoesNotFitError(AdaptiveBatchingError, RuntimeError)
 FixedAccumulation(batches=...)
 FixedAccumulation.batches_at(self, batch_size)
 FixedAccumulation.window(self, batch_size)
@@ -64,7 +65,7 @@ FixedAccumulation.allowed(self, batch_size)
 FixedAccumulation.room(self, samples)
 GrowthState(epoch, total_epochs, batch_size, initial_batch_size, maximum, global_batch_size, samples_seen, steps, lr_decay, losses=..., val_losses=..., noise_scale=..., history=..., seconds_per_step=...)
 IncreaseFunction
-IncreaseFunctionError(ValueError)
+IncreaseFunctionError(AdaptiveBatchingError, ValueError)
 KeepGlobal(samples)
 KeepGlobal.batches_at(self, batch_size)
 KeepGlobal.window(self, batch_size)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal
+from adaptive_batching._values import AdaptiveBatchingError
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ IncreaseFunction = Callable[..., int]
 _FACTORIES = "adaptive_batching._growth.schedules"
 
 
-class IncreaseFunctionError(ValueError):
+class IncreaseFunctionError(AdaptiveBatchingError, ValueError):
     """Raised for an increase function that cannot be used, or that does not return a number of samples."""
 
 

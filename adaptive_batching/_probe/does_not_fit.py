@@ -18,12 +18,12 @@ from adaptive_batching._trace.bits_and_bytes import move_to_host
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
 from adaptive_batching._trace.training import TrainingStep
-from adaptive_batching._values import ConfigError, MemoryAmount, memory_size
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, MemoryAmount, memory_size
 
 log = logging.getLogger(__name__)
 
 
-class DoesNotFitError(RuntimeError):
+class DoesNotFitError(AdaptiveBatchingError, RuntimeError):
     """Raised if training does not fit in memory, from the start or at a later step. The message lists remedies."""
 
 

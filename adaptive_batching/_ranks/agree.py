@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from adaptive_batching._values import AdaptiveBatchingError
+
 _TIMEOUT_OF_TRIAL = timedelta(seconds=20)
 
 T = TypeVar("T")
@@ -24,7 +26,7 @@ ONLY_HERE = {"only_here": True}
 """The ``extra`` of a warning that one rank alone may know of; others are shown on the first."""
 
 
-class GroupError(RuntimeError):
+class GroupError(AdaptiveBatchingError, RuntimeError):
     """Raised if ranks that have to agree cannot, because gloo does not start. The message names the remedy."""
 
     def __init__(self, reason: str) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import ONLY_HERE
+from adaptive_batching._values import AdaptiveBatchingError
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ with contextlib.suppress(ImportError):  # a torch without custom collectives; se
     _ReduceScatterBase = getattr(_fsdp_collectives, "DefaultReduceScatter", object)
 
 
-class CannotRecoverError(RuntimeError):
+class CannotRecoverError(AdaptiveBatchingError, RuntimeError):
     """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies."""
 
 

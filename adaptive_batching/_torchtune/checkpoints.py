@@ -25,6 +25,7 @@ from torchtune.training.checkpointing._utils import RECIPE_STATE_DIRNAME
 
 from adaptive_batching._torchtune.data import STATE_KEY
 from adaptive_batching._torchtune.stock import replaced_in
+from adaptive_batching._values import AdaptiveBatchingError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_MESSAGES = (
@@ -44,7 +45,7 @@ WITHIN_TRAINING = -1
 """Epoch that makes stock's recipes save the state of the optimizer, whichever epoch it is: no run ends with it."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(AdaptiveBatchingError, RuntimeError):
     """A checkpoint could not be written. The message says which one stands."""
 
 

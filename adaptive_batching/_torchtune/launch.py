@@ -20,22 +20,16 @@ from torchtune import config
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
-from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._ranks.agree import GroupError, is_lost_rank
-from adaptive_batching._ranks.fsdp import CannotRecoverError
-from adaptive_batching._torchtune.checkpoints import CheckpointError
+from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._torchtune.validating import check_validation
-from adaptive_batching._values import ConfigError, first_line
+from adaptive_batching._values import AdaptiveBatchingError, first_line
 
 log = logging.getLogger(__name__)
 
-# Errors whose message says what is wrong and what to do.
-_CLEAR = (ConfigError, IncreaseFunctionError, DoesNotFitError, CannotRecoverError, GroupError, CheckpointError)
 _RANK = int(os.environ.get("RANK", 0))
 _NOT_OF_THE_USER = [
     str(Path(adaptive_batching.__file__).parent),
@@ -146,7 +140,7 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
     _log_for_people()
     try:
         yield
-    except _CLEAR as error:
+    except AdaptiveBatchingError as error:
         sys.stderr.write(_frames_of_the_user(error))
         raise SystemExit(f"error: {error}") from None
     except OmegaConfBaseException as error:
