@@ -309,7 +309,7 @@ class TrainingLoop(Loop):
             watcher.step(epoch, self.global_step, size, float(loss), float(self._outlet.learning_rate()), recoveries)
         if self._validation is not None and self._validation.is_due(self.global_step):
             self._validate(epoch, self._validation)
-        if self._record_step(float(loss), seconds, self._ran):
+        if schedule.adapts and self._record_step(float(loss), seconds, self._ran):
             progress.total = schedule.course.steps_per_epoch
         self._start_window()
 

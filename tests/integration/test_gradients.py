@@ -14,6 +14,7 @@ from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import gather_gradients
 from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._values import ByLength, Explore, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 
@@ -53,8 +54,8 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
     class Compared:
         """In place of the training loop."""
 
-        def __init__(self, host: Host, *arguments: Any, **named: Any) -> None:
-            self.host = host
+        def __init__(self, training: Training, *arguments: Any, **named: Any) -> None:
+            self.host = training.host
 
         def run(self) -> None:
             host = self.host
