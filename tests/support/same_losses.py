@@ -83,9 +83,7 @@ KINDS = {
         _LORA, overrides=(*_DOUBLE, "adaptive_batching.grow_beyond_memory=True", "micro_batch_size=2")
     ),
     "growing dpo": _of_dpo(overrides=_DOUBLE),
-    "growing by noise": Kind(
-        _FULL, overrides=("batch_increase_function._component_=adaptive_batching.growth.noise_scale",)
-    ),
+    "growing by noise": Kind(_FULL, overrides=("batch_increase_function._component_=same_losses.follows_noise",)),
     "cut full": Kind(_FULL, overrides=("micro_batch_size=1",)),
     "cut lora": _of_lora(_LORA, overrides=("micro_batch_size=2", "batch_size=8")),
     "cut dpo": _of_dpo(overrides=("micro_batch_size=2",)),
@@ -120,6 +118,12 @@ class GrowsUntilCut:
 
 def grows_until_cut(every: int = 1) -> GrowsUntilCut:
     return GrowsUntilCut()
+
+
+def follows_noise(every: int = 1) -> object:
+    from adaptive_batching import growth
+
+    return growth.gradient_noise_scale()
 
 
 def model(builder: str, **arguments: Any) -> nn.Module:
