@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from adaptive_batching._device import without_waiting
 from adaptive_batching._values import ConfigError
@@ -31,6 +30,8 @@ def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor,
 
     The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
     """
+    from torch.utils._pytree import tree_map
+
     device = device_of(model)
     returned = loss(model, tree_map(partial(_moved, device), batch))
     total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)

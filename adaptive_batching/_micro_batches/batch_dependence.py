@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from adaptive_batching._device import all_random_state, unchanged_random_state
 
@@ -55,7 +53,7 @@ def find_batch_dependent_module(
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():  # including modules that these batches may not reach
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             return _describe(name, module)
     expected = _record(model, run, first, num_samples)
     found = _record(model, run, second, num_samples)
@@ -110,12 +108,18 @@ def find_batch_dependence_of_loss(
     return None
 
 
+def _leaves(values: Any) -> list[Any]:
+    from torch.utils._pytree import tree_leaves  # private, and only needed here
+
+    return tree_leaves(values)
+
+
 def _describe(name: str, module: nn.Module) -> str:
     return f"{name or 'model'} ({type(module).__name__})"
 
 
 def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples: int | None) -> _Calls:
-    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    leaves = _leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     batch_size = next((v.shape[0] for v in leaves if isinstance(v, torch.Tensor) and v.dim() > 0), num_samples)
     assert batch_size is not None, type(batch)
     names = {module: name for name, module in model.named_modules()}
@@ -165,7 +169,7 @@ def _unchanged_modules(model: nn.Module) -> Iterator[None]:
 
 def _rows_of_sample_0(values: Any, batch_size: int) -> _Rows:
     """Return sample 0 of batched tensors, as copies on the host: values may change in place, memory may be short."""
-    tensors = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
+    tensors = [v for v in _leaves(values) if isinstance(v, torch.Tensor)]
     return [t[0].detach().to("cpu", copy=True) for t in tensors if t.dim() > 0 and t.shape[0] == batch_size]
 
 
