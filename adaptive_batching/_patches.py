@@ -1,6 +1,6 @@
 """Names of other packages that are private to them, and what here needs each: the first place to look when one is gone.
 
-Checked with torch 2.11 to 2.13, torchtune 0.6.1 and torchao 0.15. Importing this package touches none of torch's; where
+Checked with torch 2.13 and torchtune 0.6.1. Importing this package touches none of torch's; where
 one is missing, the feature that needs it is refused or does without, and all others work. Functions of torchtune that
 recipes call are replaced by ``replaced_in_torchtune`` (``_torchtune/stock.py``), for as long as its context is open.
 """
