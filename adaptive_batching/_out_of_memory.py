@@ -1,4 +1,4 @@
-"""What counts as running out of memory."""
+"""The test of an error for running out of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that a run would take, worked out without a GPU and without torch: of a traced step, and beside the allocator.
+"""Memory that a run would take, for a traced step and outside the allocator, without a GPU and without torch.
 
 Whether a device has it, and the largest batch for which it has, follow from that.
 """
@@ -81,7 +81,7 @@ def outside_of_allocator(devices: int) -> list[Outside]:
 
 
 class Answer(Enum):
-    """What is known of a run. The value is the exit code."""
+    """Tells whether a run fits in a device's memory. The value is the exit code."""
 
     FITS = 0
     DOES_NOT_FIT = 1
@@ -109,13 +109,13 @@ class Need:
 
     @property
     def least_bytes(self) -> int:
-        """Without this much it cannot run: the least limit of the allocator, with expandable segments or without, and
-        the least that is in use beside it."""
+        """Least memory in which it can run: the allocator's least limit, with expandable segments or without, and the
+        least that is in use outside it."""
         return min(self.reserved.least, self.reserved.least_expandable) + sum(each.least for each in self.outside)
 
     @property
     def most_bytes(self) -> int:
-        """With this much it runs in any case: all that the allocator reserves by default, and the most beside it."""
+        """Memory in which it runs in any case: all that the allocator reserves by default, and the most outside it."""
         return self.reserved.by_default + sum(each.most for each in self.outside)
 
     def within(self, memory_bytes: int | None) -> Answer:

@@ -1,4 +1,4 @@
-"""What ran out of memory runs again, as it was or in smaller parts: the only place that decides so, and says so."""
+"""Retries after running out of memory: the only place where samples run again, as they were or in smaller parts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Retry(ABC, Generic[Part]):
     """
 
     what = "the step's samples"
-    """What runs again, in a message."""
+    """Names what runs again, for messages."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """What a loop trains, and whom it tells."""
+    """The run that a loop trains, and those who are told of it."""
 
     host: Host
     run: StockRun
