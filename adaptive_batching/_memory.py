@@ -1,8 +1,9 @@
-"""Device memory: how it is measured, limited and given back."""
+"""Memory of devices and of the host: how it is measured, limited and given back."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -10,22 +11,19 @@ import sys
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from adaptive_batching._host_memory import CpuMeter, keep_little_on_the_host, release_host_memory
 
 # As docs/memory.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
 _WITHOUT_A_METER = "set use_maximum_batch_size: False, or give adaptive_batching.max_batch_size to grow without a probe"
 _ALLOCATOR_VARIABLES = (
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-)
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
+)  # fmt: skip
+# Settings that change when memory is reserved, or how fast, or on the host, but not how much of the device.
+_HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend:native|max_split_size_mb:-1")
 
 
 def allocator_advice(device: torch.device) -> str | None:
@@ -64,10 +62,11 @@ def little_to_collect() -> Iterator[None]:
 
 def release_cached_memory(device: torch.device) -> None:
     """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host."""
-    if device.type == "cpu":
-        release_host_memory()
-        return
     gc.collect()
+    if device.type == "cpu":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps it otherwise
+        return
     torch.get_device_module(device).empty_cache()
     if device.type in ("cuda", "xpu"):  # others have no allocator of pinned memory that could be told so
         of_torch = getattr(torch._C, "_host_emptyCache", lambda: None)  # before torch.accelerator had it
@@ -89,10 +88,6 @@ class Segments(Enum):
     EXPANDABLE = "expandable"
 
 
-# Settings that change when memory is reserved, or how fast, or on the host, but not how much of the device.
-_HARMLESS_SETTINGS = re.compile(r"pinned_\w+:\w+|release_lock_on_\w+:\w+|backend:native|max_split_size_mb:-1")
-
-
 def cuda_segments() -> Segments | None:
     """Return how this process's allocator on CUDA reserves memory; None if that does not follow from known rules."""
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ or torch.cuda.get_allocator_backend() != "native":
@@ -112,63 +107,74 @@ def cuda_segments() -> Segments | None:
     return Segments.EXPANDABLE if has_effect else None
 
 
-class MemoryMeter(Protocol):
-    """Read and limit the memory of one device from this process. All amounts are in bytes."""
+class MemoryMeter:
+    """Read and limit the memory of one device from this process. All amounts are in bytes.
+
+    What is defined here holds where no allocator keeps what is freed.
+    """
 
     device: torch.device
-
+    device_name: str
     fails_safely: bool
     """False if a failed allocation can end the process, as in libraries on the host."""
-
     is_predictable: bool
     """False if freed memory may be kept, so that a step takes more than it has in use."""
-
-    keeps_freed_memory: bool
+    keeps_freed_memory = False
     """True for an allocator of the device that keeps it in blocks, so that it matters what has been where."""
-
-    @property
-    def device_name(self) -> str: ...
 
     @property
     def total_bytes(self) -> int:
         """Memory of the device, or this process's share of it if that is smaller."""
+        raise NotImplementedError
 
     def used_bytes(self) -> int:
         """Return the memory that this process has in use now."""
+        raise NotImplementedError
 
     def free_bytes(self) -> int:
         """Return how much more this process could take now; memory held by other processes is not free."""
+        raise NotImplementedError
 
     def outside_bytes(self) -> int:
         """Return what this process takes of the device outside of what :meth:`limit` counts, at most."""
+        return 0
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        raise NotImplementedError
 
     def peak_bytes(self) -> int:
         """Return the most that counted against the limit since :meth:`reset_peak`; an allocator: what it reserved."""
+        raise NotImplementedError
 
     def peak_allocated_bytes(self) -> int:
         """Return the most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""
+        return self.peak_bytes()
 
     def num_retries(self) -> int:
         """Return how often the allocator has emptied its cache to find room since the process started."""
+        return 0
 
     def num_freed_bytes(self) -> int:
         """Return the bytes that the allocator has given back to the device since the process started."""
+        return 0
 
     def allocator_settings(self) -> dict[str, str]:
         """Return the settings in the environment that change how much the allocator reserves."""
+        return {}
 
     def segments(self) -> Segments | None:
         """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""
+        return None
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        release_cached_memory(self.device)
 
     def synchronize(self) -> None:
         """Wait for the device, so that a delayed error is raised here."""
 
     def limit(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
         """Make this process run out of memory inside the context if it would use more than ``num_bytes``."""
+        raise NotImplementedError
 
 
 def memory_meter(device: torch.device | str) -> MemoryMeter:
@@ -191,7 +197,7 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
     return AcceleratorMeter(device)
 
 
-class AcceleratorMeter:
+class AcceleratorMeter(MemoryMeter):
     """Memory of CUDA, ROCm, XPU and other accelerators whose caching allocator keeps statistics."""
 
     fails_safely = True
@@ -204,7 +210,7 @@ class AcceleratorMeter:
         self.device = torch.device(device.type, index)
 
     @property
-    def device_name(self) -> str:
+    def device_name(self) -> str:  # type: ignore[override]
         return str(self._api.get_device_name(self.device))
 
     @property
@@ -248,9 +254,6 @@ class AcceleratorMeter:
     def segments(self) -> Segments | None:
         return cuda_segments() if self.device.type == "cuda" else None
 
-    def release(self) -> None:
-        release_cached_memory(self.device)
-
     def synchronize(self) -> None:
         self._api.synchronize(self.device)
 
@@ -271,3 +274,137 @@ class AcceleratorMeter:
         """Return the share of the device that the user lets this process take."""
         fraction = getattr(self._api, "get_per_process_memory_fraction", lambda device: 1.0)
         return float(fraction(self.device))
+
+
+def keep_little_on_the_host() -> None:
+    """Make host libraries return freed memory if this process's memory is limited, at the price of speed.
+
+    glibc keeps freed memory and fragments it: after the first failed allocation, little fits any more. Returning the
+    memory made steps of small models take 1.4 to 2 times as long. oneDNN, which computes in bfloat16, caches code and
+    memory for up to 1,024 shapes, so a probe that tries many sizes, or samples of many lengths, would fill any limit.
+    oneDNN reads its setting on first use.
+    """
+    if not _process_limits():
+        return
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, "1")
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in ((-3, 2**16), (-1, 2**16), (-8, 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX
+            mallopt(parameter, value)
+
+
+class CpuMeter(MemoryMeter):
+    """Memory of this process on Linux, under its tightest limit: rlimit, cgroup or the machine's memory.
+
+    Resident memory counts. If the process has a limit on its data (``ulimit -d``), private writable mappings count
+    instead, touched or not.
+    """
+
+    device = torch.device("cpu")
+    device_name = "cpu"
+    fails_safely = False
+
+    def __init__(self) -> None:
+        self.is_predictable = bool(_process_limits())  # see keep_little_on_the_host
+        self._counts_data = any(name == "VmData" for name, _ in _process_limits())
+        self._file_pages = self._virtual_peak = self._at_reset = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return min(
+            [_status("MemTotal", "/proc/meminfo"), *(limit for _, limit in _process_limits()), *_cgroup_limits("max")]
+        )
+
+    def used_bytes(self) -> int:
+        # Excludes the pages of files, such as libraries, which the kernel can drop.
+        return _status("VmData") if self._counts_data else _status("RssAnon")
+
+    def free_bytes(self) -> int:
+        cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
+        # All processes of a launch share the host; torchrun sets their number.
+        shared = min(_status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // int(
+            os.environ.get("LOCAL_WORLD_SIZE", 1)
+        )
+        return max(min([shared, *(limit - _status(counted) for counted, limit in _process_limits())]), 0)
+
+    def reset_peak(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS (Linux, proc_pid_clear_refs(5))
+        self._file_pages = _status("VmRSS") - _status("RssAnon")
+        self._virtual_peak = _status("VmPeak")
+        self._at_reset = _status("VmData") - _status("RssAnon")
+
+    def peak_bytes(self) -> int:
+        resident = _status("VmHWM") - self._file_pages
+        if not self._counts_data:
+            return resident
+        # The kernel tracks no peak of data, and its peak of the address space cannot be reset. If that peak has risen,
+        # its excess over the current size applies to the data as well. Otherwise, resident memory has to do.
+        virtual_peak = _status("VmPeak")
+        above = virtual_peak - _status("VmSize") if virtual_peak > self._virtual_peak else 0
+        return max(self._at_reset + resident, _status("VmData") + above)
+
+    def allocator_settings(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"}
+
+    @contextlib.contextmanager
+    def limit(self, num_bytes: int) -> Iterator[None]:
+        # RLIMIT_DATA counts private writable mappings, which grow at least as much as resident memory. At the limit,
+        # torch's allocator raises an error. Without the limit, the kernel would kill this process or others.
+        import resource  # not on Windows
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        allowed = _status("VmData") + max(num_bytes - self.used_bytes(), 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *(v for v in (soft, hard) if v >= 0)]), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def free_host_bytes() -> int:
+    """Return the host memory in bytes that this process could take now; 2**62 if the system does not report it."""
+    return CpuMeter().free_bytes() if Path("/proc/meminfo").exists() else 2**62
+
+
+def _status(key: str, path: str = "/proc/self/status") -> int:
+    """Return the bytes that Linux reports of this process under ``key``."""
+    for line in Path(path).read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(f"{path} has no {key}")
+
+
+def _process_limits() -> list[tuple[str, int]]:
+    """Return (what it counts, bytes) for each resource limit set on this process's memory; none outside Linux."""
+    if sys.platform != "linux":
+        return []
+    import resource
+
+    limits = {"VmData": resource.RLIMIT_DATA, "VmSize": resource.RLIMIT_AS}
+    found = ((counted, resource.getrlimit(limit)[0]) for counted, limit in limits.items())
+    return [(counted, limit) for counted, limit in found if limit >= 0]  # -1: unlimited
+
+
+def _cgroup_limits(which: str) -> list[int]:
+    """Return the limit ("max") or usage ("current") in bytes of each cgroup (version 2) that limits this process.
+
+    Usage excludes file pages that the kernel can drop.
+    """
+    root = Path("/sys/fs/cgroup")
+    try:
+        line = next(li for li in Path("/proc/self/cgroup").read_text().splitlines() if li.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    group = root / line.removeprefix("0::").lstrip("/")
+    values = []
+    for folder in (group, *group.parents):
+        limit = folder / "memory.max"
+        if not folder.is_relative_to(root) or not limit.exists() or limit.read_text().strip() == "max":
+            continue
+        value = int((folder / f"memory.{which}").read_text())
+        if which == "current":
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            value -= int(stat.get("inactive_file", 0))
+        values.append(value)
+    return values

@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaptive_batching._host_memory import CpuMeter, _status, keep_little_on_the_host
 from adaptive_batching._memory import (
     _ALLOCATOR_VARIABLES,
     AcceleratorMeter,
+    CpuMeter,
     Segments,
+    _status,
     allocator_advice,
     cuda_segments,
+    keep_little_on_the_host,
     memory_meter,
     release_cached_memory,
 )

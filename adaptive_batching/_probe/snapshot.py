@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from adaptive_batching._host_memory import free_host_bytes
+from adaptive_batching._memory import free_host_bytes
 from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._values import ConfigError
 

@@ -17,9 +17,8 @@ from torchtune.modules import delete_kv_caches
 from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._host_memory import keep_little_on_the_host
 from adaptive_batching._loop.rows import Rows
-from adaptive_batching._memory import little_to_collect, memory_meter, release_cached_memory
+from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit

@@ -17,8 +17,7 @@ from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training.lr_schedulers import get_lr
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._host_memory import keep_little_on_the_host
-from adaptive_batching._memory import little_to_collect
+from adaptive_batching._memory import keep_little_on_the_host, little_to_collect
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_PIECE = {True: 2 * MIB, False: 20 * MIB}  # of an expandable segment, small or not
 Pool = tuple[bool, int]
 """Blocks that can take each other's place: True for small ones, and the stream."""
 
@@ -31,27 +32,48 @@ class Block:
 
     size: int
     pool: Pool
-    address: int
-    """As if segments lay one after the other."""
-
+    address: int  # as if segments lay one after the other
     before: Block | None = None
     after: Block | None = None
     free: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its place among the free blocks: of two that are as large, the older segment's is taken, or the lower one."""
+        """By which free blocks are sorted: of two that are as large, the older segment's or the lower one is taken."""
         return self.size, self.address
 
 
-class CachingAllocator:
-    """Bytes reserved and allocated, with default settings; ``limit`` bounds what is reserved."""
+class _Allocator:
+    """Bytes reserved and allocated; ``limit`` bounds what is reserved."""
 
     full: type[Exception] = AllocatorFullError
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.limit = limit
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
+
+    def reset_peak(self) -> None:
+        self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
+
+    def empty_cache(self) -> None:
+        """Give back memory that no block is in."""
+
+    def _reserve(self, size: int, missing_bytes: Callable[[], int]) -> None:
+        """Reserve what is missing for ``size`` bytes, if need be with the cache emptied, after which more can be."""
+        if self.reserved + missing_bytes() > self.limit:
+            self.retries += 1
+            self.empty_cache()
+            if self.reserved + missing_bytes() > self.limit:
+                raise self.full(f"CUDA out of memory. Tried to allocate {size} bytes.")
+        self.reserved += missing_bytes()
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+
+class CachingAllocator(_Allocator):
+    """With default settings."""
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__(limit)
         self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[tuple[int, int], Block] = {}
         self._mapped = 0
@@ -62,7 +84,13 @@ class CachingAllocator:
         small = size <= MIB
         keys = self._free[small, stream]
         at = bisect_left(keys, (size,))
-        block = self._blocks.pop(keys.pop(at)) if at < len(keys) else self._new_segment(size, (small, stream))
+        if at < len(keys):
+            block = self._blocks.pop(keys.pop(at))
+        else:
+            segment = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            self._reserve(size, lambda: segment)
+            block = Block(segment, (small, stream), self._mapped)
+            self._mapped += segment
         left = block.size - size
         if left >= 512 if small else left > MIB:
             rest = Block(left, block.pool, block.address + size, before=block, after=block.after)
@@ -79,28 +107,16 @@ class CachingAllocator:
         self.allocated -= block.size
         if block.after is not None and block.after.free:
             self._withdraw(block.after)
-            block.size += block.after.size
-            block.after = block.after.after
-            if block.after is not None:
-                block.after.before = block
+            _merge(block, block.after)
         if block.before is not None and block.before.free:
-            before = block.before
-            self._withdraw(before)
-            before.size += block.size
-            before.after = block.after
-            if before.after is not None:
-                before.after.before = before
-            block = before
+            self._withdraw(block.before)
+            block = _merge(block.before, block)
         self._offer(block)
 
     def empty_cache(self) -> None:
-        """Give back the segments that are wholly free."""
         for block in [b for b in self._blocks.values() if b.before is None and b.after is None]:
             self._withdraw(block)
             self.reserved -= block.size
-
-    def reset_peak(self) -> None:
-        self.peak_reserved, self.peak_allocated = self.reserved, self.allocated
 
     def copy(self, used: Sequence[Block], limit: float) -> tuple[CachingAllocator, list[Block]]:
         """Return an allocator in the same state with another limit, and its blocks for all those in use."""
@@ -117,18 +133,6 @@ class CachingAllocator:
                 made._offer(copy)
         return made, [copies[id(block)] for block in used]
 
-    def _new_segment(self, size: int, pool: Pool) -> Block:
-        segment = 2 * MIB if pool[0] else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        if self.reserved + segment > self.limit:
-            self.retries += 1
-            self.empty_cache()
-            if self.reserved + segment > self.limit:
-                raise self.full(f"CUDA out of memory. Tried to allocate {size} bytes.")
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._mapped += segment
-        return Block(segment, pool, self._mapped - segment)
-
     def _offer(self, block: Block) -> None:
         block.free = True
         self._blocks[block.key] = block
@@ -140,16 +144,14 @@ class CachingAllocator:
         del self._blocks[block.key]
 
 
-class ExpandableAllocator:
-    """The same with ``expandable_segments:True``: a segment for each pool of a stream, partly backed by memory.
+class ExpandableAllocator(_Allocator):
+    """With ``expandable_segments:True``: a segment for each pool of a stream, partly backed by memory.
 
     A segment grows by pieces of 2 MiB (small) or 20 MiB; under pressure, pieces that are wholly free are unmapped.
     """
 
     def __init__(self, limit: float = float("inf")) -> None:
-        self.limit = limit
-        self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = self.retries = 0
-        self._piece = {True: 2 * MIB, False: 20 * MIB}
+        super().__init__(limit)
         self._gaps: defaultdict[Pool, list[list[float]]] = defaultdict(lambda: [[0, float("inf")]])
         self._mapped: defaultdict[Pool, set[int]] = defaultdict(set)
 
@@ -157,16 +159,10 @@ class ExpandableAllocator:
         size = max(-(-num_bytes // 512), 1) * 512
         pool = size <= MIB, stream
         at = self._place(size, pool)
-        start = int(self._gaps[pool][at][0])
-        if self.reserved + self._missing_bytes(start, size, pool) > self.limit:
-            self.retries += 1
-            self.empty_cache()
-            if self.reserved + self._missing_bytes(start, size, pool) > self.limit:
-                raise AllocatorFullError(f"CUDA out of memory. Tried to allocate {size} bytes.")
-        self.reserved += self._missing_bytes(start, size, pool)
-        self._mapped[pool].update(self._pieces(start, size, pool))
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
         gap = self._gaps[pool][at]
+        start = int(gap[0])
+        self._reserve(size, lambda: self._missing_bytes(start, size, pool))
+        self._mapped[pool].update(_pieces(start, size, pool))
         gap[0] += size
         if gap[0] == gap[1]:
             self._gaps[pool].pop(at)
@@ -187,7 +183,7 @@ class ExpandableAllocator:
 
     def empty_cache(self) -> None:
         for pool, gaps in self._gaps.items():
-            piece = self._piece[pool[0]]
+            piece = _PIECE[pool[0]]
             free = {n for n in self._mapped[pool] if any(a <= n * piece and (n + 1) * piece <= b for a, b in gaps)}
             self._mapped[pool] -= free
             self.reserved -= len(free) * piece
@@ -202,20 +198,24 @@ class ExpandableAllocator:
 
     def _place(self, size: int, pool: Pool) -> int:
         """Return the smallest gap that is backed by memory and has room, else the first that has room."""
-        ready, first = [], None
-        for index, (start, end) in enumerate(self._gaps[pool]):
-            if end - start < size:
-                continue
-            first = index if first is None else first
-            if end != float("inf") and not self._missing_bytes(int(start), size, pool):
-                ready.append((end - start, index))
-        assert first is not None
-        return min(ready)[1] if ready else first
-
-    def _pieces(self, start: int, size: int, pool: Pool) -> range:
-        piece = self._piece[pool[0]]
-        return range(start // piece, -(-(start + size) // piece))
+        fitting = [(end - start, at, start) for at, (start, end) in enumerate(self._gaps[pool]) if end - start >= size]
+        finite = (gap for gap in fitting if gap[0] != float("inf"))
+        ready = (gap for gap in finite if not self._missing_bytes(int(gap[2]), size, pool))
+        return min(ready, default=fitting[0])[1]
 
     def _missing_bytes(self, start: int, size: int, pool: Pool) -> int:
         mapped = self._mapped[pool]
-        return self._piece[pool[0]] * sum(number not in mapped for number in self._pieces(start, size, pool))
+        return _PIECE[pool[0]] * sum(number not in mapped for number in _pieces(start, size, pool))
+
+
+def _merge(block: Block, after: Block) -> Block:
+    """Return ``block``, with the one after it made part of it."""
+    block.size += after.size
+    block.after = after.after
+    if block.after is not None:
+        block.after.before = block
+    return block
+
+
+def _pieces(start: int, size: int, pool: Pool) -> range:
+    return range(start // _PIECE[pool[0]], -(-(start + size) // _PIECE[pool[0]]))

@@ -1,8 +1,8 @@
 """Optimizers of bitsandbytes: as a trace sees them, and the managed memory in which paged ones keep their states.
 
 Their kernels update states in place, so that there is nothing to trace. Nor may they run in a trace: a fake tensor has
-no address, and before 0.47 ``bitsandbytes/functional.py`` launched them on null pointers; those that fill paged states,
-and ask for them to be moved, it still does, and the states that a trace made would be real, and never freed.
+no address, ``bitsandbytes/functional.py`` launches those that fill paged states, and before 0.47 all, on null pointers,
+and the states that a trace made would be real, and never freed.
 
 What takes memory is decided in ``bitsandbytes/optim/optimizer.py``: states of 32 bits in float32 whatever the weights
 are; of 8 bits with a float32 scale for each block of 256, and 32 bits for parameters of fewer than 4,096 elements. A
@@ -11,9 +11,8 @@ and which bitsandbytes never frees.
 
 What of it lies on the device counts as used there, until something else needs the room; then the driver moves to the
 host what was used longest ago: in NVIDIA's open kernel modules ``nvidia-uvm/uvm_pmm_gpu.c`` takes it from the allocator
-that serves everything else, and ``pmaGetFreeMemory`` in ``phys_mem_allocator.c`` counts what nobody holds. Seen on
-cards: 91 GiB in use with a paged optimizer, where it was 70 to 82 without (bitsandbytes issue 801), in the total of the
-device alone, not in the share of a process (nvtop issue 213).
+that serves everything else, and ``pmaGetFreeMemory`` in ``phys_mem_allocator.c`` counts what nobody holds. On cards it
+is seen in the total of the device (bitsandbytes issue 801), not in the share of a process (nvtop issue 213).
 """
 
 from __future__ import annotations
@@ -43,21 +42,17 @@ class BlockWise(Optimizer):
         """Make the states, as a first step does."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self.state:
-                    self.state[parameter] = {"step": 0, **_states(parameter, group)}
-
-
-def _states(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-    of_8_bits = group["bits"] == 8 and parameter.numel() >= _SMALLEST_OF_8_BITS
-    found = {}
-    for number in range(group["num_states"]):
-        if not _is_paged(parameter, group):
-            dtype = torch.uint8 if of_8_bits else torch.float32
-            found[f"state{number + 1}"] = torch.zeros_like(parameter, dtype=dtype)
-        if of_8_bits:
-            blocks = -(-parameter.numel() // _BLOCK)
-            found[f"absmax{number + 1}"] = torch.zeros(blocks, device=parameter.device)
-    return found
+                if parameter.grad is None or parameter in self.state:
+                    continue
+                of_8_bits = group["bits"] == 8 and parameter.numel() >= _SMALLEST_OF_8_BITS
+                dtype = torch.uint8 if of_8_bits else torch.float32
+                made = self.state[parameter] = {"step": 0}
+                for number in range(1, group["num_states"] + 1):
+                    if not _is_paged(parameter, group):
+                        made[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+                    if of_8_bits:
+                        blocks = -(-parameter.numel() // _BLOCK)
+                        made[f"absmax{number}"] = torch.zeros(blocks, device=parameter.device)
 
 
 def _is_paged(parameter: torch.Tensor, group: dict[str, Any]) -> bool:
@@ -80,16 +75,16 @@ def traced_as(optimizer: Any) -> Optimizer:
 
 def paged_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of states that a :class:`BlockWise` leaves to managed memory; 0 for another optimizer."""
-    total = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and _is_paged(parameter, group):
-                total += group["num_states"] * parameter.numel() * group["bits"] // 8
-    return total
+    return sum(
+        group["num_states"] * parameter.numel() * group["bits"] // 8
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and _is_paged(parameter, group)
+    )
 
 
-def is_managed(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor``, which says that it is on the CPU, lies in managed memory."""
+def is_managed(tensor: Any) -> bool:
+    """Return True for a tensor in managed memory, which says that it is on the CPU."""
     return bool(getattr(tensor, "is_paged", False))
 
 
@@ -99,15 +94,13 @@ def make_paged_states(optimizers: Iterable[Any]) -> list[torch.Tensor]:
     They stay: dropped, their memory would be lost, and training would allocate it a second time. All are zero.
     """
     made: list[torch.Tensor] = []
-    for optimizer in optimizers:
-        if not getattr(optimizer, "is_paged", False) or not hasattr(optimizer, "init_state"):
-            continue
+    paged = (each for each in optimizers if getattr(each, "is_paged", False) and hasattr(each, "init_state"))
+    for optimizer in paged:
         for group_index, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 if parameter.requires_grad and not optimizer.state[parameter]:
                     optimizer.init_state(group, parameter, group_index, index)
-                    states = optimizer.state[parameter].values()
-                    made += [state for state in states if isinstance(state, torch.Tensor) and is_managed(state)]
+                    made += filter(is_managed, optimizer.state[parameter].values())
     return made
 
 

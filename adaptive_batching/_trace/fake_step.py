@@ -7,12 +7,11 @@ whole parameters, which are not counted; instead, hooks allocate and free what F
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,19 +27,7 @@ from adaptive_batching._trace.bits_and_bytes import traced_as
 from adaptive_batching._trace.fsdp_units import group_of, local_part, simulate, state_of
 from adaptive_batching._trace.recorder import Recorder, state_tensors
 from adaptive_batching._trace.traced_step import STATES, WEIGHTS, StepRecord
-from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of
-
-
-class FakeCopy(NamedTuple):
-    """Fake copies of a model and of its optimizers."""
-
-    model: nn.Module
-    optimizers: list[Optimizer]
-    kept: Sequence[nn.Parameter]
-    """What a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks."""
-
-    on_host: bool = False
-    """True if these, their gradients and the optimizer states are on the host."""
+from adaptive_batching._trace.training import TrainingStep, has_states, kept_tensors, models_of, trainable
 
 
 def record(
@@ -49,11 +36,13 @@ def record(
     """Return the record of ``step`` on ``batch`` as it repeats, on fake tensors of ``device``."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     stepped = [traced_as(optimizer) for optimizer in step.optimizers]
+    # `kept` is what a rank keeps of the parameters, and the optimizers step: its shards, where there are several ranks.
+    # They, their gradients and the optimizer states may be on the host.
     if any(map(is_sharded, models_of(step.model))):
-        copied = _sharded_copy(step.model, stepped, fake)
+        model, optimizers, kept, on_host = _sharded_copy(step.model, stepped, fake)
     else:
-        copied = _whole_copy(step.model, stepped, fake, device)
-    model, optimizers, on_host = copied.model, copied.optimizers, copied.on_host
+        model, optimizers = _whole_copy(step.model, stepped, fake, device)
+        kept, on_host = list(model.parameters()), False
     for optimizer, original in zip(optimizers, stepped, strict=True):
         _complete(optimizer, original)
     if change is not None:
@@ -68,12 +57,12 @@ def record(
             run(earlier)
             gc.collect()
     recorder = Recorder(step.vocabulary, device.type, on_cuda=step.on_cuda)
-    recorder.hold(copied.kept, WEIGHTS, counts=not on_host)
+    recorder.hold(kept, WEIGHTS, counts=not on_host)
     recorder.hold(model.buffers(), WEIGHTS)
     recorder.hold(state_tensors(optimizers), STATES, counts=not on_host)
     # whole parameters of a sharded model, and their views, take no memory
     recorder.hold(model.parameters(), WEIGHTS, counts=False)
-    with fake, recorder, recorder.watching(models_of(model), copied.kept, steps_elsewhere=on_host):
+    with fake, recorder, recorder.watching(models_of(model), kept, steps_elsewhere=on_host):
         if not optimizers:
             run(batch)  # creates optimizers of its own, and their states
         for optimizer in optimizers:
@@ -91,19 +80,17 @@ def record(
 
 def _make_states(optimizer: Optimizer) -> None:
     """Step a copied optimizer on gradients of its own, to have its states without a forward and backward."""
-    if has_states(optimizer):
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
+    if not has_states(optimizer):
+        for parameter in trainable(optimizer):
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter in trainable(optimizer):
+            parameter.grad = None
 
 
 def _whole_copy(
     model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode, device: torch.device
-) -> FakeCopy:
+) -> tuple[nn.Module, list[Optimizer]]:
     """Copy model and optimizers together, the optimizers tied to the copied model.
 
     On the CPU all tensors are together; on another device, what was on the host stays there, such as an optimizer's
@@ -112,17 +99,19 @@ def _whole_copy(
     memo: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers(), *kept_tensors(model), *state_tensors(optimizers)]:
         copied = _fake_on(device if device.type == "cpu" else tensor.device, tensor, fake)
-        if isinstance(tensor, nn.Parameter):
-            with fake:
-                copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = copied
+        memo[id(tensor)] = _as_parameter(copied, tensor, fake) if isinstance(tensor, nn.Parameter) else copied
     with FakeCopyMode(fake):
-        copied_model, copied_optimizers = copy.deepcopy((model, list(optimizers)), memo)
-    return FakeCopy(copied_model, copied_optimizers, list(copied_model.parameters()))
+        both: tuple[nn.Module, list[Optimizer]] = copy.deepcopy((model, list(optimizers)), memo)
+    return both
 
 
-def _sharded_copy(model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode) -> FakeCopy:
-    """Copy a root FSDP module, or a list of several, each with all-gathers of its own, all on the CPU."""
+def _sharded_copy(
+    model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeTensorMode
+) -> tuple[nn.Module, list[Optimizer], list[nn.Parameter], bool]:
+    """Copy a root FSDP module, or a list of several, each with all-gathers of its own, all on the CPU.
+
+    Also return the shards, and whether they are on the host.
+    """
     groups = [group for module in model.modules() if (group := group_of(module)) is not None]
     offloads = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
     whole: dict[int, Any] = {}
@@ -131,11 +120,8 @@ def _sharded_copy(model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeT
     for parameter in model.parameters():
         shard, part = local_part(parameter), in_parts.get(id(parameter))
         gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_part(part, fake)
-        with fake:
-            whole[id(parameter)] = nn.Parameter(gathered, requires_grad=parameter.requires_grad)
-        shard = _fake_like(shard, shard.shape, fake)
-        with fake:
-            shards[id(parameter)] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        whole[id(parameter)] = _as_parameter(gathered, parameter, fake)
+        shards[id(parameter)] = _as_parameter(_fake_like(shard, shard.shape, fake), parameter, fake)
     for buffer in [*model.buffers(), *kept_tensors(model)]:
         whole[id(buffer)] = shards[id(buffer)] = _fake_like(buffer, buffer.shape, fake)
     for state in state_tensors(optimizers):
@@ -149,7 +135,12 @@ def _sharded_copy(model: nn.Module, optimizers: Sequence[Optimizer], fake: FakeT
     of_copy = {id(whole[key]): shard for key, shard in shards.items() if key in whole}
     for number, (root, copied) in enumerate(zip(models_of(model), models_of(copied_model), strict=True)):
         simulate(root, copied, of_copy, number, offloads=offloads)
-    return FakeCopy(copied_model, copied_optimizers, kept, offloads)
+    return copied_model, copied_optimizers, kept, offloads
+
+
+def _as_parameter(tensor: torch.Tensor, original: torch.Tensor, fake: FakeTensorMode) -> nn.Parameter:
+    with fake:
+        return nn.Parameter(tensor, requires_grad=original.requires_grad)
 
 
 def _complete(copied: Optimizer, original: Optimizer) -> None:
@@ -168,7 +159,7 @@ def _complete(copied: Optimizer, original: Optimizer) -> None:
 
 
 def _fake_on(device: torch.device, tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
-    """Return a fake tensor of the same type, shape and strides; for subclasses such as NF4, fake the inner ones."""
+    """Return a fake tensor of the same type, shape and strides; of subclasses such as NF4, the inner ones."""
     if isinstance(tensor, DTensor):
         part = _fake_on(device, tensor.to_local(), fake)
         mesh, placed = tensor.device_mesh, tensor.placements
@@ -190,16 +181,14 @@ def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) 
     if type(original).__name__ != "NF4Tensor":
         raise NotImplementedError(f"a shard of type {type(original).__name__} cannot be traced")
     names, context = original.__tensor_flatten__()
-    numerator, denominator = shape.numel(), original.shape.numel()
-    inner = {}
-    for name in names:
-        part = getattr(original, name)
-        by_rows = name in ("quantized_data", "quantized_scalers", "quantization_factor")
-        size = part.numel() * numerator // denominator if by_rows else part.numel()
-        with fake:
-            inner[name] = torch.empty(size if by_rows else part.shape, dtype=part.dtype, device="cpu")
     meta = replace(context["tensor_meta"], original_shape=shape, device=torch.device("cpu"))
+    inner = {}
     with fake:
+        for name in names:
+            part = getattr(original, name)
+            by_rows = name in ("quantized_data", "quantized_scalers", "quantization_factor")
+            size = part.numel() * shape.numel() // original.shape.numel() if by_rows else part.shape
+            inner[name] = torch.empty(size, dtype=part.dtype, device="cpu")
         found: torch.Tensor = type(original).__tensor_unflatten__(
             inner, {**context, "tensor_meta": meta}, shape, original.stride()
         )
@@ -220,23 +209,17 @@ def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) ->
     """Return a deep copy of ``model`` without FSDP's classes, states and hooks."""
     states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
     gone = object()
-    with _original_classes(model), FakeCopyMode(fake):
-        copied: nn.Module = copy.deepcopy(model, {**memo, **dict.fromkeys(states, gone)})
+    classes = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, sharded_class in classes:  # which refuse to be copied
+            module.__class__ = sharded_class.__mro__[2]  # [FSDP<Original>, FSDPModule, Original, ...]
+        with FakeCopyMode(fake):
+            copied: nn.Module = copy.deepcopy(model, {**memo, **dict.fromkeys(states, gone)})
+    finally:
+        for module, sharded_class in classes:
+            module.__class__ = sharded_class
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is gone]:
                 del hooks[key]
     return copied
-
-
-@contextlib.contextmanager
-def _original_classes(model: nn.Module) -> Iterator[None]:
-    """Give FSDP modules their original classes inside the context, because FSDP's classes refuse to be copied."""
-    classes = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
-    for module, sharded_class in classes:
-        module.__class__ = sharded_class.__mro__[2]  # [FSDP<Original>, FSDPModule, Original, ...]
-    try:
-        yield
-    finally:
-        for module, sharded_class in classes:
-            module.__class__ = sharded_class

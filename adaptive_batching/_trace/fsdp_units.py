@@ -50,8 +50,7 @@ class _Streams:
     """Buffers that outlive the unit they belong to, and the order of forwards: one for all units of a root."""
 
     def __init__(self, root: int) -> None:
-        # Streams on which all-gathers and reduce-scatters take their outputs.
-        self.gathers, self.reduces = 2 * root + 1, 2 * root + 2
+        self.gathers, self.reduces = 2 * root + 1, 2 * root + 2  # streams on which these take their outputs
         self.units: list[_Unit] = []  # from the root on, as the modules are listed
         # Output of the last all-gather of a forward, freed when the next has ended, or the root's forward has.
         self.gathered_before: torch.Tensor | None = None
@@ -93,22 +92,18 @@ class _BeforeUnit(torch.autograd.Function):
 class _Unit:
     """Simulates gathering and reducing for one module, as FSDP2 does by default.
 
-    The order is that of ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, in ``unshard``,
-    ``wait_for_unshard``, ``pre_backward`` and ``post_backward``. Each whole parameter comes with the shard that a rank
-    keeps. If it ``reshards``, whole ones are freed after the forward; if it ``offloads``, shards are on the host.
+    The order is that of ``unshard``, ``wait_for_unshard``, ``pre_backward`` and ``post_backward`` in
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``. ``pairs`` are whole parameters with the shards that a
+    rank keeps. If it ``reshards``, whole ones are freed after the forward; if it ``offloads``, shards are on the host.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        parameters: list[tuple[nn.Parameter, nn.Parameter]],
-        streams: _Streams,
-        *,
-        reshards: bool,
-        offloads: bool,
-    ) -> None:
-        self._parameters = parameters
-        self._trained = [(whole, shard) for whole, shard in parameters if whole.requires_grad]
+        self, module: nn.Module, pairs: list[tuple[nn.Parameter, nn.Parameter]], streams: _Streams, *,
+        reshards: bool, offloads: bool,
+    ) -> None:  # fmt: skip
+        self._whole_bytes = [bytes_ for whole, _ in pairs for bytes_ in _parts(whole)]
+        self._shard_bytes = [bytes_ for _, shard in pairs for bytes_ in _parts(shard)]
+        self._trained = [(whole, shard) for whole, shard in pairs if whole.requires_grad]
         self._streams = streams
         self._reshards, self._offloads = reshards, offloads
         self._gathered: list[torch.Tensor] = []  # in the order in which they are freed
@@ -119,29 +114,23 @@ class _Unit:
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
 
-    def _all_gather(self) -> torch.Tensor:
-        """Return the output of an all-gather, of all parameters in one."""
-        size = sum(bytes_ for whole, _ in self._parameters for bytes_ in _parts(whole))
-        with labelled(WEIGHTS), on_stream(self._streams.gathers):
-            from_host = []
-            if self._offloads:  # shards come from the host first, and go when they are copied into the output
-                from_host = [_room(bytes_) for _, shard in self._parameters for bytes_ in _parts(shard)]
-            output = _room(size)
-            del from_host
-            return output
-
     def _gather_ahead(self) -> None:
-        if not self._gathered and self._ahead is None:
-            self._ahead = self._all_gather()
+        """Take the output of an all-gather, of all parameters in one."""
+        if self._gathered or self._ahead is not None:
+            return
+        with labelled(WEIGHTS), on_stream(self._streams.gathers):
+            # Offloaded shards come from the host first, and go when they are copied into the output.
+            from_host = [_room(bytes_) for bytes_ in self._shard_bytes] if self._offloads else []
+            self._ahead = _room(sum(self._whole_bytes))
+            del from_host
 
     def _unshard(self, *, in_forward: bool) -> None:
         if self._gathered:
             return
         self._gather_ahead()
         output, self._ahead = self._ahead, None
-        assert output is not None
         with labelled(WEIGHTS):
-            self._gathered = [_room(bytes_) for whole, _ in self._parameters for bytes_ in _parts(whole)]
+            self._gathered = [_room(bytes_) for bytes_ in self._whole_bytes]
         if in_forward:
             self._streams.gathered_before = output  # a local variable of FSDP holds the one before up to here
 
@@ -210,7 +199,6 @@ class _Unit:
             del self._gathered[0]
 
     def end_backward(self) -> None:
-        """Do what is left to do when the backward pass of all units has ended."""
         if not self._is_done:
             self.after_backward()  # none of its inputs has a gradient
         self._ahead = None
@@ -227,14 +215,12 @@ def _parts(tensor: torch.Tensor) -> list[int]:
     tensor = local_part(tensor)
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.numel() * tensor.element_size()]
-    names, _ = tensor.__tensor_flatten__()
-    return [size for name in names for size in _parts(getattr(tensor, name))]
+    return [size for name in tensor.__tensor_flatten__()[0] for size in _parts(getattr(tensor, name))]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a distributed tensor that this rank has; any other tensor as it is."""
-    part: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def group_of(module: nn.Module) -> Any:

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from adaptive_batching._trace.scratch import Scratch
 from adaptive_batching._trace.traced_step import (
     ACTIVATIONS,
     BACKWARD,
@@ -37,17 +36,16 @@ from adaptive_batching._trace.traced_step import (
     OPTIMIZER,
     OTHER,
     Ledger,
+    Scratch,
     StepRecord,
-)
+)  # fmt: skip
 
 _aten = torch.ops.aten
+# Operations that need a handle of cuBLAS.
 _MATRIX_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
-"""Operations that need a handle of cuBLAS."""
-
-# Stand-ins of flash attention where there is no CUDA.
-_FLASH, _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
-_ON_CPU: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _FLASH,
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
+_ON_CPU: dict[Any, Any] = {  # stands in for flash attention where there is no CUDA
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _FLASH_BACKWARD,
 }
 _THREADS = 132 * 2048  # of an H100 at once, where the device is not known; most others have fewer
@@ -69,20 +67,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``on_cuda`` also what kernels of CUDA take for the time of a call.
     """
 
-    fused = False
-    """True while an operation runs whose result a compiler would never store."""
-    in_place_of: torch.Tensor | None = None
-    """The tensor over which the running operation writes its result, if there is one."""
-    stream = 0
-    """Number of the stream on which is allocated now; 0 for the main one."""
-    label: str | None = None
-    """Kind of what is allocated now; None for what the moment and the shape say."""
+    fused = False  # while an operation runs whose result a compiler would never store
+    in_place_of: torch.Tensor | None = None  # over which the running operation writes its result
+    stream = 0  # on which is allocated now; 0 for the main one
+    label: str | None = None  # kind of what is allocated now; None for what the moment and the shape say
 
     def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu", *, on_cuda: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._vocabulary = frozenset(vocabulary)
-        self._device_type = device_type
-        self._on_cuda = on_cuda
+        self._vocabulary, self._device_type, self._on_cuda = frozenset(vocabulary), device_type, on_cuda
         self._ledger = Ledger()
         # Of cuBLAS: one of the thread that runs forwards, and one of autograd's.
         self._handles = [_Handle(), _Handle()] if on_cuda else []
@@ -105,10 +97,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._ledger.current_bytes
 
     def record(self) -> StepRecord:
-        return self._ledger.record(
-            kept_bytes=self._kept_bytes, flops=self._flops, recomputed_flops=self._recomputed_flops,
-            attention_flops=self._attention_flops,
-        )  # fmt: skip
+        flops = dict(flops=self._flops, recomputed_flops=self._recomputed_flops, attention_flops=self._attention_flops)
+        return self._ledger.record(kept_bytes=self._kept_bytes, **flops)
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str, *, counts: bool = True) -> None:
         """Record storages, or change their kind if known; those that do not count take no memory."""
@@ -145,24 +135,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if parameter.grad is not None:
                 self.hold([parameter.grad], GRADIENTS)
 
-        def enter_forward(*_: Any) -> None:
-            self._depth += 1
-
-        def leave_forward(*_: Any) -> None:
-            self._depth -= 1
+        def note_depth(change: int) -> None:
+            self._depth += change
 
         handles: list[Any] = [
-            register_module_forward_pre_hook(enter_forward),
-            register_module_forward_hook(leave_forward, always_call=True),
+            register_module_forward_pre_hook(lambda *_: note_depth(1)),
+            register_module_forward_hook(lambda *_: note_depth(-1), always_call=True),
             register_optimizer_step_pre_hook(before_optimizer),
             register_optimizer_step_post_hook(after_optimizer),
         ]
         for model in models:
             handles.append(model.register_forward_pre_hook(lambda *_: set_moment(FORWARD), prepend=True))
             handles.append(model.register_forward_hook(lambda *_: set_moment(LOSS)))
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    handles.append(parameter.register_post_accumulate_grad_hook(hold_gradient))  # type: ignore[no-untyped-call]
+            trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            handles += [parameter.register_post_accumulate_grad_hook(hold_gradient) for parameter in trained]
         try:
             yield
         finally:
@@ -171,9 +157,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default:
-            # An optimizer reads its step count, but a fake tensor has no value. Only shapes matter here; if memory does
-            # depend on the value, the verifying step will show it. Asked whether it equals another, it does not: there
-            # are targets, and losses are not 0.
+            # An optimizer reads its step count, but a fake tensor has no value. If memory depends on one, the verifying
+            # step will show it. None equals another: there are targets, and losses are not 0.
             if args[0].dtype == torch.bool:
                 return self._equality is None or self._equality() is not args[0]
             return 1
@@ -182,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back as what this device computes, and its collectives
         kwargs = kwargs or {}
-        self._ledger.forget_sum()
+        self._ledger.last_sum = None  # what has not ended by now lives on
         out = func(*args, **kwargs)
         if func in (_aten.eq.Scalar, _aten.eq.Tensor) and out.dim() == 0:
             self._equality = weakref.ref(out)
@@ -193,31 +178,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._moment == BACKWARD:
             self._moment = OPTIMIZER  # clipping and scaling of the gradient included
         moment = OPTIMIZER if self._in_optimizer else self._moment
-        self._note_results(out, moment, recomputes=recomputes)
+        self._note_results(out, moment, recomputes)
         if self._handles and func in _MATRIX_PRODUCTS and not Recorder.fused:
             self._ledger.note_need(self._handles[in_backward], Recorder.stream)
-        flops = _flops_of(func, args, kwargs, out)
-        self._flops += flops
-        self._recomputed_flops += flops if recomputes else 0
-        self._attention_flops += flops if _is_attention(func) and not recomputes else 0
+        packet = getattr(func, "_overloadpacket", None)
+        if (count := flop_registry.get(_ON_CPU.get(packet, packet))) is not None:
+            # Causal attention counts as full attention. Layers are products; batches of them, attention written out.
+            flops = int(count(*args, **kwargs, out_val=out))
+            self._flops += flops
+            self._recomputed_flops += flops if recomputes else 0
+            if not recomputes and (packet is _aten.bmm or "scaled_dot_product" in str(packet)):
+                self._attention_flops += flops
         scratch = scratch_of(func, args) if self._on_cuda and not Recorder.fused else None
         self._ledger.end_operation(moment, scratch)
         if in_backward and func is _aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
             self._note_sum(args, out)
         return out
 
-    def _note_results(self, out: Any, moment: str, *, recomputes: bool) -> None:
+    def _note_results(self, out: Any, moment: str, recomputes: bool) -> None:
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 for storage in _storages(value):
                     if not self._ledger.knows(storage):
-                        kind = self._kind_of(value, moment, recomputes=recomputes)
                         size = storage.nbytes() if not Recorder.fused and self._is_here(value) else 0
-                        self._ledger.allocate(storage, kind, size, Recorder.stream)
+                        self._ledger.allocate(storage, self._kind_of(value, moment, recomputes), size, Recorder.stream)
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
             self._ledger.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
 
-    def _kind_of(self, tensor: torch.Tensor, moment: str, *, recomputes: bool) -> str:
+    def _kind_of(self, tensor: torch.Tensor, moment: str, recomputes: bool) -> str:
         if Recorder.label is not None:
             return Recorder.label
         if tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape[-1] in self._vocabulary:
@@ -234,19 +222,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ledger.note_sum(term, result)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor's memory counts; of one with others inside, theirs, as it may name another device."""
+        """True if a tensor's memory counts: that of those inside it, as it may name another device."""
         while is_traceable_wrapper_subclass(tensor):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         return tensor.device.type == self._device_type
 
 
 def labelled(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """Have all that is allocated be of a kind."""
     return mock.patch.object(Recorder, "label", kind)
 
 
 def on_stream(number: int) -> contextlib.AbstractContextManager[Any]:
-    """Have all that is allocated be on a stream."""
     return mock.patch.object(Recorder, "stream", number)
 
 
@@ -270,25 +256,6 @@ def _storages(tensor: torch.Tensor) -> list[Any]:
     return sorted(get_untyped_storages(tensor), key=lambda storage: storage.nbytes())
 
 
-def _is_attention(func: Any) -> bool:
-    """True for an operation that grows with the square of the length.
-
-    Layers are products of two matrices; batches of products are those of attention written out.
-    """
-    packet = getattr(func, "_overloadpacket", None)
-    return packet is _aten.bmm or "scaled_dot_product" in str(packet)
-
-
-def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the operations of one call, two for each multiplication and addition; 0 where few are made.
-
-    As in :mod:`torch.utils.flop_counter`, causal attention counts as full attention.
-    """
-    packet = getattr(func, "_overloadpacket", None)
-    count = flop_registry.get(_ON_CPU.get(packet, packet))
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
-
-
 def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
     """Return what an operation takes while it runs."""
     if func is _aten.embedding_dense_backward.default:
@@ -307,12 +274,12 @@ def scratch_of(func: Any, args: Sequence[Any]) -> Scratch | None:
 
 
 def handle_bytes() -> int:
-    """Return what a handle of cuBLAS keeps for its products (``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``).
+    """Return what a handle of cuBLAS keeps for its products; that of Ampere and Ada where the device is not known.
 
-    Where the device is not known, that of Ampere and Ada.
+    ``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``.
     """
     on_hopper = torch.cuda.is_initialized() and torch.cuda.get_device_capability()[0] == 9  # type: ignore[no-untyped-call]
-    return (32 * 2**20) if on_hopper else (8 * 2**20 + 128 * 2**10)
+    return 32 * 2**20 if on_hopper else 8 * 2**20 + 128 * 2**10
 
 
 def _threads_at_once() -> int:

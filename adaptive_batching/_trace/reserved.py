@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 from adaptive_batching._trace.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.traced_step import Recorded
 
-STEPS = 3  # that are replayed: the second and third meet the cache that the one before has left
+_STEPS = 3  # that are replayed: the second and third meet the cache that the one before has left
 _RESOLUTION = 200  # a limit is known to a 200th of what is allocated
-# Steps at one size after which it is known whether training can repeat them: see `can_repeat`.
-MAX_STEPS = 4
+MAX_STEPS = 4  # of one size, after which it is known whether training can repeat them
 
 
 def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
@@ -45,9 +44,7 @@ class SetUp:
     A weight that is quantized on the device leaves some hundred blocks, and those that stay lie between them.
     """
 
-    events: Sequence[int] = ()
-    """As those of a step."""
-
+    events: Sequence[int] = ()  # as those of a step
     sizes: Sequence[int] = ()
     empties_cache: bool = False
     _states: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -69,12 +66,12 @@ class SetUp:
                     allocator.give_back(held.pop(~event))
             if self.empties_cache:
                 allocator.empty_cache()
-            self._states[kind] = allocator, [(self.sizes[number], block) for number, block in held.items()]
-        allocator, used = self._states[kind]
-        allocator, blocks = allocator.copy([block for _, block in used], limit)
-        at_hand: dict[int, list[Any]] = {}
-        for (size, _), block in zip(used, blocks, strict=True):
-            at_hand.setdefault(size, []).append(block)
+            self._states[kind] = allocator, held
+        allocator, held = self._states[kind]
+        allocator, blocks = allocator.copy(list(held.values()), limit)
+        at_hand = defaultdict[int, list[Any]](list)
+        for number, block in zip(held, blocks, strict=True):
+            at_hand[self.sizes[number]].append(block)
         return allocator, at_hand
 
 
@@ -86,14 +83,9 @@ class Reserved:
     """Bytes that count against a limit."""
 
     by_default: int
-    expandable: int
-    """With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
-
-    least: int
-    """Least limit at which the step runs with default settings, after retries that empty the cache."""
-
+    expandable: int  # with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+    least: int  # limit at which the step runs with default settings, after retries that empty the cache
     least_expandable: int
-
     allocated: int
     """Bytes that torch counts as allocated with default settings: tensors, in blocks of which no rest is cut off."""
 
@@ -114,9 +106,9 @@ def reserved_by_default(step: Recorded, set_up: SetUp = NO_SET_UP) -> int:
 
 
 def replay(kind: type, step: Recorded, set_up: SetUp = NO_SET_UP, limit: float = float("inf")) -> Any:
-    """Run :data:`STEPS` equal steps on an allocator of a kind, the first as that of a run, and return it."""
+    """Run equal steps on an allocator of a kind, the first as that of a run, and return it."""
     allocator, at_hand = set_up.start(kind, limit)
-    for _ in _steps(allocator, step, STEPS, step.made, at_hand):
+    for _ in _steps(allocator, step, _STEPS, step.made, at_hand):
         pass
     return allocator
 
@@ -126,8 +118,8 @@ def _steps(
 ) -> Iterator[None]:
     """Run ``count`` equal steps on ``allocator``, and stop after each.
 
-    ``made`` has what is not there before the first step, with the number of events before the step makes it;
-    ``at_hand`` has blocks in use, by bytes: those of what rests between steps, and what ends before the first.
+    ``made`` has what the first step makes, with the number of events before; ``at_hand`` the blocks in use, by bytes:
+    those of what rests between steps, and what ends before the first.
     """
 
     def take(number: int) -> Any:
@@ -180,22 +172,16 @@ def _places(step: Recorded) -> tuple[dict[int, int], set[int]]:
 class Needed(NamedTuple):
     """Bytes that the steps at a batch size make the allocator reserve."""
 
-    once: int
-    """By one step on an empty cache, with optimizer states that were there before."""
-    repeated: int
-    """By the first steps of training, where nothing limits them."""
-    least: int
-    """Least limit in which training can repeat the steps: :func:`~adaptive_batching._probe.sizes.can_repeat`."""
+    once: int  # by one step on an empty cache, with optimizer states that were there before
+    repeated: int  # by the first steps of training, where nothing limits them
+    least: int  # limit in which training `can_repeat` the steps
 
 
 class ReservedPeaks:
     """Bytes that the probe's steps make the allocator reserve, as a function of the batch size.
 
-    The probe runs one size once, to correct the curve, and others as training does. They are replayed at the sizes that
-    are asked for, of which a search needs few.
-
     What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
-    search needs a curve that never falls. So each new value is moved to lie between those known of smaller and of
+    search needs a curve that never falls, so each new value is moved to lie between those known of smaller and of
     larger sizes; what has been told is never taken back.
     """
 

@@ -1,15 +1,13 @@
 """Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
 
 The step runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, and the bytes alive after every
-operation are recorded; :mod:`adaptive_batching._trace.traced_step` says what follows from them.
+operation are recorded; :mod:`adaptive_batching._trace.traced_step` says what follows from them. The curve's level leaves
+out kernel workspaces and fragmentation; a measured step calibrates it.
 
 Where the step runs on CUDA, the traces run on fake tensors of that device, so that torch chooses the kernels of
 attention and the implementation of optimizers as in a real step. Elsewhere, and for a sharded model, they run on fake
 *CPU* tensors: on the CPU, native attention takes the memory of CUDA's fused kernels. Without CUDA in the process, a
 backward pass over fake CUDA tensors would abort it.
-
-The curve's level leaves out kernel workspaces and fragmentation; a measured step calibrates it. What CUDA's allocator
-reserves is found by replaying the record of a step: :mod:`adaptive_batching._trace.reserved`.
 """
 
 from __future__ import annotations

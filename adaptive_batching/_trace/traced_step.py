@@ -2,7 +2,8 @@
 
 A record holds the step as a sequence of events, so that it can be replayed: to find the peak and what it is made of, or
 to ask an allocator how much it would reserve. Nothing is rounded to allocator blocks here: between the two traced batch
-sizes, rounding could double the slope of a small tensor.
+sizes, rounding could double the slope of a small tensor. Kernels of CUDA also take memory that no tensor shows, for the
+time of a call: blocks are found and cut for it, so that what is reserved can be larger by far more.
 
 Peak memory is not linear in the batch size b. It is the largest value of ``a_t + c_t * b`` over the operations t of the
 step, because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. With records
@@ -12,11 +13,9 @@ at b = 2 and b = 3, the difference of the bytes alive after operation t is c_t, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-from adaptive_batching._trace.scratch import Scratch
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 ACTIVATIONS, LOGITS, OTHER = "activations", "logits", "other"
@@ -33,21 +32,89 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Bytes that a kernel takes for the time of a call, by what they follow from: numbers affine in the batch size."""
+
+    kernel: str  # a key of _KERNELS
+    numbers: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return _KERNELS[self.kernel][0](*self.numbers)
+
+    @property
+    def in_line(self) -> int:
+        """Bytes as far as they are on a line over the batch size, which a curve of memory is made of."""
+        return _KERNELS[self.kernel][1](*self.numbers)
+
+    def between(self, other: Scratch, share: int, of: int) -> Scratch:
+        """Return what the call takes where its numbers are ``share / of`` of the way to those of ``other``."""
+        numbers = [a + (b - a) * share // of for a, b in zip(self.numbers, other.numbers, strict=True)]
+        return Scratch(self.kernel, tuple(max(number, 0) for number in numbers))
+
+
+def _of_embedding(indices: int, vocabulary: int, width: int) -> int:
+    """Return what the gradient of an embedding takes, summed in float32 by parts of at most ten tokens that are alike.
+
+    ``max_partial_segment`` in ``aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu``.
+    """
+    return (indices + 10 * min(indices, vocabulary)) * width * 4 // 10
+
+
+def _of_attention(heads: int, length: int, width: int) -> int:
+    """Return what the backward pass of flash attention takes to add up the gradient of queries, in float32.
+
+    Lengths are rounded to 128 and widths to 32, or 64 from 128 on (``mha_bwd`` in
+    ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``).
+    """
+    step = 32 if width <= 128 else 64
+    return heads * -(-length // 128) * 128 * -(-width // step) * step * 4
+
+
+def _of_sum_of_rows(inputs: int, outputs: int, threads: int) -> int:
+    """Return what a sum over the rows of a matrix takes, such as the gradient of a norm's scale or of a bias.
+
+    Where rows (``inputs``) are many and columns (``outputs``) few, several blocks of the ``threads`` that run at once
+    share a column, and each leaves its sums in memory (``setReduceConfig`` and ``global_memory_size`` in
+    ``aten/src/ATen/native/cuda/Reduce.cuh``).
+    """
+    in_one_load = next(n for n in (4, 2, 1) if outputs % n == 0)
+    most = 512 // in_one_load
+    columns, rows = min(_power_of_two(outputs // in_one_load), most), min(_power_of_two(inputs), most)
+    width = min(columns, 32)
+    height = min(rows, most // width)
+    width = min(columns, most // height)
+    if inputs < min(16 * height, 256):
+        return 0
+    by_each = -(-inputs // height)
+    blocks = -(-(outputs // in_one_load) // width)
+    at_once = threads // (width * height)
+    if by_each < 256 or blocks > at_once:
+        return 0
+    shares = max(min(-(-at_once // blocks), -(-by_each // 16)), -(-by_each // 256))
+    return 4 * outputs * shares * width * in_one_load if shares > 1 else 0
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number.bit_length() - 1) if number else 1
+
+
+# Bytes, and those on a line over the batch size. The gradient of an embedding has another kernel for few tokens.
+_KERNELS: dict[str, tuple[Callable[..., int], Callable[..., int]]] = {
+    "embedding": (lambda indices, *size: 0 if indices <= 3072 else _of_embedding(indices, *size), _of_embedding),
+    "attention": (_of_attention, _of_attention),
+    "sum of rows": (_of_sum_of_rows, lambda *_: 0),
+}
+
+
+@dataclass(frozen=True)
 class Recorded:
     """What an allocator is asked for in a step. Storages are numbered, those alive before the step first."""
 
-    events: Sequence[int]
-    """In order: the number of a storage that is allocated, or ``~number`` of one that is freed."""
-
-    sizes: Sequence[int]
-    """Bytes of each storage."""
-
-    num_resting: int
-    """Storages alive before the step."""
-
-    streams: Mapping[int, int] = field(default_factory=dict)
-    """Number of the stream, by storage, of what is not allocated on the main one."""
-
+    events: Sequence[int]  # in order: the number of a storage that is allocated, or ~number of one that is freed
+    sizes: Sequence[int]  # bytes of each storage
+    num_resting: int  # storages alive before the step
+    streams: Mapping[int, int] = field(default_factory=dict)  # by storage, of what is not on the main one
     made: Mapping[int, int] = field(default_factory=dict)
     """By resting storage that the first step makes, such as optimizer states: the number of events before it does."""
 
@@ -56,41 +123,23 @@ class Recorded:
 class StepRecord(Recorded):
     """The memory of one training step at one batch size."""
 
-    log: Sequence[int]
-    """Bytes alive before the step, then after each operation."""
-
-    moments: Sequence[str]
-    """Part of the step that each entry of ``log`` belongs to."""
-
-    marks: Sequence[int]
-    """Number of events before each entry of ``log``."""
-
-    kinds: Sequence[str]
-    """One of :data:`KINDS` for each storage."""
-
+    log: Sequence[int]  # bytes alive before the step, then after each operation
+    moments: Sequence[str]  # part of the step that each entry of `log` belongs to
+    marks: Sequence[int]  # number of events before each entry of `log`
+    kinds: Sequence[str]  # one of KINDS for each storage
     scratch: Mapping[int, tuple[int, Scratch]]
     """By storage that an operation takes while it runs: its entry of ``log``, and what its size follows from. ``log``
     has as much of it as is on a line over the batch size."""
-
-    kept_bytes: int
-    """Bytes alive before the step that the one before has made, and that it replaces."""
-
-    flops: int
-    """Floating-point operations of matrix products and attention, those of recomputed activations included."""
-
-    recomputed_flops: int
-    """Those of activations that the backward pass computes again."""
-
-    attention_flops: int
-    """Those of attention, which grow with the square of the length; without those of recomputed activations."""
+    kept_bytes: int  # alive before the step that the one before has made, and that it replaces
+    flops: int  # of matrix products and attention, those of recomputed activations included
+    recomputed_flops: int  # of activations that the backward pass computes again
+    attention_flops: int  # of attention, which grow with the square of the length, those of recomputed ones left out
 
     def at_peak(self) -> tuple[str, dict[str, int]]:
         """Return the moment of the peak, and the bytes of each kind that are alive then."""
         at = max(range(len(self.log)), key=self.log.__getitem__)
         alive = dict.fromkeys(KINDS, 0)
-        for number in range(self.num_resting):
-            alive[self.kinds[number]] += self.sizes[number]
-        for event in self.events[: self.marks[at]]:
+        for event in (*range(self.num_resting), *self.events[: self.marks[at]]):
             number = event if event >= 0 else ~event
             alive[self.kinds[number]] += self.sizes[number] if event >= 0 else -self.sizes[number]
         return self.moments[at], alive
@@ -102,7 +151,7 @@ class Ledger:
     def __init__(self) -> None:
         self.current_bytes = 0
         self._seen: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._sum: tuple[weakref.ref[Any], int] | None = None
+        self.last_sum: tuple[weakref.ref[Any], int] | None = None  # result, and the number of its first term
         self._sizes: list[int] = []
         self._kinds: list[str] = []
         self._streams: dict[int, int] = {}
@@ -131,15 +180,15 @@ class Ledger:
             kinds=tuple(self._kinds), scratch=self._scratch, **others,
         )  # fmt: skip
 
+    def knows(self, storage: Any) -> bool:
+        return storage._cdata in self._seen
+
     def hold(self, storage: Any, kind: str, size: int) -> None:
         """Note a storage of ``size`` bytes, or change its kind if it is known."""
-        if storage._cdata in self._seen:
+        if self.knows(storage):
             self._kinds[self._seen[storage._cdata][1]] = kind
         else:
             self.allocate(storage, kind, size)
-
-    def knows(self, storage: Any) -> bool:
-        return storage._cdata in self._seen
 
     def allocate(self, storage: Any, kind: str, size: int, stream: int = 0) -> None:
         """Note a storage of ``size`` bytes; of 0 for one that takes no memory."""
@@ -177,11 +226,8 @@ class Ledger:
 
     def write_over(self, term: Any, result: Any) -> None:
         """Have ``result``, which has just been allocated, live where ``term`` does, until both are dead."""
-        numbers = self._last_made_from(term, result)
-        if numbers is None:
-            return
-        of_term, of_result = numbers
-        if self._sizes[of_term] != self._sizes[of_result]:
+        of_term, of_result = self._last_made_from(term, result)
+        if of_term is None or self._sizes[of_term] != self._sizes[of_result]:
             return
         self.current_bytes -= self._sizes[of_result]
         self._events.remove(of_result)
@@ -191,20 +237,15 @@ class Ledger:
 
     def note_sum(self, term: Any, result: Any) -> None:
         """Remember that ``result`` is ``term`` and something more: it lives where ``term`` did, if that ends next."""
-        numbers = self._last_made_from(term, result)
-        if numbers is not None and term.nbytes() == result.nbytes():
-            self._sum = weakref.ref(result), numbers[0]
+        of_term, _ = self._last_made_from(term, result)
+        if of_term is not None and term.nbytes() == result.nbytes():
+            self.last_sum = weakref.ref(result), of_term
 
-    def forget_sum(self) -> None:
-        """Take it that what has not ended by now lives on."""
-        self._sum = None
-
-    def _last_made_from(self, term: Any, result: Any) -> tuple[int, int] | None:
-        """Return the numbers of both; None unless both are known and ``result`` is the last that was allocated."""
+    def _last_made_from(self, term: Any, result: Any) -> tuple[int | None, int]:
+        """Return the numbers of both; None for ``term`` unless both are known and ``result`` was allocated last."""
         known, made = self._seen.get(term._cdata), self._seen.get(result._cdata)
-        if known is None or made is None or made[1] != len(self._sizes) - 1:
-            return None
-        return known[1], made[1]
+        last = len(self._sizes) - 1
+        return None if known is None or made is None or made[1] != last else known[1], last
 
     def _watch(self, storage: Any, key: int, number: int) -> None:
         self._seen[key] = weakref.ref(storage, lambda _: self._free(key, number)), number
@@ -213,7 +254,7 @@ class Ledger:
         self._seen.pop(key, None)
         if self._holders.get(number, 1) > 1:
             self._holders[number] -= 1
-        elif self._sum is not None and self._sum[1] == number:
+        elif self.last_sum is not None and self.last_sum[1] == number:
             self._take_over(number)
         elif self._sizes[number]:
             self.current_bytes -= self._sizes[number]
@@ -221,8 +262,8 @@ class Ledger:
 
     def _take_over(self, number: int) -> None:
         """Have the last storage, a sum, live where its first term has just died: that was added to in place."""
-        assert self._sum is not None
-        result, self._sum = self._sum[0](), None
+        assert self.last_sum is not None
+        result, self.last_sum = self.last_sum[0](), None
         assert result is not None
         self._watch(result, result._cdata, number)
         size = self._sizes.pop()
@@ -251,8 +292,7 @@ class PeakMemoryCurve:
         for slope, base in sorted(slopes_and_bases, reverse=True):
             if not self._lines or base > self._lines[-1][1]:
                 self._lines.append((slope, base))
-        self.resting_bytes = lower[0] - kept_bytes
-        """Bytes alive before the first step: parameters, buffers and optimizer states."""
+        self.resting_bytes = lower[0] - kept_bytes  # before the first step: parameters, buffers and optimizer states
 
     def peak_bytes(self, batch_size: int) -> int:
         return max(base + slope * batch_size for slope, base in self._lines)
@@ -293,16 +333,10 @@ class TracedStep:
             scratch[number] = at, low.between(high, batch_size - TRACED_SIZES[0], 1)
             sizes[number] = scratch[number][1].num_bytes
             log[at] += sizes[number] - _at(batch_size, low.in_line, high.in_line)
-        return replace(
-            lower,
-            log=log,
-            kept_bytes=log[0] - self.curve.resting_bytes,
-            sizes=sizes,
-            scratch=scratch,
-            flops=_at(batch_size, lower.flops, upper.flops),
-            recomputed_flops=_at(batch_size, lower.recomputed_flops, upper.recomputed_flops),
-            attention_flops=_at(batch_size, lower.attention_flops, upper.attention_flops),
-        )
+        names = ("flops", "recomputed_flops", "attention_flops")
+        flops = {name: _at(batch_size, getattr(lower, name), getattr(upper, name)) for name in names}
+        kept_bytes = log[0] - self.curve.resting_bytes
+        return replace(lower, log=log, kept_bytes=kept_bytes, sizes=sizes, scratch=scratch, **flops)
 
 
 def _at(batch_size: int, low: int, high: int) -> int:

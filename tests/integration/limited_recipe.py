@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._torchtune.host import Host

@@ -11,7 +11,7 @@ import sys
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._values import MemoryAmount
 from adaptive_batching.torchtune import run_recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice

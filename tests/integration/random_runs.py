@@ -31,7 +31,7 @@ from unittest import mock
 from torch import nn
 from torchtune.models.llama2 import llama2, lora_llama2
 
-from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._report.events import read_events
 from adaptive_batching._torchtune import probing, session
 from adaptive_batching._torchtune.data import index_of

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from adaptive_batching._growth.increase import IncreaseFunction
-from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._memory import CpuMeter
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.integration.counting import CountingModel

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._memory import CpuMeter
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.does_not_fit import require_room
 from adaptive_batching._values import ConfigError

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torchtune.modules import RMSNorm
 
-from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._memory import CpuMeter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights

@@ -35,7 +35,7 @@ from torchtune.training import _distributed
 from torchtune.training.checkpointing import DistributedCheckpointer
 
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
-from adaptive_batching._host_memory import CpuMeter, _status
+from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._ranks import agree
 from adaptive_batching._torchtune import cutting, many_devices, session
 from adaptive_batching._torchtune.loop import TrainingLoop

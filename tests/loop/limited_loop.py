@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from adaptive_batching import AdaptiveStep, memory_meter
-from adaptive_batching._host_memory import _status
+from adaptive_batching._memory import _status
 from tests.support.small_model import VOCABULARY, Sample, make_data, make_model
 
 ALLOWED = 40 * 2**20

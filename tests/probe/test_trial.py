@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe import snapshot
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.training import TrainingStep

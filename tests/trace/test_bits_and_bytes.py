@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching._host_memory import CpuMeter
+from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe import snapshot
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.bits_and_bytes import is_managed, paged_bytes, traced_as

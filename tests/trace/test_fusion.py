@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from adaptive_batching._trace.fusion import Schedule
+from adaptive_batching._trace.compiled import Schedule
 
 
 def scheduled(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[str], Schedule]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adaptive_batching._trace.recorder import scratch_of
-from adaptive_batching._trace.scratch import Scratch, of_sum_of_rows
+from adaptive_batching._trace.traced_step import Scratch, _of_sum_of_rows
 
 MIB = 2**20
 H100, A100 = 132 * 2048, 108 * 2048
@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 def test_a_sum_of_rows_is_shared_by_as_many_blocks_as_run_at_once(
     rows: int, columns: int, threads: int, expected: int
 ) -> None:
-    assert of_sum_of_rows(rows, columns, threads) == expected
+    assert _of_sum_of_rows(rows, columns, threads) == expected
 
 
 def test_the_gradient_of_a_norm_s_scale_is_a_sum_of_rows_and_a_mean_over_columns_is_none() -> None:
