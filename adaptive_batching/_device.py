@@ -17,8 +17,7 @@ _PINS_MEMORY = ("cuda", "xpu")
 def unchanged_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random state of Python, numpy and torch on exit, on the CPU and on ``device``."""
     numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
-    python_state = random.getstate()
-    numpy_state = None if numpy_random is None else numpy_random.get_state()
+    python_state, numpy_state = random.getstate(), numpy_random and numpy_random.get_state()
     on_cpu = device.type == "cpu"
     try:
         with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):

@@ -279,10 +279,9 @@ class AcceleratorMeter(MemoryMeter):
 def keep_little_on_the_host() -> None:
     """Make host libraries return freed memory if this process's memory is limited, at the price of speed.
 
-    glibc keeps freed memory and fragments it: after the first failed allocation, little fits any more. Returning the
-    memory made steps of small models take 1.4 to 2 times as long. oneDNN, which computes in bfloat16, caches code and
-    memory for up to 1,024 shapes, so a probe that tries many sizes, or samples of many lengths, would fill any limit.
-    oneDNN reads its setting on first use.
+    glibc keeps freed memory and fragments it: after the first failed allocation, little fits any more. oneDNN, which
+    computes in bfloat16, caches code and memory for up to 1,024 shapes, so that many sizes or lengths would fill any
+    limit; it reads its setting on first use.
     """
     if not _process_limits():
         return
@@ -312,9 +311,8 @@ class CpuMeter(MemoryMeter):
 
     @property
     def total_bytes(self) -> int:
-        return min(
-            [_status("MemTotal", "/proc/meminfo"), *(limit for _, limit in _process_limits()), *_cgroup_limits("max")]
-        )
+        limits = (limit for _, limit in _process_limits())
+        return min([_status("MemTotal", "/proc/meminfo"), *limits, *_cgroup_limits("max")])
 
     def used_bytes(self) -> int:
         # Excludes the pages of files, such as libraries, which the kernel can drop.
@@ -323,9 +321,8 @@ class CpuMeter(MemoryMeter):
     def free_bytes(self) -> int:
         cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
         # All processes of a launch share the host; torchrun sets their number.
-        shared = min(_status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // int(
-            os.environ.get("LOCAL_WORLD_SIZE", 1)
-        )
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        shared = min(_status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // processes
         return max(min([shared, *(limit - _status(counted) for counted, limit in _process_limits())]), 0)
 
     def reset_peak(self) -> None:

@@ -26,9 +26,7 @@ _NO_THREAD_MESSAGE = os.strerror(errno.EAGAIN)
 _ONEDNN_MESSAGE = re.compile(r"could not create a primitive(?! descriptor)|could not create a memory object")
 # Creating a cuBLAS handle fails like this when memory is short, but also for other reasons, such as a broken driver.
 _NOT_INITIALIZED_MESSAGES = ("CUBLAS_STATUS_NOT_INITIALIZED", "HIPBLAS_STATUS_NOT_INITIALIZED")
-# If less than this is free on the device, a library that cannot be initialized is assumed to lack memory: a cuBLAS
-# handle and its workspace take tens of MiB.
-_LITTLE_MEMORY = 256 * 2**20
+_LITTLE_MEMORY = 256 * 2**20  # where less is free, it is taken to lack memory: with its workspace it takes tens of MiB
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,26 +37,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     message = str(error)
-    if not isinstance(error, RuntimeError) or _is_of_a_collective(error, message):
+    of_a_collective = (dist.is_available() and isinstance(error, dist.DistError)) or "CCL" in message  # NCCL, RCCL, ...
+    if not isinstance(error, RuntimeError) or of_a_collective:
         return False
-    if message == _NO_THREAD_MESSAGE:
-        return True
     if any(name in message for name in _NOT_INITIALIZED_MESSAGES):
-        return _accelerator_is_nearly_full()
-    return any(name in message for name in _OUT_OF_MEMORY_MESSAGES) or _ONEDNN_MESSAGE.search(message) is not None
-
-
-def _is_of_a_collective(error: BaseException, message: str) -> bool:
-    is_distributed = dist.is_available() and isinstance(error, dist.DistError)
-    return is_distributed or "CCL" in message  # NCCL, RCCL, oneCCL
-
-
-def _accelerator_is_nearly_full() -> bool:
-    try:
-        free, _ = torch.cuda.mem_get_info()
-    except (RuntimeError, AssertionError):  # no device, or one that cannot be queried in its current state
-        return False
-    return bool(free < _LITTLE_MEMORY)
+        try:
+            return bool(torch.cuda.mem_get_info()[0] < _LITTLE_MEMORY)
+        except (RuntimeError, AssertionError):  # no device, or one that cannot be queried in its current state
+            return False
+    known = message == _NO_THREAD_MESSAGE or _ONEDNN_MESSAGE.search(message) is not None
+    return known or any(name in message for name in _OUT_OF_MEMORY_MESSAGES)
 
 
 def forget_frames(error: BaseException) -> None:

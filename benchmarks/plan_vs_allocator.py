@@ -55,7 +55,7 @@ _NOT_IN_BACKWARD = "optimizer_in_bwd=False"
 
 def on_emulated_device(*, late: bool = False) -> dict[str, str]:
     """Return the environment of a process that has emulated devices, with more memory than any run takes."""
-    from adaptive_batching._emulated_device.build import EmulatedDevice
+    from adaptive_batching._emulated_device import EmulatedDevice
 
     card = EmulatedDevice(
         2**40, count=4, capability=divmod(CAPABILITY, 10), processors=132, largest_copy_bytes=0,

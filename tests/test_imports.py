@@ -25,22 +25,21 @@ MAY_IMPORT = {
     "config": {"values"},
     "emulated_device": {"values"},
     "device": set(),
-    "memory": {"host_memory"},
+    "memory": set(),
     "out_of_memory": set(),
     "patches": set(),
-    "host_memory": set(),
-    "ranks": {"host_memory", "out_of_memory", "values"},
+    "ranks": {"out_of_memory", "values"},
     "growth": {"values"},
     "loop": {"config", "device", "micro_batches", "probe", "ranks", "trace", "values"} | MEMORY,
     "micro_batches": {"device", "probe", "ranks", "values"} | MEMORY,
     "plan": {"probe", "trace", "values"},
-    "probe": {"config", "device", "host_memory", "ranks", "trace", "values"} | MEMORY,
+    "probe": {"config", "device", "ranks", "trace", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
     "trace": {"ranks"},
 }
 PURE = [
     "config",
-    "emulated_device/build",
+    "emulated_device/__init__",
     "emulated_device/control",
     "growth/course",
     "growth/epoch",
@@ -63,13 +62,12 @@ PURE = [
     "report/sections",
     "trace/allocator",
     "trace/reserved",
-    "trace/scratch",
     "trace/traced_step",
     "values",
 ]
 
 # What records a trace stands on private names of torch, and is imported when a probe first needs it.
-RECORDS = {f"trace/{name}" for name in ("compiled", "fake_step", "fsdp_units", "fusion", "recorder")}
+RECORDS = {f"trace/{name}" for name in ("compiled", "fake_step", "fsdp_units", "recorder")}
 
 
 def name_of(path: Path) -> str:

@@ -2,6 +2,167 @@
 
 torch's caching allocator, its out-of-memory errors, streams, FSDP2 over NCCL, Inductor and Triton are the real ones.
 What a GPU computes is missing: kernels and matrix products are counted and return at once. A library of C++ (`source/`)
-stands in front of CUDA's runtime and driver, cuBLAS and NCCL; `build` compiles it and says how a program starts on it,
-and `control` is for that program: counters, neighbours and faults.
+stands in front of CUDA's runtime and driver, cuBLAS and NCCL. It is compiled here for an installed torch, with a C++
+compiler and nothing of CUDA's, and programs are started on it; `control` is for these: counters, neighbours and faults.
 """
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptive_batching._values import ConfigError
+
+SOURCE = Path(__file__).parent / "source"
+# Whose calls the device answers, in site-packages
+CALLERS = ("torch/lib/*.so", "bitsandbytes/libbitsandbytes_cuda*.so")
+CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|nccl|cu[A-Z])\w*")
+PRODUCTS = re.compile(r"cublas\w*[gG]em[mv]\w*")
+# What Triton's launcher links to, and torch does not call
+TRITON = (
+    *("cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuLaunchCooperativeKernel", "cuOccupancyMaxActiveClusters"),
+    *("cuStreamGetCtx", "cuMemAllocHost_v2", "cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuLinkDestroy"),
+    *("cuMemcpyDtoHAsync_v2", "cuCtxGetLimit", "cuCtxSetLimit"),
+)
+DRIVER = re.compile(rb"(?<=\0)cu[A-Z][A-Za-z0-9_]+(?=\0)")  # functions of the driver among the strings of a library
+NOT_SUPPORTED = {"cublas": 15, "nccl": 5}  # of CUDA itself 801
+GIB = 2**30
+MOST_DEVICES = 16  # as in source/device.h
+
+
+class BuildError(RuntimeError):
+    """The device cannot be built here; says what is missing."""
+
+
+@dataclass(frozen=True)
+class EmulatedDevice:
+    """A card, as far as memory goes."""
+
+    memory_bytes: int = 80 * GIB
+    """Of the card in all, as CUDA reports it."""
+    count: int = 1
+    """Cards, 1 to 16. Each process has all of them to itself."""
+    capability: tuple[int, int] = (8, 0)
+    """Compute capability. With 9.0 torch would take cuDNN's attention, which plans its kernels on the card; flash
+    attention is taken instead. It keeps as much for the backward pass; the workspace of cuDNN's backward is missing."""
+    context_bytes: int = 500 * 2**20
+    """Memory of the card that CUDA itself takes for a process."""
+    lag: int | None = 0
+    """Launches after which an event has happened: 0 at once, None only when the host waits for it. Memory that another
+    stream still uses is held for as long: 0 gives the least that a card can reserve, None the most."""
+    largest_copy_bytes: int = 2**20
+    """Larger copies to the device are left out, so that a model larger than the host's memory loads; device memory that
+    nothing was copied to reads as zeros."""
+    processors: int = 108
+    """Multiprocessors, which some kernels take workspaces for."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MOST_DEVICES:
+            raise ConfigError(f"count={self.count}: an emulated machine has 1 to {MOST_DEVICES} devices; set another")
+
+    def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the environment of a program on the device, what is inherited included; BuildError as from `build`."""
+        library = build()
+        major, minor = self.capability
+        settings = {
+            "MEMORY": self.memory_bytes, "COUNT": self.count, "CAPABILITY": 10 * major + minor,
+            "CONTEXT": self.context_bytes, "LAG": -1 if self.lag is None else self.lag,
+            "LARGEST_COPY": self.largest_copy_bytes, "PROCESSORS": self.processors,
+        }  # fmt: skip
+        first = {
+            "LD_PRELOAD": f"{library}:{library.parent / 'libnvidia-ml.so.1'}",
+            "PYTHONPATH": str(Path(__file__).parent / "site"),
+        }
+        joined = {name: f"{value}:{inherited[name]}" if inherited.get(name) else value for name, value in first.items()}
+        own = {f"EMULATED_DEVICE_{name}": str(value) for name, value in settings.items()}
+        return {**inherited, **own, **joined, "TRITON_LIBCUDA_PATH": str(library.parent)}
+
+
+def build() -> Path:
+    """Return the library, `libcuda.so.1`, for the torch that is installed; compiled at the first call.
+
+    It is kept in `$XDG_CACHE_HOME/adaptive_batching` (`~/.cache`), in a folder of its own for each version of torch and
+    of this source. BuildError if torch is no CUDA build, or there is no C++ compiler.
+    """
+    site, cuda = _torch()
+    compiler = os.environ.get("CXX", "g++")
+    sources = sorted(SOURCE.glob("*.*"))
+    callers = sorted(path for pattern in CALLERS for path in site.glob(pattern))
+    stamps = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in callers]
+    text = "".join([cuda, compiler, *stamps, *(path.read_text() for path in sources)])
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "adaptive_batching" / "emulated_device"
+    folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
+    library = folder / "libcuda.so.1"
+    if library.exists():
+        return library
+    if not shutil.which(compiler):
+        needed = f"the emulated device needs a C++ compiler, and {compiler!r} is not there"
+        raise BuildError(f"{needed}; install g++, or set CXX")
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as made:
+        _compile(compiler, Path(made), callers, cuda)
+        (Path(made) / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's launcher is linked to
+        try:
+            Path(made).rename(folder)
+        except OSError:  # another process was first
+            if not library.exists():
+                raise
+        else:
+            Path(made).mkdir()  # for the context to remove
+    return library
+
+
+def _torch() -> tuple[Path, str]:
+    """Return the folder that torch is installed in, and its version of CUDA, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("the emulated device needs a CUDA build of torch, and no torch is installed")
+    package = Path(spec.submodule_search_locations[0])
+    version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", (package / "version.py").read_text(), re.MULTILINE)
+    if version is None:
+        needed = f"the emulated device needs a CUDA build of torch, and the one in {package} is none"
+        raise BuildError(f"{needed}; install one in an environment of its own")
+    return package.parent, version[1]
+
+
+def _compile(compiler: str, to: Path, callers: list[Path], cuda: str) -> None:
+    options = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", f"-DCUDA_MAJOR={cuda}", f"-I{to}"]
+    sources = {path.name: str(path) for path in sorted(SOURCE.glob("*.cpp"))}
+    management = sources.pop("nvml.cpp")
+    code = "".join(Path(path).read_text() for path in sources.values())
+    answered = {found[0] for found in CALLS.finditer(code)}
+    wanted = _undefined(callers) | set(TRITON)
+    absent = sorted(name for name in wanted if not {name, f"{name}_v2"} & answered)
+    (to / "absent.inc").write_text("".join(map(_answer, absent)))
+    for name, of in (("libcuda.so.1", list(sources.values())), ("libnvidia-ml.so.1", [management])):
+        link = ["-shared", f"-Wl,-soname,{name}", "-ldl", "-lrt", "-lpthread", "-o", str(to / name)]
+        done = subprocess.run([compiler, *options, *of, *link], capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{compiler} cannot compile the emulated device:\n{done.stderr}")
+
+
+def _undefined(libraries: list[Path]) -> set[str]:
+    """Return what the libraries call and do not have, of what the device answers: linked to, and looked up by name."""
+    command = ["nm", "-D", "--undefined-only", *map(str, libraries)]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    names = [line.split()[-1].partition("@")[0] for line in symbols if " U " in line]
+    for path in libraries:
+        if "c10" in path.name:
+            names += [found.decode() for found in DRIVER.findall(path.read_bytes())]
+    return set(filter(CALLS.fullmatch, names))
+
+
+def _answer(name: str) -> str:
+    """Return the line for a function that the device lacks: a product, or what says that it is not supported."""
+    if PRODUCTS.fullmatch(name):
+        return f"PRODUCT({name})\n"
+    code = next((code for prefix, code in NOT_SUPPORTED.items() if name.startswith(prefix)), 801)
+    return f"ABSENT({name}, {code})\n"

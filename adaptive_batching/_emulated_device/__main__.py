@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 
-from adaptive_batching._emulated_device.build import BuildError, EmulatedDevice
+from adaptive_batching._emulated_device import BuildError, EmulatedDevice
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 
@@ -18,8 +18,7 @@ def main() -> None:
     parser.add_argument("--lag", default="0", help="launches after which an event has happened, or 'host' (default: 0)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="to run, with its arguments")
     given = parser.parse_args()
-    command = given.command
-    if not command:
+    if not given.command:
         parser.error("which command shall run on the device?")
     capability = re.fullmatch(r"(\d+)\.(\d)", given.capability)
     if capability is None:
@@ -36,7 +35,7 @@ def main() -> None:
         environment = device.environment()
     except (BuildError, ConfigError) as error:
         parser.exit(2, f"error: {error}\n")
-    os.execvpe(command[0], command, environment)
+    os.execvpe(given.command[0], given.command, environment)
 
 
 if __name__ == "__main__":

@@ -14,58 +14,57 @@ class Counters:
     """Calls that this process has made to the device so far."""
 
     kernels: int
-    products: int
-    """Matrix products, of cuBLAS"""
-    synchronizations: int
-    """Times that the host waited for a stream, an event or the device"""
+    products: int  # of matrices, by cuBLAS
+    synchronizations: int  # times that the host waited for a stream, an event or the device
     device_allocations: int
     device_frees: int
     copies_to_device: int
     copies_to_host: int
     copies_within: int
     collectives: int
-    allocations: int
-    """Of torch's allocator"""
+    allocations: int  # of torch's allocator
 
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 @cache
-def _device() -> ctypes.CDLL:
+def _library() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     if not hasattr(library, "emulated_counters"):
-        raise RuntimeError(
-            "this process does not run on the emulated device; start it with EmulatedDevice().environment()"
-        )
+        needed = "this process does not run on the emulated device"
+        raise RuntimeError(f"{needed}; start it with EmulatedDevice().environment()")
     return library
 
 
+def _tell(name: str, *numbers: int) -> None:  # each takes a register, whatever its type
+    getattr(_library(), f"emulated_{name}")(*map(ctypes.c_long, numbers))
+
+
 def counters() -> Counters:
-    library = _device()
-    numbers = (ctypes.c_long * library.emulated_number_of_counters())()
-    library.emulated_counters(numbers)
+    numbers = (ctypes.c_long * _library().emulated_number_of_counters())()
+    _library().emulated_counters(numbers)
     return Counters(*numbers)
 
 
 def settle(stream: int, milliseconds: int) -> None:
     """Wait for the copies and collectives that are pending on a stream, for so long at most; it counts as no wait."""
-    _device().emulated_settle(ctypes.c_void_p(stream), ctypes.c_long(milliseconds))
+    _tell("settle", stream, milliseconds)
 
 
 def set_memory(memory_bytes: int) -> None:
     """Have each card be of another size from now on, as `mem_get_info` says; properties that torch has read stay."""
-    _device().emulated_set_memory(ctypes.c_size_t(memory_bytes))
+    _tell("set_memory", memory_bytes)
 
 
 def set_lag(launches: int | None) -> None:
     """Have events happen so many launches later from now on; see `EmulatedDevice.lag`."""
-    _device().emulated_set_lag(ctypes.c_long(-1 if launches is None else launches))
+    _tell("set_lag", -1 if launches is None else launches)
 
 
 def set_neighbour(taken_bytes: int, device: int = 0) -> None:
     """Have another process take so much of the device's memory from now on."""
-    _device().emulated_set_neighbour(ctypes.c_size_t(taken_bytes), device)
+    _tell("set_neighbour", taken_bytes, device)
 
 
 def fail_allocations(after: int, times: int = 1) -> None:
@@ -74,25 +73,25 @@ def fail_allocations(after: int, times: int = 1) -> None:
     It looks in its cache, asks the device, empties its cache, asks again, and raises. The error names more bytes than
     were asked for, by the size of the card. The first allocation of a process cannot fail so.
     """
-    _device().emulated_fail_allocations(ctypes.c_long(after), ctypes.c_long(times))
+    _tell("fail_allocations", after, times)
 
 
 def fail_device_allocations(after: int, times: int = 2) -> None:
     """Have the device refuse memory after so many calls, so many times: once is a retry of torch's, twice an error."""
-    _device().emulated_fail_device_allocations(ctypes.c_long(after), ctypes.c_long(times))
+    _tell("fail_device_allocations", after, times)
 
 
 def end_device(after_launches: int, error: int = LAUNCH_FAILURE) -> None:
     """End the device after so many kernels and products: from then on every call returns the error, a `cudaError_t`."""
-    _device().emulated_end_device(ctypes.c_long(after_launches), error)
+    _tell("end_device", after_launches, error)
 
 
 def end_faults() -> None:
     """Forget all faults that are still to come, and have a device that has ended work again."""
-    _device().emulated_fail_allocations(ctypes.c_long(-1), ctypes.c_long(0))
-    _device().emulated_end_faults()
+    _tell("fail_allocations", -1, 0)
+    _tell("end_faults")
 
 
 def hang_collective(after: int) -> None:
     """Have one collective of this process never end, after so many that do."""
-    _device().emulated_hang_collective(ctypes.c_long(after))
+    _tell("hang_collective", after)

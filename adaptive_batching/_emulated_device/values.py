@@ -33,7 +33,6 @@ FUNCTIONS = (
 )
 # Whose results, or what they are made of, are as large as what they find
 SELECTIONS = ("nonzero", "masked_select", "isin.Tensor_Tensor")
-ORDERS = ("randperm.generator_out",)  # nothing is drawn: the order is that of the numbers
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
 
@@ -43,16 +42,13 @@ def prepare() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
-        for name in (*FUNCTIONS, *SELECTIONS, *ORDERS):
+        replaced = {**dict.fromkeys(FUNCTIONS, _with_values), **dict.fromkeys(SELECTIONS, _by_host)}
+        for name, by in {**replaced, "randperm.generator_out": _in_order}.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-            replaced = _by_host if name in SELECTIONS else _in_order if name in ORDERS else _with_values
-            library.impl(name, replaced(_overload(name), kernel), "CUDA", with_keyset=True)
+            packet, _, overload = name.partition(".")
+            function = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, by(function, kernel), "CUDA", with_keyset=True)
     _kept.append(library)
-
-
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
@@ -84,7 +80,7 @@ def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
 
 
 def _in_order(function: Any, kernel: Any) -> Callable[..., Any]:
-    """Return a function that orders the numbers up to one, on the host: programs use them as indices."""
+    """Return a function that orders numbers as they are, on the host: nothing is drawn, and they serve as indices."""
 
     def ordered(keys: Any, number: int, *, generator: torch.Generator | None, out: torch.Tensor) -> torch.Tensor:
         kernel.call_boxed(keys, number, generator=generator, out=out)
@@ -110,8 +106,7 @@ def _are_counts(tensors: list[torch.Tensor]) -> bool:
         most = MOST_BYTES if x.dtype in (torch.uint8, torch.int8) else MOST_ELEMENTS
         if type(x) is not torch.Tensor or x.numel() > most or x.device.type == "meta":
             return False
-    whole = all(not (x.is_floating_point() or x.is_complex()) for x in tensors)
-    return whole or all(x.numel() == 1 for x in tensors)
+    return all(x.numel() == 1 for x in tensors) or not any(x.is_floating_point() or x.is_complex() for x in tensors)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Predict the peak memory of a training step at any batch size, from two traces that allocate nothing.
 
 The step runs twice under :class:`~torch._subclasses.fake_tensor.FakeTensorMode`, and the bytes alive after every
-operation are recorded; :mod:`adaptive_batching._trace.traced_step` says what follows from them. The curve's level leaves
-out kernel workspaces and fragmentation; a measured step calibrates it.
+operation are recorded; :mod:`adaptive_batching._trace.traced_step` says what follows from them. The curve's level
+leaves out kernel workspaces and fragmentation; a measured step calibrates it.
 
 Where the step runs on CUDA, the traces run on fake tensors of that device, so that torch chooses the kernels of
 attention and the implementation of optimizers as in a real step. Elsewhere, and for a sharded model, they run on fake

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching._emulated_device.build import SOURCE
+from adaptive_batching._emulated_device import SOURCE
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
 # Headers of NCCL and of compilers, which are installed for one version, and go with both

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptive_batching._emulated_device import control
-from adaptive_batching._emulated_device.build import EmulatedDevice
+from adaptive_batching._emulated_device import EmulatedDevice, control
 from adaptive_batching._trace.bits_and_bytes import move_to_host
 from tests.conftest import ROOT
 
