@@ -39,10 +39,11 @@ def allocator_advice(device: torch.device) -> str | None:
 
 def num_allocation_retries(device: torch.device) -> int:
     """Return how often the device's allocator has emptied its cache and retried; 0 if it does not count retries."""
-    return 0 if device.type == "cpu" else _counted(torch.get_device_module(device), device, "num_alloc_retries")
+    return _counted(device, "num_alloc_retries")
 
 
-def _counted(module: Any, device: torch.device, name: str) -> int:
+def _counted(device: torch.device, name: str) -> int:
+    module = torch.get_device_module(device)
     return int(module.memory_stats(device).get(name, 0)) if hasattr(module, "memory_stats") else 0
 
 
@@ -107,76 +108,6 @@ def cuda_segments() -> Segments | None:
     return Segments.EXPANDABLE if has_effect else None
 
 
-class MemoryMeter:
-    """Read and limit the memory of one device from this process. All amounts are in bytes.
-
-    What is defined here holds where no allocator keeps what is freed.
-    """
-
-    device: torch.device
-    device_name: str
-    fails_safely: bool
-    """False if a failed allocation can end the process, as in libraries on the host."""
-    is_predictable: bool
-    """False if freed memory may be kept, so that a step takes more than it has in use."""
-    keeps_freed_memory = False
-    """True for an allocator of the device that keeps it in blocks, so that it matters what has been where."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of the device, or this process's share of it if that is smaller."""
-        raise NotImplementedError
-
-    def used_bytes(self) -> int:
-        """Return the memory that this process has in use now."""
-        raise NotImplementedError
-
-    def free_bytes(self) -> int:
-        """Return how much more this process could take now; memory held by other processes is not free."""
-        raise NotImplementedError
-
-    def outside_bytes(self) -> int:
-        """Return what this process takes of the device outside of what :meth:`limit` counts, at most."""
-        return 0
-
-    def reset_peak(self) -> None:
-        raise NotImplementedError
-
-    def peak_bytes(self) -> int:
-        """Return the most that counted against the limit since :meth:`reset_peak`; an allocator: what it reserved."""
-        raise NotImplementedError
-
-    def peak_allocated_bytes(self) -> int:
-        """Return the most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""
-        return self.peak_bytes()
-
-    def num_retries(self) -> int:
-        """Return how often the allocator has emptied its cache to find room since the process started."""
-        return 0
-
-    def num_freed_bytes(self) -> int:
-        """Return the bytes that the allocator has given back to the device since the process started."""
-        return 0
-
-    def allocator_settings(self) -> dict[str, str]:
-        """Return the settings in the environment that change how much the allocator reserves."""
-        return {}
-
-    def segments(self) -> Segments | None:
-        """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""
-        return None
-
-    def release(self) -> None:
-        release_cached_memory(self.device)
-
-    def synchronize(self) -> None:
-        """Wait for the device, so that a delayed error is raised here."""
-
-    def limit(self, num_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """Make this process run out of memory inside the context if it would use more than ``num_bytes``."""
-        raise NotImplementedError
-
-
 def memory_meter(device: torch.device | str) -> MemoryMeter:
     """Return the meter for ``device``.
 
@@ -194,15 +125,15 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
     module = torch.get_device_module(device)
     if not all(hasattr(module, name) for name in ("max_memory_reserved", "reset_peak_memory_stats", "empty_cache")):
         raise NotImplementedError(f"device='{device}' reports no peak memory; {_WITHOUT_A_METER}")
-    return AcceleratorMeter(device)
+    return MemoryMeter(device)
 
 
-class AcceleratorMeter(MemoryMeter):
-    """Memory of CUDA, ROCm, XPU and other accelerators whose caching allocator keeps statistics."""
+class MemoryMeter:
+    """Read and limit the memory of one device from this process, by its allocator's statistics. Amounts are in bytes."""
 
-    fails_safely = True
-    is_predictable = False
-    keeps_freed_memory = True
+    fails_safely = True  # False if a failed allocation can end the process, as in libraries on the host
+    is_predictable = False  # False if freed memory may be kept, so that a step takes more than it has in use
+    keeps_freed_memory = True  # in blocks, so that it matters what has been where
 
     def __init__(self, device: torch.device) -> None:
         self._api: Any = torch.get_device_module(device)
@@ -210,22 +141,26 @@ class AcceleratorMeter(MemoryMeter):
         self.device = torch.device(device.type, index)
 
     @property
-    def device_name(self) -> str:  # type: ignore[override]
+    def device_name(self) -> str:
         return str(self._api.get_device_name(self.device))
 
     @property
     def total_bytes(self) -> int:
+        """Memory of the device, or this process's share of it if that is smaller."""
         return int(self._api.mem_get_info(self.device)[1] * self._fraction())
 
     def used_bytes(self) -> int:
+        """Return the memory that this process has in use now."""
         return int(self._api.memory_allocated(self.device))
 
     def free_bytes(self) -> int:
+        """Return how much more this process could take now; memory held by other processes is not free."""
         reserved = self._api.memory_reserved(self.device)
         unused = reserved - self._api.memory_allocated(self.device)
         return int(min(self._api.mem_get_info(self.device)[0], self.total_bytes - reserved) + unused)
 
     def outside_bytes(self) -> int:
+        """Return what this process takes of the device outside of what :meth:`limit` counts, at most."""
         # The context, its kernels and buffers of collectives, which the allocator does not know of. Where others are on
         # the device, theirs cannot be told apart: then it is what these take at most.
         free, total = self._api.mem_get_info(self.device)
@@ -237,28 +172,39 @@ class AcceleratorMeter(MemoryMeter):
         self._api.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int:
+        """Return the most that counted against the limit since :meth:`reset_peak`; an allocator: what it reserved."""
         return int(self._api.max_memory_reserved(self.device))
 
     def peak_allocated_bytes(self) -> int:
+        """Return the most that was in use at once since :meth:`reset_peak`; at most :meth:`peak_bytes`."""
         return int(self._api.max_memory_allocated(self.device))
 
     def num_retries(self) -> int:
+        """Return how often the allocator has emptied its cache to find room since the process started."""
         return num_allocation_retries(self.device)
 
     def num_freed_bytes(self) -> int:
-        return _counted(self._api, self.device, "reserved_bytes.all.freed")
+        """Return the bytes that the allocator has given back to the device since the process started."""
+        return _counted(self.device, "reserved_bytes.all.freed")
 
     def allocator_settings(self) -> dict[str, str]:
+        """Return the settings in the environment that change how much the allocator reserves."""
         return {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
 
     def segments(self) -> Segments | None:
+        """Return by which rules the allocator reserves memory; None if they are not known, or it keeps none."""
         return cuda_segments() if self.device.type == "cuda" else None
 
+    def release(self) -> None:
+        release_cached_memory(self.device)
+
     def synchronize(self) -> None:
+        """Wait for the device, so that a delayed error is raised here."""
         self._api.synchronize(self.device)
 
     @contextlib.contextmanager
     def limit(self, num_bytes: int) -> Iterator[None]:
+        """Make this process run out of memory inside the context if it would use more than ``num_bytes``."""
         if not hasattr(self._api, "set_per_process_memory_fraction"):
             yield
             return
@@ -300,11 +246,11 @@ class CpuMeter(MemoryMeter):
     instead, touched or not.
     """
 
-    device = torch.device("cpu")
     device_name = "cpu"
-    fails_safely = False
+    fails_safely = keeps_freed_memory = False
 
     def __init__(self) -> None:
+        self.device, self._api = torch.device("cpu"), torch.cpu
         self.is_predictable = bool(_process_limits())  # see keep_little_on_the_host
         self._counts_data = any(name == "VmData" for name, _ in _process_limits())
         self._file_pages = self._virtual_peak = self._at_reset = 0
@@ -340,6 +286,12 @@ class CpuMeter(MemoryMeter):
         virtual_peak = _status("VmPeak")
         above = virtual_peak - _status("VmSize") if virtual_peak > self._virtual_peak else 0
         return max(self._at_reset + resident, _status("VmData") + above)
+
+    def peak_allocated_bytes(self) -> int:
+        return self.peak_bytes()
+
+    def outside_bytes(self) -> int:
+        return 0
 
     def allocator_settings(self) -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith("MALLOC_") or name == "LD_PRELOAD"}

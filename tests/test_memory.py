@@ -13,8 +13,8 @@ import torch
 
 from adaptive_batching._memory import (
     _ALLOCATOR_VARIABLES,
-    AcceleratorMeter,
     CpuMeter,
+    MemoryMeter,
     Segments,
     _status,
     allocator_advice,
@@ -207,7 +207,7 @@ def test_an_accelerator_counts_what_others_hold_and_bounds_itself_where_it_can(
 ) -> None:
     allocator = Allocator(enforces=enforces)
     monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
-    meter = AcceleratorMeter(torch.device("cuda"))
+    meter = MemoryMeter(torch.device("cuda"))
     assert meter.device == torch.device("cuda", 0)
     assert (meter.total_bytes, meter.used_bytes(), meter.free_bytes()) == (1000, 100, 300 + 80)
     assert (meter.peak_bytes(), meter.peak_allocated_bytes()) == (190, 150), "a limit counts what is reserved"
@@ -268,7 +268,7 @@ def test_a_setting_of_the_allocator_is_advised_where_it_is_not_made_and_is_part_
     assert (allocator_advice(torch.device("cuda")) is not None) == advised
     assert allocator_advice(torch.device("cpu")) is None
     monkeypatch.setattr(torch, "get_device_module", lambda device: Allocator(enforces=True))
-    settings = AcceleratorMeter(torch.device("cuda")).allocator_settings()
+    settings = MemoryMeter(torch.device("cuda")).allocator_settings()
     assert settings == ({} if variable is None else {variable: value})
 
 

@@ -46,7 +46,8 @@ class BlockWise(Optimizer):
                     continue
                 of_8_bits = group["bits"] == 8 and parameter.numel() >= _SMALLEST_OF_8_BITS
                 dtype = torch.uint8 if of_8_bits else torch.float32
-                made = self.state[parameter] = {"step": 0}
+                made: dict[str, Any] = {"step": 0}
+                self.state[parameter] = made
                 for number in range(1, group["num_states"] + 1):
                     if not _is_paged(parameter, group):
                         made[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)

@@ -209,7 +209,7 @@ def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) ->
     """Return a deep copy of ``model`` without FSDP's classes, states and hooks."""
     states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
     gone = object()
-    classes = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    classes: list[Any] = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, sharded_class in classes:  # which refuse to be copied
             module.__class__ = sharded_class.__mro__[2]  # [FSDP<Original>, FSDPModule, Original, ...]

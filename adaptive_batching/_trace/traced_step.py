@@ -334,7 +334,7 @@ class TracedStep:
             sizes[number] = scratch[number][1].num_bytes
             log[at] += sizes[number] - _at(batch_size, low.in_line, high.in_line)
         names = ("flops", "recomputed_flops", "attention_flops")
-        flops = {name: _at(batch_size, getattr(lower, name), getattr(upper, name)) for name in names}
+        flops: Any = {name: _at(batch_size, getattr(lower, name), getattr(upper, name)) for name in names}
         kept_bytes = log[0] - self.curve.resting_bytes
         return replace(lower, log=log, kept_bytes=kept_bytes, sizes=sizes, scratch=scratch, **flops)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batching._memory import Segments
+from adaptive_batching._memory import MemoryMeter, Segments
 from adaptive_batching._trace import allocator, traced_step
 from adaptive_batching._trace.allocator import GIB, KIB, MIB
 from adaptive_batching._trace.training import TrainingStep
@@ -82,7 +82,7 @@ class Layer:
 
 
 @dataclass
-class Device:
+class Device(MemoryMeter):
     """A device with an allocator, other memory, and a model whose training steps run on it.
 
     Also what a :class:`~adaptive_batching._memory.MemoryMeter` is.
