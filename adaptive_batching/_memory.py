@@ -129,7 +129,7 @@ def memory_meter(device: torch.device | str) -> MemoryMeter:
 
 
 class MemoryMeter:
-    """Read and limit the memory of one device from this process, by its allocator's statistics. Amounts are in bytes."""
+    """Read and limit the memory of one device from this process, by its allocator's statistics, in bytes."""
 
     fails_safely = True  # False if a failed allocation can end the process, as in libraries on the host
     is_predictable = False  # False if freed memory may be kept, so that a step takes more than it has in use

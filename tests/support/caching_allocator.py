@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,11 +51,8 @@ class Tape:
 
 
 class Recorded(traced_step.Recorded):
-    """A step as a trace records it."""
-
     def at_peak(self) -> tuple[str, dict[str, int]]:
-        """The moment and the kinds of memory: neither has a name here."""
-        return "", {}
+        return "", {}  # neither the moment nor kinds of memory have a name here
 
 
 class Memory:
@@ -75,32 +72,21 @@ class Layer:
     """Memory that a layer takes."""
 
     weights: int
-    kept_per_token: int
-    """From the forward to the backward pass."""
-    passing_per_token: int
-    """While it runs."""
+    kept_per_token: int  # from the forward to the backward pass
+    passing_per_token: int  # while it runs
 
 
 @dataclass
 class Device(MemoryMeter):
-    """A device with an allocator, other memory, and a model whose training steps run on it.
+    """A device with an allocator, other memory, and a model whose training steps run on it."""
 
-    Also what a :class:`~adaptive_batching._memory.MemoryMeter` is.
-    """
-
-    total_bytes: int
-    layers: Sequence[Layer]
-    length: int = 512
-    """Tokens of a worst-case sample."""
-    libraries_bytes: int = 0
-    """Taken by the first step, unknown to the allocator, and never given back."""
-    overhead: float = 1.0
-    """Instead of the allocator's rules: bytes reserved for each byte allocated."""
-    workspace_bytes: int = 0
-    """Taken from the allocator by the first step, and kept; no trace sees it."""
-    rules: Segments | None = None
-    """Rules by which the allocator says that it reserves memory."""
-
+    total_bytes: int = 0
+    layers: Sequence[Layer] = ()
+    length: int = 512  # tokens of a worst-case sample
+    libraries_bytes: int = 0  # taken by the first step, unknown to the allocator, and never given back
+    overhead: float = 1.0  # instead of the allocator's rules: bytes reserved for each byte allocated
+    workspace_bytes: int = 0  # taken from the allocator by the first step, and kept; no trace sees it
+    rules: Segments | None = None  # by which the allocator says that it reserves memory
     fails_safely: bool = True
     is_predictable: bool = False
     keeps_freed_memory: bool = True
@@ -129,7 +115,6 @@ class Device(MemoryMeter):
             raise
 
     def forward_backward(self, tokens: int) -> None:
-        """Run forward and backward."""
         if not self._loaded:
             self._loaded = self.libraries_bytes
             self.allocator.limit = min(self.allocator.limit, self.total_bytes - self._loaded)
@@ -179,11 +164,7 @@ class Device(MemoryMeter):
 
     def training_step(self) -> TrainingStep:
         """Steps on batches of worst-case samples."""
-
-        def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[Any], None]:
-            return self.step
-
-        return TrainingStep(nn.Linear(1, 1), [self.optimizer], lambda batch_size: batch_size * self.length, bind)
+        return TrainingStep(nn.Linear(1, 1), [self.optimizer], lambda size: size * self.length, lambda *_: self.step)
 
     # As a meter
 
@@ -211,9 +192,6 @@ class Device(MemoryMeter):
     def num_freed_bytes(self) -> int:
         return self.allocator.freed
 
-    def allocator_settings(self) -> dict[str, str]:
-        return {}
-
     def segments(self) -> Segments | None:
         return self.rules
 
@@ -238,7 +216,7 @@ class Moments(Optimizer):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        super().__init__([nn.Parameter(torch.zeros(1)) for _ in device.layers] or [nn.Parameter(torch.zeros(1))], {})
+        super().__init__([nn.Parameter(torch.zeros(1)) for _ in device.layers or [None]], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.make_states()

@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator, and what follows from it."""
+"""What follows from the model of CUDA's caching allocator; the allocator itself: tests/emulated/test_plan.py."""
 
 from __future__ import annotations
 
@@ -14,31 +14,7 @@ from adaptive_batching._trace.traced_step import Recorded
 
 # 2 GiB rest; 1 GiB is taken and freed, then two times 600 MiB
 STEP = Recorded((1, ~1, 2, 3, ~2, ~3), (2 * GIB, GIB, 600 * MIB, 600 * MIB), 1)
-
-
 BOTH = pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
-SEGMENTS = {
-    1: 2 * MIB, MIB: 2 * MIB, MIB + 1: 20 * MIB, 10 * MIB - 512: 20 * MIB, 10 * MIB: 10 * MIB, 11 * MIB: 12 * MIB,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("num_bytes", "segment"), SEGMENTS.items())
-def test_segments_come_in_sizes(num_bytes: int, segment: int) -> None:
-    allocator = CachingAllocator()
-    allocator.take(num_bytes)
-    assert allocator.reserved == segment
-    assert allocator.allocated == max(-(-num_bytes // 512), 1) * 512 or allocator.allocated == segment
-
-
-def test_what_is_freed_is_taken_again_and_a_large_rest_is_split_off() -> None:
-    allocator = CachingAllocator()
-    allocator.give_back(allocator.take(100 * MIB))
-    allocator.take(60 * MIB)
-    allocator.take(40 * MIB)
-    assert allocator.reserved == 100 * MIB
-    allocator.give_back(allocator.take(300 * MIB))
-    allocator.take(299 * MIB + 512 * KIB)  # less than 1 MiB would be left: it stays with the block
-    assert allocator.allocated == 400 * MIB
 
 
 def test_at_the_limit_free_segments_are_given_back_and_then_it_is_over() -> None:
@@ -60,15 +36,6 @@ def test_what_one_stream_frees_no_other_gets(kind: Any, size: int) -> None:
     assert allocator.reserved == reserved
     allocator.take(size, 2)
     assert allocator.reserved == 2 * reserved
-
-
-def test_of_blocks_that_are_as_large_the_one_in_the_oldest_segment_is_taken_and_there_the_lowest() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.take(60 * MIB), allocator.take(60 * MIB), *(allocator.take(512) for _ in range(3))]
-    for number in (1, 0, 4, 2):
-        allocator.give_back(blocks[number])
-    assert allocator.take(60 * MIB) is blocks[0]
-    assert allocator.take(512) is blocks[2]
 
 
 @BOTH
@@ -102,12 +69,8 @@ def test_the_least_limit_is_one_at_which_the_step_runs_and_expandable_segments_n
         replay(CachingAllocator, STEP, limit=allocated - 1)
 
 
-def test_states_that_the_first_step_makes_come_after_its_activations() -> None:
+def test_states_come_after_activations_and_what_a_step_keeps_replaces_what_the_one_before_kept() -> None:
     assert replay(CachingAllocator, replace(STEP, made={0: 3})).peak_allocated == 2 * GIB + 1200 * MIB
-
-
-def test_what_a_step_keeps_takes_the_place_of_what_the_one_before_has_kept() -> None:
-    """2 GiB rest for good, 600 MiB until the step has made as much anew."""
     keeps = Recorded((2, ~2, 3, ~1), (2 * GIB, 600 * MIB, GIB, 600 * MIB), 2)
     assert replay(CachingAllocator, keeps).peak_allocated == 2 * GIB + 600 * MIB + GIB
     in_the_other_order = Recorded((3, 2, ~2, ~1), keeps.sizes, 2)

@@ -22,10 +22,7 @@ from tests.support.steps import step_of
 
 BUDGET = 2**40
 WIDTH = 400  # squared, a state is large enough to be paged
-NAMES = [
-    "AdamW8bit", "AdamW", "Adam8bit", "Lion8bit", "Lion", "RMSprop8bit", "Adagrad8bit", "LAMB8bit", "AdEMAMix8bit",
-    "AdEMAMix",
-]  # fmt: skip
+OF_8_BITS = [f"{name}8bit" for name in ("AdamW", "Adam", "Lion", "RMSprop", "Adagrad", "LAMB", "AdEMAMix")]
 
 
 @pytest.fixture
@@ -88,7 +85,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("name", ["PagedAdamW8bit", "PagedAdamW", "PagedLion8bit", "PagedLion"])
-def test_paged_states_are_made_once_and_start_training_at_zero(pages: list[torch.Tensor], name: str) -> None:
+def test_paged_states_are_made_once_never_saved_while_zero_and_start_training_at_zero(
+    pages: list[torch.Tensor], saved: list[torch.Tensor], name: str
+) -> None:
     def run(*, probes: bool) -> TrainingStep:
         pages.clear()
         step = step_with(name, lr=1e-2)
@@ -96,6 +95,7 @@ def test_paged_states_are_made_once_and_start_training_at_zero(pages: list[torch
             with Trial(step, CpuMeter(), BUDGET) as trial:
                 assert trial.measure(3).fits
                 assert any(page.any() for page in pages), "the step has changed them"
+            assert saved and not any(map(is_managed, saved))
             assert not any(page.any() for page in pages)
         for _ in range(3):
             train(step)
@@ -107,25 +107,22 @@ def test_paged_states_are_made_once_and_start_training_at_zero(pages: list[torch
     assert_equal(states_of(probed), states_of(plain))
 
 
-def test_states_that_are_zero_are_not_saved(pages: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
-    with Trial(step_with("PagedAdamW"), CpuMeter(), BUDGET):
-        assert len(pages) == 2
-    assert saved and not any(map(is_managed, saved))
-
-
-def test_paged_states_that_training_has_changed_are_saved_and_restored(
+def test_paged_states_that_training_has_changed_are_saved_and_restored_and_once_loaded_no_longer_paged(
     pages: list[torch.Tensor], saved: list[torch.Tensor]
 ) -> None:
-    step = step_with("PagedAdamW8bit", lr=1e-2)
+    step, loaded = step_with("PagedAdamW8bit", lr=1e-2), step_with("PagedAdamW8bit")
+    assert paged_bytes(traced_as(step.optimizers[0])) == 2 * WIDTH**2
     train(step)
     before = {name: value.clone() for name, value in states_of(step).items()}
     with Trial(step, CpuMeter(), BUDGET) as trial:
         assert trial.measure(3).fits
     assert sum(map(is_managed, saved)) == len(pages) == 2
     assert_equal(states_of(step), before)
+    loaded.optimizers[0].load_state_dict(step.optimizers[0].state_dict())  # to where the parameters are
+    assert paged_bytes(traced_as(loaded.optimizers[0])) == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*OF_8_BITS, "AdamW", "Lion", "AdEMAMix"])
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_trace_has_the_states_of_the_optimizer_and_runs_none_of_its_kernels(
     name: str, stepped: bool, monkeypatch: pytest.MonkeyPatch
@@ -153,12 +150,3 @@ def test_paged_states_take_no_memory_of_the_device_in_a_trace(
         return trace_step(step).curve.resting_bytes
 
     assert resting(name) - resting(f"Paged{name}") == 2 * WIDTH**2 * num_bytes
-
-
-def test_states_loaded_from_a_checkpoint_are_no_longer_paged() -> None:
-    """bitsandbytes loads them to where the parameters are."""
-    step, loaded = step_with("PagedAdamW8bit"), step_with("PagedAdamW8bit")
-    assert paged_bytes(traced_as(step.optimizers[0])) == 2 * WIDTH**2
-    train(step)
-    loaded.optimizers[0].load_state_dict(step.optimizers[0].state_dict())
-    assert paged_bytes(traced_as(loaded.optimizers[0])) == 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from adaptive_batching import _trace
@@ -20,9 +21,9 @@ from adaptive_batching._trace.recorder import Recorder, state_tensors
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
 from adaptive_batching._trace.training import TrainingStep
-from tests.support.steps import step_of
+from tests.support.steps import check_against_a_real_step, step_of, sum_of_squares
 
-WIDTH = 64
+VOCABULARY, WIDTH, LENGTH = 4000, 64, 16
 
 
 def training_step(
@@ -44,23 +45,13 @@ def peaks(curve: PeakMemoryCurve) -> list[int]:
     return [curve.peak_bytes(size) for size in (2, 50)]
 
 
-def test_the_curve_is_the_largest_line() -> None:
+def test_the_curve_is_the_largest_line_and_needs_traces_of_one_length() -> None:
     # at rest 10; operations: 100 + 0 b, 20 + 30 b
     curve = PeakMemoryCurve([10, 100, 80], [10, 100, 110])
     assert [curve.peak_bytes(b) for b in (1, 2, 3, 4, 10)] == [100, 100, 110, 140, 320]
     assert curve.resting_bytes == 10
-
-
-def test_traces_of_different_length_are_refused() -> None:
     with pytest.raises(TraceError, match="3 operations at b=2 and 2 at b=3"):
         PeakMemoryCurve([1, 2, 3], [1, 2])
-
-
-def test_predicted_bytes_at_rest_are_those_of_parameters_and_optimizer_states() -> None:
-    step = training_step(deep_model())
-    curve = trace_peak_memory(step)
-    take_step(step)
-    assert curve.resting_bytes == sum(t.nbytes for t in [*step.model.parameters(), *state_tensors(step.optimizers)])
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -78,6 +69,7 @@ def test_a_trace_changes_nothing_and_is_the_same_before_and_after_the_first_step
     assert str(optimizer.state_dict()) == str(state)
     take_step(step)
     assert peaks(first) == peaks(trace_peak_memory(step))
+    assert first.resting_bytes == sum(t.nbytes for t in [*model.parameters(), *state_tensors([optimizer])])
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
@@ -129,21 +121,12 @@ def test_memory_of_large_batches_grows_by_the_activations() -> None:
     assert curve.peak_bytes(3) - curve.peak_bytes(2) == WIDTH * 4
 
 
-def test_a_loss_that_reads_a_value_is_traced() -> None:
+def test_a_loss_may_read_a_value_but_not_leave_torch_or_have_sizes_of_values() -> None:
     step = training_step(deep_model(), loss=lambda out: out.sum() / max(float(out.detach().abs().max()), 1.0))
     assert trace_peak_memory(step).peak_bytes(2) > 0
-
-
-FOREIGN: dict[str, Callable[[Any], torch.Tensor]] = {
-    "leaves torch": lambda out: out.sum() * float(out.detach().numpy().max()),
-    "sizes hang on values": lambda out: out[out > 0].sum(),
-}
-
-
-@pytest.mark.parametrize("loss", FOREIGN)
-def test_what_is_foreign_ends_a_trace(loss: str) -> None:
-    with pytest.raises(TraceError):
-        trace_peak_memory(training_step(deep_model(), loss=FOREIGN[loss]))
+    for loss in (lambda out: out.sum() * float(out.detach().numpy().max()), lambda out: out[out > 0].sum()):
+        with pytest.raises(TraceError):
+            trace_peak_memory(training_step(deep_model(), loss=loss))
 
 
 def test_a_name_that_torch_no_longer_has_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,3 +245,37 @@ def test_memory_that_a_result_is_written_over_is_free_once_both_are_dead(is_kept
         del term, result
         after = torch.ones(1)
     assert recorder.record().log == (0, 1024, 1024, 1024 * len(kept) + after.nbytes)
+
+
+class Tied(nn.Module):
+    """Embeds tokens and multiplies by the same weight again, by parts of the text."""
+
+    def __init__(self, parts: int, *, tied: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.output = self.embedding if tied else nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        hidden = torch.tanh(self.embedding(tokens))
+        return [functional.linear(part, self.output.weight) for part in hidden.chunk(self.parts, dim=1)]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_gradients_of_a_weight_that_is_used_often_take_what_a_real_step_takes(parts: int, tied: bool) -> None:
+    model = Tied(parts, tied=tied)  # whose first sum is new, as the first gradient is a view; others are in place
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    step = step_of(model, optimizer, sum_of_squares, lambda b: torch.randint(VOCABULARY, (b, LENGTH)))
+    check_against_a_real_step(step, (2, 10), rel=0.01)
+
+
+def test_the_gradient_of_an_embedding_is_summed_by_parts_in_float32_on_cuda() -> None:
+    length = 20  # whole bytes of each part
+    model = nn.Embedding(VOCABULARY, WIDTH)
+    step = step_of(model, None, lambda out: out.square().sum(), lambda b: torch.zeros(b, length, dtype=torch.long))
+    curves = trace_peak_memory(replace(step, on_cuda=True)), trace_peak_memory(step)
+    # At the least, each token is a part; a tenth more are there for tokens that are alike.
+    tokens = 10 * length
+    on_cuda, on_cpu = (curve.peak_bytes(10) - curve.resting_bytes for curve in curves)
+    assert on_cuda - on_cpu == 11 * tokens * WIDTH * 4 // 10
