@@ -20,9 +20,7 @@ _aten = torch.ops.aten
 SHAPES = ((4, 3), (4, 3), (3, 2))
 
 
-def scheduled(
-    function: Callable[..., Any], *shapes: tuple[int, ...]
-) -> tuple[list[str], dict[str, set[str]], Schedule]:
+def scheduled(function: Callable[..., Any], *shapes: Any) -> tuple[list[str], dict[str, set[str]], Schedule]:
     """Operations in the order in which they run, what each is the last to use, and the whole schedule."""
     plan = Schedule(make_fx(function, tracing_mode="fake")(*(torch.ones(shape) for shape in shapes)).graph)
     uses = {node.name: {each.name for each in used} for node, used in plan.last_uses.items()}
