@@ -18,12 +18,14 @@ class Tokenizer:
 
 
 class Samples(Dataset[dict[str, Any]]):
-    """Samples of ``max_seq_len`` tokens; if they vary, so many are one in twenty, and the others have far fewer."""
+    """Samples of as many tokens; if they vary, so many are one in twenty, and the others have far fewer."""
 
-    def __init__(self, tokenizer: Tokenizer, samples: int = 2000, varies: bool = False, **ignored: Any) -> None:
-        chance, longest = random.Random(0), tokenizer.max_seq_len
+    def __init__(
+        self, tokenizer: Any = None, samples: int = 32768, tokens: int = 16, varies: bool = False, **ignored: Any
+    ) -> None:
+        chance = random.Random(0)
         self._lengths = [
-            chance.randint(longest // 8, longest // 2) if varies and index % 20 else longest for index in range(samples)
+            chance.randint(tokens // 8, tokens // 2) if varies and index % 20 else tokens for index in range(samples)
         ]
 
     def __len__(self) -> int:
@@ -31,4 +33,13 @@ class Samples(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = [1] * self._lengths[index]
-        return {"tokens": tokens, "labels": tokens, "mask": [False] * len(tokens)}
+        return {"tokens": tokens, "labels": list(tokens), "mask": [False] * len(tokens)}
+
+
+class Preferences(Samples):
+    """Pairs of samples."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = super().__getitem__(index)["tokens"]
+        kinds = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
+        return {kind: list(tokens) for kind in kinds}

@@ -14,99 +14,77 @@ PACKAGES = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
 # Headers of NCCL and of compilers, which are installed for one version, and go with both
 COMMON = [PACKAGES / "cu13/include/cccl", PACKAGES / "cu13/include", PACKAGES / "nccl/include"]
 HEADERS = {12: [PACKAGES / "cuda_runtime/include"], 13: []}
-
+# (our structure, theirs) -> our fields; theirs are the same in camel case
 STRUCTURES = {
-    "DeviceProperties": (
-        "cudaDeviceProp",
-        {
-            "name": "name", "uuid": "uuid", "total_global_mem": "totalGlobalMem",
-            "shared_mem_per_block": "sharedMemPerBlock",
-            "mem_pitch": "memPitch", "max_threads_per_block": "maxThreadsPerBlock", "max_grid_size": "maxGridSize",
-            "total_const_mem": "totalConstMem", "major": "major", "minor": "minor",
-            "texture_alignment": "textureAlignment",
-            "multi_processor_count": "multiProcessorCount", "can_map_host_memory": "canMapHostMemory",
-            "surface_alignment": "surfaceAlignment", "concurrent_kernels": "concurrentKernels",
-            "pci_bus_id": "pciBusID",
-            "async_engine_count": "asyncEngineCount", "unified_addressing": "unifiedAddressing",
-            "memory_bus_width": "memoryBusWidth", "l2_cache_size": "l2CacheSize",
-            "max_threads_per_multi_processor": "maxThreadsPerMultiProcessor",
-            "shared_mem_per_multiprocessor": "sharedMemPerMultiprocessor", "managed_memory": "managedMemory",
-            "concurrent_managed_access": "concurrentManagedAccess", "cooperative_launch": "cooperativeLaunch",
-            "shared_mem_per_block_optin": "sharedMemPerBlockOptin",
-            "max_blocks_per_multi_processor": "maxBlocksPerMultiProcessor",
-            "reserved_shared_mem_per_block": "reservedSharedMemPerBlock",
-            "memory_pools_supported": "memoryPoolsSupported",
-        },
+    ("DeviceProperties", "cudaDeviceProp"): (
+        "name uuid total_global_mem shared_mem_per_block mem_pitch max_threads_per_block max_grid_size "
+        "total_const_mem major minor texture_alignment multi_processor_count can_map_host_memory "
+        "surface_alignment concurrent_kernels pci_bus_id async_engine_count unified_addressing "
+        "memory_bus_width l2_cache_size max_threads_per_multi_processor shared_mem_per_multiprocessor "
+        "managed_memory concurrent_managed_access cooperative_launch shared_mem_per_block_optin "
+        "max_blocks_per_multi_processor reserved_shared_mem_per_block memory_pools_supported"
     ),
-    "FunctionAttributes": (
-        "cudaFuncAttributes",
-        {
-            "max_threads_per_block": "maxThreadsPerBlock", "num_regs": "numRegs", "ptx_version": "ptxVersion",
-            "binary_version": "binaryVersion", "max_dynamic_shared_size_bytes": "maxDynamicSharedSizeBytes",
-        },
+    ("FunctionAttributes", "cudaFuncAttributes"): (
+        "max_threads_per_block num_regs ptx_version binary_version max_dynamic_shared_size_bytes"
     ),
-    "PointerAttributes": (
-        "cudaPointerAttributes",
-        {"type": "type", "device": "device", "device_pointer": "devicePointer", "host_pointer": "hostPointer"},
-    ),
-    "Location": ("cudaMemLocation", {"type": "type", "id": "id"}),
-    "BlasHeuristic": (
-        "cublasLtMatmulHeuristicResult_t", {"workspace_size": "workspaceSize", "state": "state",
-        "waves_count": "wavesCount"}
-    ),
-    "NcclId": ("ncclUniqueId", {"internal": "internal"}),
-    "Dim3": ("dim3", {"x": "x", "y": "y", "z": "z"}),
-}  # fmt: skip
-OFFSETS_ALONE = {  # of which the beginning is declared
-    "AllocationProperties": ("CUmemAllocationProp", {"type": "type", "location": "location"}),
+    ("PointerAttributes", "cudaPointerAttributes"): "type device device_pointer host_pointer",
+    ("Location", "cudaMemLocation"): "type id",
+    ("BlasHeuristic", "cublasLtMatmulHeuristicResult_t"): "workspace_size state waves_count",
+    ("NcclId", "ncclUniqueId"): "internal",
+    ("Dim3", "dim3"): "x y z",
+    # of which the beginning is declared
+    ("AllocationProperties", "CUmemAllocationProp"): "type location",
 }
-VALUES = {
-    "OUT_OF_MEMORY": "cudaErrorMemoryAllocation", "INVALID_VALUE": "cudaErrorInvalidValue",
-    "NOT_READY": "cudaErrorNotReady",
-    "INVALID_DEVICE": "cudaErrorInvalidDevice", "ILLEGAL_ADDRESS": "cudaErrorIllegalAddress",
-    "LAUNCH_FAILURE": "cudaErrorLaunchFailure", "NOT_SUPPORTED": "cudaErrorNotSupported",
-    "BLAS_NOT_SUPPORTED": "CUBLAS_STATUS_NOT_SUPPORTED", "NCCL_UNHANDLED_CUDA_ERROR": "ncclUnhandledCudaError",
-    "NCCL_INVALID_USAGE": "ncclInvalidUsage", "MAX_THREADS_PER_BLOCK": "cudaDevAttrMaxThreadsPerBlock",
-    "MAX_BLOCK_DIM_X": "cudaDevAttrMaxBlockDimX", "MAX_BLOCK_DIM_Z": "cudaDevAttrMaxBlockDimZ",
-    "MAX_GRID_DIM_X": "cudaDevAttrMaxGridDimX", "MAX_SHARED_MEMORY_PER_BLOCK": "cudaDevAttrMaxSharedMemoryPerBlock",
-    "WARP_SIZE": "cudaDevAttrWarpSize", "MAX_REGISTERS_PER_BLOCK": "cudaDevAttrMaxRegistersPerBlock",
-    "TEXTURE_ALIGNMENT": "cudaDevAttrTextureAlignment", "MULTIPROCESSOR_COUNT": "cudaDevAttrMultiProcessorCount",
-    "CAN_MAP_HOST_MEMORY": "cudaDevAttrCanMapHostMemory", "CONCURRENT_KERNELS": "cudaDevAttrConcurrentKernels",
-    "L2_CACHE_SIZE": "cudaDevAttrL2CacheSize",
+# Our constants, and theirs: the same in camel case after a prefix, or others
+ALIKE = {
+    "cudaError": "INVALID_VALUE NOT_READY INVALID_DEVICE ILLEGAL_ADDRESS LAUNCH_FAILURE NOT_SUPPORTED",
+    "nccl": (
+        "UNHANDLED_CUDA_ERROR INVALID_USAGE INT8 UINT8 INT32 INT64 FLOAT16 FLOAT32 FLOAT64 BFLOAT16 SUM PROD MAX "
+        "MIN AVG"
+    ),
+    "cudaDevAttr": (
+        "MAX_THREADS_PER_BLOCK MAX_BLOCK_DIM_X MAX_BLOCK_DIM_Z MAX_GRID_DIM_X MAX_SHARED_MEMORY_PER_BLOCK "
+        "WARP_SIZE MAX_REGISTERS_PER_BLOCK TEXTURE_ALIGNMENT CAN_MAP_HOST_MEMORY CONCURRENT_KERNELS L2_CACHE_SIZE "
+        "ASYNC_ENGINE_COUNT UNIFIED_ADDRESSING MAX_SHARED_MEMORY_PER_MULTIPROCESSOR "
+        "MAX_REGISTERS_PER_MULTIPROCESSOR MANAGED_MEMORY CONCURRENT_MANAGED_ACCESS COOPERATIVE_LAUNCH "
+        "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN MAX_BLOCKS_PER_MULTIPROCESSOR RESERVED_SHARED_MEMORY_PER_BLOCK"
+    ),
+}
+OTHERS = {
+    "OUT_OF_MEMORY": "cudaErrorMemoryAllocation", "BLAS_NOT_SUPPORTED": "CUBLAS_STATUS_NOT_SUPPORTED",
+    "MULTIPROCESSOR_COUNT": "cudaDevAttrMultiProcessorCount",
     "MAX_THREADS_PER_MULTIPROCESSOR": "cudaDevAttrMaxThreadsPerMultiProcessor",
-    "ASYNC_ENGINE_COUNT": "cudaDevAttrAsyncEngineCount", "UNIFIED_ADDRESSING": "cudaDevAttrUnifiedAddressing",
     "CAPABILITY_MAJOR": "cudaDevAttrComputeCapabilityMajor", "CAPABILITY_MINOR": "cudaDevAttrComputeCapabilityMinor",
-    "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": "cudaDevAttrMaxSharedMemoryPerMultiprocessor",
-    "MAX_REGISTERS_PER_MULTIPROCESSOR": "cudaDevAttrMaxRegistersPerMultiprocessor",
-    "MANAGED_MEMORY": "cudaDevAttrManagedMemory", "CONCURRENT_MANAGED_ACCESS": "cudaDevAttrConcurrentManagedAccess",
-    "COOPERATIVE_LAUNCH": "cudaDevAttrCooperativeLaunch",
-    "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": "cudaDevAttrMaxSharedMemoryPerBlockOptin",
     "VIRTUAL_MEMORY_MANAGEMENT": "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
-    "MAX_BLOCKS_PER_MULTIPROCESSOR": "cudaDevAttrMaxBlocksPerMultiprocessor",
-    "RESERVED_SHARED_MEMORY_PER_BLOCK": "cudaDevAttrReservedSharedMemoryPerBlock",
     "MEMORY_POOLS": "cudaDevAttrMemoryPoolsSupported", "HOST": "cudaMemoryTypeHost", "DEVICE": "cudaMemoryTypeDevice",
     "MANAGED": "cudaMemoryTypeManaged", "LOCATION_DEVICE": "cudaMemLocationTypeDevice",
     "DEVICE_POINTER": "CU_POINTER_ATTRIBUTE_DEVICE_POINTER", "DEVICE_ORDINAL": "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL",
     "RANGE_START": "CU_POINTER_ATTRIBUTE_RANGE_START_ADDR", "RANGE_SIZE": "CU_POINTER_ATTRIBUTE_RANGE_SIZE",
     "FUNCTION_MAX_THREADS": "CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK",
-    "FUNCTION_REGISTERS": "CU_FUNC_ATTRIBUTE_NUM_REGS",
-    "NCCL_INT8": "ncclInt8", "NCCL_UINT8": "ncclUint8", "NCCL_INT32": "ncclInt32", "NCCL_INT64": "ncclInt64",
-    "NCCL_FLOAT16": "ncclFloat16", "NCCL_FLOAT32": "ncclFloat32", "NCCL_FLOAT64": "ncclFloat64",
-    "NCCL_BFLOAT16": "ncclBfloat16", "NCCL_SUM": "ncclSum", "NCCL_PROD": "ncclProd", "NCCL_MAX": "ncclMax",
-    "NCCL_MIN": "ncclMin", "NCCL_AVG": "ncclAvg", "NCCL_FIRST_CUSTOM": "ncclNumOps",
+    "FUNCTION_REGISTERS": "CU_FUNC_ATTRIBUTE_NUM_REGS", "NCCL_FIRST_CUSTOM": "ncclNumOps",
 }  # fmt: skip
+
+
+def camel(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
 
 
 def assertions(cuda: int) -> str:
     lines = ["sizeof(cudaDeviceProp) == abi::DEVICE_PROPERTIES_BYTES"]
     left_out = {"BlasHeuristic", "BLAS_NOT_SUPPORTED"} if cuda == 12 else set()  # cuBLAS' headers are those of 13
-    for ours, (theirs, fields) in {**STRUCTURES, **OFFSETS_ALONE}.items():
+    for (ours, theirs), fields in STRUCTURES.items():
         if ours in left_out:
             continue
-        if ours in STRUCTURES and ours != "DeviceProperties":
+        if ours not in ("DeviceProperties", "AllocationProperties"):
             lines.append(f"sizeof(abi::{ours}) == sizeof({theirs})")
-        lines += [f"offsetof(abi::{ours}, {own}) == offsetof({theirs}, {name})" for own, name in fields.items()]
-    lines += [f"int(abi::{ours}) == int({theirs})" for ours, theirs in VALUES.items() if ours not in left_out]
+        for own in fields.split():
+            name = "pciBusID" if own == "pci_bus_id" else own[0] + camel(own)[1:]
+            lines.append(f"offsetof(abi::{ours}, {own}) == offsetof({theirs}, {name})")
+    values = {name: prefix + camel(name) for prefix, names in ALIKE.items() for name in names.split()}
+    for ours, theirs in {**values, **OTHERS}.items():
+        if ours not in left_out:
+            own = f"NCCL_{ours}" if theirs == f"nccl{camel(ours)}" else ours
+            lines.append(f"int(abi::{own}) == int({theirs})")
     return "".join(f'static_assert({line}, "");\n' for line in lines)
 
 
@@ -117,8 +95,6 @@ def test_declarations_are_those_of_nvidias_headers(cuda: int, tmp_path: Path) ->
     source = tmp_path / "check.cpp"
     source.write_text(f'{includes}#include <cstddef>\n#include "abi.h"\n{assertions(cuda)}')
     folders = [f"-I{folder}" for folder in (*HEADERS[cuda], SOURCE, *COMMON)]
-    done = subprocess.run(
-        ["g++", "-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", f"-DCUDA_MAJOR={cuda}", *folders, str(source)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    flags = ["-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", f"-DCUDA_MAJOR={cuda}", *folders]
+    done = subprocess.run(["g++", *flags, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]

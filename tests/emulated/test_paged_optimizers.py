@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import bitsandbytes
@@ -20,6 +20,7 @@ from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.training import TrainingStep
+from tests.support.steps import step_of
 
 GIB, MIB = 2**30, 2**20
 WIDTH = 4096
@@ -37,18 +38,8 @@ def no_pages_of_other_tests() -> None:
 def make_step(make_optimizer: Callable[..., Optimizer], **arguments: Any) -> TrainingStep:
     """Four layers of 64 MiB; a sample is 1,024 tokens."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device="cuda") for _ in range(4)))
-
-    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        def run(batch: torch.Tensor) -> None:
-            model(batch).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return run
-
     optimizer = make_optimizer(model.parameters(), lr=1e-3, **arguments)
-    return TrainingStep(model, [optimizer], lambda size: torch.ones(size, 1024, WIDTH, device="cuda"), bind)
+    return step_of(model, optimizer, torch.sum, lambda size: torch.ones(size, 1024, WIDTH, device="cuda"))
 
 
 def largest(step: TrainingStep) -> tuple[int, int]:
@@ -72,8 +63,6 @@ def test_managed_memory_of_our_own_does_not_count_as_taken() -> None:
 
 
 def test_states_that_can_leave_the_device_take_none_of_the_largest_batch() -> None:
-    """They fill what the allocator leaves, and the probe reads what there is to take after a step, and before another
-    probe."""
     control.set_memory(2 * GIB)
     expected = largest(make_step(torch.optim.SGD, foreach=False))
     step = make_step(bitsandbytes.optim.PagedAdamW)

@@ -1,4 +1,4 @@
-"""Every recipe on a device, from its probe to its end, and memory over a long run."""
+"""Every recipe on a device, from its probe to its end; memory over a long run, and what steps ask of the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RECIPES, Run, TuneRun, assert_same_weights
-from tests.support.device_steps import in_use, noted_steps
+from tests.support.device_steps import StepEnd, assert_asks_no_more, in_use, level, noted_steps
 from tests.support.overrides import VALIDATE
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import ppo_run
@@ -39,13 +39,8 @@ def start(kind: str, tune_run: TuneRun, inputs: Path, tmp_path: Path) -> Start:
 
 def settings(kind: str) -> list[str]:
     if kind == "ppo":  # 24 prompts: 6 rollouts of 2 and 3 of 4 in the first epoch, 3 of 8 in the second
-        return [
-            *(each for each in GROW if "split" not in each and "max_batch_size" not in each),
-            "adaptive_batching.max_batch_size=8",
-            "batch_size=2",
-            "num_steps=48",
-            "save_every_n_steps=4",
-        ]
+        few = ["adaptive_batching.max_batch_size=8", "batch_size=2", "num_steps=48", "save_every_n_steps=4"]
+        return [*(each for each in GROW if "split" not in each and "max_batch_size" not in each), *few]
     validation = [*VALIDATE, "run_val_every_n_steps=10"] if kind in VALIDATES else []
     return [*GROW, *validation, "save_every_n_steps=4"]
 
@@ -73,13 +68,36 @@ def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off
     assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
 
 
-@pytest.mark.parametrize("fields", [[], PROBE], ids=["off", "probed"])
-def test_memory_stays_level_over_a_hundred_steps(kind: str, fields: list[str], start: Start) -> None:
+WAYS = {
+    "off": [],
+    "probed": ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=4"],
+    "in one part": ["micro_batch_size=4"],
+    "cut": ["micro_batch_size=2"],
+}
+
+
+def test_memory_stays_level_over_a_hundred_steps_which_ask_no_more_of_the_device_than_stocks(
+    kind: str, start: Start
+) -> None:
     few = ["dataset.split=train[:408]", "epochs=1"] if kind != "ppo" else ["num_steps=412"]
-    before = in_use()
-    with noted_steps() as ends:
-        start(*ON_DEVICE, *few, *(each.replace("16", "4") for each in fields))
-    assert in_use() == before, "a run in the same process meets the memory that the first one met"
-    assert len(ends) >= 100
-    assert {end.allocated_bytes for end in ends[9:]} == {ends[9].allocated_bytes}
-    assert ends[-1].reserved_bytes == ends[9].reserved_bytes
+
+    def ends_of(name: str, *fields: str, **options: bool) -> list[StepEnd]:
+        before = in_use()
+        with noted_steps() as ends:
+            start(*ON_DEVICE, *few, "log_peak_memory_stats=False", *fields, name=name, **options)
+        assert in_use() == before, "a run in the same process meets the memory that the first one met"
+        assert len(ends) >= 100
+        assert level(ends) == (0, 0)
+        return ends
+
+    stocks = [] if kind == "ppo" else ends_of("stock", stock=True)
+    for way, fields in WAYS.items():
+        if kind != "ppo":
+            ours = ends_of(way, *fields)
+            if way == "cut":
+                waits = [ends[-1].asked.synchronizations - ends[7].asked.synchronizations for ends in (ours, stocks)]
+                assert waits[0] <= waits[1]
+            else:
+                assert_asks_no_more(ours, stocks)
+        elif way in ("off", "probed"):
+            ends_of(way, *fields)
