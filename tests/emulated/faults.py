@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils.data import Dataset
 
 from adaptive_batching._emulated_device import control
 from adaptive_batching._emulated_device.control import Counters
@@ -26,37 +25,11 @@ from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 
 WARM = 2  # steps, of which the first makes the states of the optimizer
 PATIENCE = 120  # seconds of a step; then the process ends, and says where it was (pytest shows that with -s)
-
-
-ON_CUDA = (
-    "device=cuda", "dtype=bf16", "epochs=1", "dataset._component_=tests.emulated.faults.EqualSamples",
+ON_CUDA = (  # settings of a small run on the device, whose samples are alike, so that steps can be compared
+    "device=cuda", "dtype=bf16", "epochs=1", "dataset._component_=tests.emulated.samples.Samples",
     "metric_logger._component_=torchtune.training.metric_logging.StdoutLogger", "~metric_logger.log_dir",
     "log_every_n_steps=1000000",
 )  # fmt: skip
-"""Settings of a small run on the device."""
-
-
-class EqualSamples(Dataset[dict[str, Any]]):
-    """Samples that take the same memory, so that steps can be compared."""
-
-    def __init__(self, tokenizer: Any = None, samples: int = 32768, tokens: int = 16, **ignored: Any) -> None:
-        self._samples, self._tokens = samples, tokens
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = [1 + (index + at) % 600 for at in range(self._tokens)]
-        return {"tokens": tokens, "labels": list(tokens), "mask": [False] * len(tokens)}
-
-
-class EqualPreferences(EqualSamples):
-    """Pairs of samples that take the same memory."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = super().__getitem__(index)["tokens"]
-        kinds = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
-        return {kind: list(tokens) for kind in kinds}
 
 
 class Finished(Exception):
@@ -67,18 +40,10 @@ class Finished(Exception):
 class Fault:
     """The end of a step in which an allocation ran out of memory."""
 
-    number: int
-    """Of the allocation in its step, from 0."""
-    recoveries: int
-    """Times that something ran again."""
-    line: str = ""
-    """Last line of a run that this would have ended; empty where training went on."""
-    place: str = ""
-    """Frames in which it would have ended."""
-
-    @property
-    def went_on(self) -> bool:
-        return not self.line
+    number: int  # of the allocation in its step, from 0
+    recoveries: int  # times that something ran again
+    line: str = ""  # the last of a run that this would have ended; empty where training went on
+    place: str = ""  # frames in which it would have ended
 
 
 @dataclass(frozen=True)
@@ -87,8 +52,7 @@ class State:
 
     counters: Counters
     allocated_bytes: int
-    errors: int
-    """Of torch's allocator"""
+    errors: int  # of torch's allocator
     recoveries: int
 
 
@@ -119,11 +83,8 @@ class EachAllocationFails:
         repeats: bool = True,
     ) -> None:
         self.faults: list[Fault] = []
-        self.before_update = 0
-        """Allocations of an undisturbed step before all gradients are there."""
-        self.samples: list[int | None] = []
-        """Numbers of the samples that have been trained on."""
-
+        self.before_update = 0  # allocations of an undisturbed step before all gradients are there
+        self.samples: list[int | None] = []  # numbers of the samples that have been trained on
         self._which, self._times, self._arm = which, times, arm
         self._repeats = repeats
         self._waiting: list[int] | None = None
@@ -136,11 +97,7 @@ class EachAllocationFails:
         self._reruns = Reruns()
 
     def step(self, call: Callable[[], Any], drop: Callable[[], None]) -> None:
-        """Run a step; one that would end the run is noted and dropped.
-
-        Raises:
-            Finished: When all have failed.
-        """
+        """Run a step; one that would end the run is noted and dropped. Raise Finished when all have failed."""
         self._start_step()
         self._run(call, drop)
 
@@ -183,9 +140,8 @@ class EachAllocationFails:
             if self._reference is None:
                 self._reference = asked
             if self._repeats:
-                assert asked.allocations == self._reference.allocations, "a step is another one than before a fault"
-                assert asked.kernels == self._reference.kernels
-                assert asked.products == self._reference.products
+                for name in ("allocations", "kernels", "products"):
+                    assert getattr(asked, name) == getattr(self._reference, name), "another step than before a fault"
             return
         control.end_faults()
         if not self._repeats and after.errors == before.errors:
@@ -196,20 +152,16 @@ class EachAllocationFails:
         self.faults.append(Fault(self._failing, recoveries, line, place))
 
     def _run(self, call: Callable[[], Any], drop: Callable[[], None]) -> None:
-        failure = None
         try:
             call()
+            return
         except Exception as error:
             if self._failing is None:
                 raise
-            failure = error
-        if failure is not None:
-            place = "".join(traceback.format_tb(failure.__traceback__))
-            self._errors.append((line_of(failure), place))
-            forget_frames(failure)
-            control.end_faults()
-            del failure
-            drop()
+            self._errors.append((line_of(error), "".join(traceback.format_tb(error.__traceback__))))
+            forget_frames(error)
+        control.end_faults()
+        drop()
 
     def _see_gradients(self, loop: TrainingLoop) -> None:
         """Take note of what a step has learned from, when all of it has run."""
@@ -296,11 +248,7 @@ def until_finished(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def line_of(error: Exception) -> str:
-    """Return the line that a run ends with.
-
-    Raises:
-        Exception: ``error`` itself, if it would have ended in a traceback.
-    """
+    """Return the line that a run ends with; raise ``error`` itself if it would have ended in a traceback."""
     try:
         with _mistakes_in_one_line("forward or backward"):
             raise error

@@ -57,7 +57,6 @@ class OnRanks(EachAllocationFails):
 
 
 def smallest(value: int) -> int:
-    """Return the smallest value of all ranks."""
     found = torch.tensor(value)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return int(found)
@@ -79,19 +78,12 @@ def train(inputs: Path, directory: Path, name: str, kind: str) -> None:
                 raise
 
 
-def write(each: EachAllocationFails, to: Path) -> None:
-    found = {"before_update": each.before_update, "faults": [dataclasses.asdict(fault) for fault in each.faults]}
-    to.write_text(json.dumps(found))
-
-
 KINDS: dict[str, tuple[str, str, Sequence[str]]] = {
     "full": ("full_finetune_distributed", "full", ()),
     "cut": ("full_finetune_distributed", "full", ("micro_batch_size=2",)),
     "checkpointing": ("full_finetune_distributed", "full", ("enable_activation_checkpointing=True",)),
     "lora": ("lora_finetune_distributed", "lora", ()),
-    "lora_dpo": (
-        "lora_dpo_distributed", "lora_dpo", ("dataset._component_=tests.emulated.faults.EqualPreferences",)
-    ),
+    "lora_dpo": ("lora_dpo_distributed", "lora_dpo", ("dataset._component_=tests.emulated.samples.Preferences",)),
     "kd": ("knowledge_distillation_distributed", "lora", TEACHER),
 }  # fmt: skip
 FAULTS: dict[str, tuple[str, Callable[[], OnRanks]]] = {
@@ -131,6 +123,7 @@ if __name__ == "__main__":
         kind, of = FAULTS[name]
         with of().in_training() as each:
             train(inputs, directory, name, kind)
-        write(each, directory / f"{name}_{RANK}.json")
+        found = {"before_update": each.before_update, "faults": [dataclasses.asdict(fault) for fault in each.faults]}
+        (directory / f"{name}_{RANK}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What follows from the model of CUDA's caching allocator; the allocator itself: tests/emulated/test_plan.py."""
+"""What follows from the model of CUDA's caching allocator; the allocator itself: tests/emulated/test_card.py."""
 
 from __future__ import annotations
 
