@@ -19,40 +19,34 @@ ON_DEVICE = ["device=cuda", "dtype=bf16", "dataset.split=train[:64]", "epochs=1"
 LIMIT = "adaptive_batching.memory_limit=1GiB"
 PROBE = ["use_maximum_batch_size=True", LIMIT]
 GROW = [*DOUBLE, "epochs=3", "batch_size=2"]
+MOST = "adaptive_batching.max_batch_size=8"
 
 
 def sizes(run: Run) -> list[int]:
     return [int(step["batch_size_samples"]) for step in run.metrics]
 
 
-MIB = 2**20
 GROWN = [2] * 32 + [4] * 16 + [8] * 8
 EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
     "auto": (["micro_batch_size=auto", LIMIT], sizes, [4] * 16),
     "explore": (["micro_batch_size=explore", LIMIT], lambda run: len(events(run, "exploration")), 1),
     "a number": (["micro_batch_size=2"], sizes, [4] * 16),
-    "growth": ([*GROW, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
-    "growth within memory": ([*GROW, *PROBE, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
+    "growth": ([*GROW, MOST], sizes, GROWN),
+    "growth within memory": ([*GROW, *PROBE, MOST], sizes, GROWN),
     "the global batch kept": (
-        [*GROW, "gradient_accumulation_steps=4", "adaptive_batching.keep_global_batch=True",
-         "adaptive_batching.max_batch_size=8"],
+        [*GROW, MOST, "gradient_accumulation_steps=4", "adaptive_batching.keep_global_batch=True"],
         lambda run: {step["global_batch_size_samples"] for step in run.metrics}, {8},
     ),
     "growth within an epoch": (
-        [*FUNCTION, "batch_size=2", "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8",
-         "adaptive_batching.lr_scaling=sqrt", "adaptive_batching.keep_beta2_half_life=True",
-         "adaptive_batching.grow_during_warmup=False"],
+        [*FUNCTION, MOST, "batch_size=2", "adaptive_batching.increase_every=0.5", "adaptive_batching.lr_scaling=sqrt",
+         "adaptive_batching.keep_beta2_half_life=True", "adaptive_batching.grow_during_warmup=False"],
         sizes, [2] * 16 + [4] * 8,
     ),
     "the noise scale": (
         ["adaptive_batching.noise_scale_every=2", "gradient_accumulation_steps=2"], lambda run: len(run.metrics), 8,
     ),
-    "binary search": (
-        [*PROBE, "adaptive_batching.search=binary_search", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
-    ),
-    "powers of two": (
-        [*PROBE, "adaptive_batching.search=power_of_two", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
-    ),
+    "binary search": ([*PROBE, "adaptive_batching.search=binary_search", MOST], sizes, [8] * 8),
+    "powers of two": ([*PROBE, "adaptive_batching.search=power_of_two", MOST], sizes, [8] * 8),
     "a length": (
         [*PROBE, "adaptive_batching.sequence_length=48"], lambda run: events(run, "probe")[0]["sequence_length"], 48
     ),
@@ -62,8 +56,6 @@ EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
         lambda run: sum("val_loss" in step for step in run.metrics), 4,
     ),
 }  # fmt: skip
-
-
 LORA = ("auto", "explore", "growth within memory", "the noise scale", "validation")
 
 
@@ -97,11 +89,10 @@ def test_a_run_probes_and_trains_with_a_setting_of_torchtunes(setting: str, tune
 
 def test_growth_goes_on_beyond_what_fits_in_one_forward(tune_run: TuneRun) -> None:
     free, total = torch.cuda.mem_get_info()
-    limit = f"adaptive_batching.memory_limit={total - free + 64 * MIB}"
+    limit = f"adaptive_batching.memory_limit={total - free + 64 * 2**20}"
     few = [*DOUBLE, "epochs=3", "batch_size=16", "use_maximum_batch_size=True", limit]
-    run = tune_run(
-        "full", *ON_DEVICE, *few, "adaptive_batching.max_batch_size=64", "adaptive_batching.grow_beyond_memory=True"
-    )
+    beyond = ["adaptive_batching.max_batch_size=64", "adaptive_batching.grow_beyond_memory=True"]
+    run = tune_run("full", *ON_DEVICE, *few, *beyond)
     [probe] = events(run, "probe")
     assert probe["batch_size"] < 64 and probe["reason"] == "memory"
     assert sizes(run) == [16] * 4 + [32] * 2 + [64]

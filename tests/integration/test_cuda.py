@@ -12,19 +12,11 @@ import torch
 
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE
+from tests.integration.test_cuda_memory import CUDA, LIMIT
 from tests.support.overrides import SGD
 from tests.support.records import events, without_sizes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-CUDA = [
-    "device=cuda",
-    "tokenizer.max_seq_len=512",
-    "dataset.split=train[:2000]",
-    "epochs=1",
-    "log_peak_memory_stats=False",
-]
-LIMIT = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=2GiB"]
 
 
 @pytest.fixture(params=["math", "default"])
