@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from adaptive_batching._emulated_device import EmulatedDevice, control
-from adaptive_batching._trace.bits_and_bytes import move_to_host
 from tests.conftest import ROOT
 
 GIB, MIB = 2**30, 2**20
@@ -58,17 +57,6 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert (control.counters() - before).products == 1 and product.sum().item() == 0.0
 
 
-@pytest.mark.parametrize("elements", [100, 10**4, 10**6])
-def test_memory_that_is_handed_out_again_is_empty(elements: int) -> None:
-    written = torch.arange(elements).cuda()
-    address = written.data_ptr()
-    assert written[-1].item() == elements - 1
-    del written
-    again = torch.empty(elements, dtype=torch.long, device="cuda")
-    assert again.data_ptr() == address
-    assert not again.cpu().any()
-
-
 @pytest.mark.parametrize(("of_torch", "times", "errors"), [(True, 1, 1), (False, 1, 0), (False, 2, 1)])
 def test_the_allocation_that_is_told_to_fails_as_on_a_full_card(of_torch: bool, times: int, errors: int) -> None:
     """A device that refuses once is asked again."""
@@ -86,29 +74,6 @@ def test_the_allocation_that_is_told_to_fails_as_on_a_full_card(of_torch: bool, 
     after = torch.cuda.memory_stats()
     assert [after[name] - before[name] for name in ("num_ooms", "num_alloc_retries")] == [errors, 1]
     del held
-
-
-def test_managed_memory_counts_while_it_is_on_the_device_and_leaves_when_room_is_needed() -> None:
-    import bitsandbytes.functional as bnb
-
-    torch.cuda.empty_cache()
-    move_to_host(torch.device("cuda"))  # what other tests have left
-    control.set_memory(4 * GIB)
-    free = torch.cuda.mem_get_info()[0]
-    paged = bnb.get_paged(256, MIB, dtype=torch.float32, device=torch.device("cuda", 0))  # 1 GiB
-    assert torch.cuda.mem_get_info()[0] == free
-    bnb.prefetch_tensor(paged)
-    assert torch.cuda.mem_get_info()[0] == free - GIB
-    held = torch.empty(free - GIB // 2, dtype=torch.uint8, device="cuda")
-    assert torch.cuda.mem_get_info()[0] < 4 * MIB, "half of it has left"
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(GIB, dtype=torch.uint8, device="cuda")
-    del held
-    bnb.GlobalPageManager.get_instance().paged_tensors.append(paged)
-    move_to_host(torch.device("cuda"))
-    bnb.GlobalPageManager.get_instance().paged_tensors.pop()
-    torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] == free
 
 
 @pytest.mark.parametrize(("lag", "held"), [(0, [128, 192, 256]), (5, [192, 192, 256]), (None, [192, 256, 256])])
@@ -162,23 +127,6 @@ def test_flash_attention_runs_on_hopper_too() -> None:
     exec(ATTENTION, here)
     done = run(ATTENTION + "print(peak)", EmulatedDevice(capability=(9, 0)))
     assert done.stdout.strip() == str(here["peak"]), done.stderr[-3000:]
-
-
-def test_a_device_that_is_lost_fails_every_call_from_then_on() -> None:
-    def error_of_a_step() -> str:
-        try:
-            tensor.mul_(2)
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        return ""
-
-    tensor = torch.zeros(8, device="cuda")
-    control.end_device(after_launches=1)
-    first, *rest = [error_of_a_step() for _ in range(3)]
-    control.end_faults()
-    assert first == "" and all("unspecified launch failure" in error for error in rest)
-    assert error_of_a_step() == ""
 
 
 RANKS = """

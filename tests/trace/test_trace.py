@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from adaptive_batching import _trace
 from adaptive_batching._trace import compiled, fake_step, trace
-from adaptive_batching._trace.compiled import compile_modules
 from adaptive_batching._trace.recorder import Recorder, state_tensors
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import PeakMemoryCurve, TraceError
@@ -111,16 +110,6 @@ def test_an_optimizer_with_attributes_of_its_own_is_traced() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_memory_of_large_batches_grows_by_the_activations() -> None:
-    model = deep_model()
-    curve = trace_peak_memory(training_step(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    per_sample = curve.peak_bytes(2001) - curve.peak_bytes(2000)
-    # The most is alive when the last GELU has run: 4 outputs of linear layers and 4 of GELUs, of WIDTH floats each.
-    assert per_sample == 8 * WIDTH * 4
-    # At small sizes the gradients set the peak: only the batch itself grows.
-    assert curve.peak_bytes(3) - curve.peak_bytes(2) == WIDTH * 4
-
-
 def test_a_loss_may_read_a_value_but_not_leave_torch_or_have_sizes_of_values() -> None:
     step = training_step(deep_model(), loss=lambda out: out.sum() / max(float(out.detach().abs().max()), 1.0))
     assert trace_peak_memory(step).peak_bytes(2) > 0
@@ -145,33 +134,6 @@ def test_what_if_a_change_were_made_to_the_model() -> None:
     step = training_step(deep_model())
     assert trace_peak_memory(step, freeze).peak_bytes(2) < trace_peak_memory(step).peak_bytes(2)
     assert all(p.requires_grad for p in step.model.parameters())
-
-
-class Gated(nn.Module):
-    """Multiplies between pointwise operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = (x + 1) * (x + 2)  # fused into what reads it, or computed again
-        return torch.tanh(h @ self.weight) * 2
-
-
-def test_a_compiled_layer_keeps_what_the_minimal_cut_keeps() -> None:
-    model = nn.Sequential(*(Gated() for _ in range(3)))
-    eager = training_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def bind_compiled(model: nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[torch.Tensor], None]:
-        compile_modules(model.children())
-        return eager.bind(model, optimizers)
-
-    curves = map(trace_peak_memory, (eager, replace(eager, bind=bind_compiled, compiles=True)))
-    per_sample, of_compiled = (curve.peak_bytes(5001) - curve.peak_bytes(5000) for curve in curves)
-    # Of each layer its input, its product and its output's factor are read again: the input is the last layer's output.
-    assert of_compiled < per_sample
-    assert of_compiled <= (1 + 3 * 2 + 2) * WIDTH * 4
 
 
 @pytest.mark.parametrize(
