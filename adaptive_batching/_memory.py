@@ -257,15 +257,15 @@ class CpuMeter(MemoryMeter):
 
     @property
     def total_bytes(self) -> int:
-        limits = (limit for _, limit in _process_limits())
-        return min([_status("MemTotal", "/proc/meminfo"), *limits, *_cgroup_limits("max")])
+        limits = [*(limit for _, limit in _process_limits()), *(limit for limit, _ in _cgroup_limits())]
+        return min([_status("MemTotal", "/proc/meminfo"), *limits])
 
     def used_bytes(self) -> int:
         # Excludes the pages of files, such as libraries, which the kernel can drop.
         return _status("VmData") if self._counts_data else _status("RssAnon")
 
     def free_bytes(self) -> int:
-        cgroup = [limit - used for limit, used in zip(_cgroup_limits("max"), _cgroup_limits("current"), strict=True)]
+        cgroup = [limit - used for limit, used in _cgroup_limits()]
         # All processes of a launch share the host; torchrun sets their number.
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         shared = min(_status("MemAvailable", "/proc/meminfo"), *cgroup, 2**62) // processes
@@ -335,10 +335,10 @@ def _process_limits() -> list[tuple[str, int]]:
     return [(counted, limit) for counted, limit in found if limit >= 0]  # -1: unlimited
 
 
-def _cgroup_limits(which: str) -> list[int]:
-    """Return the limit ("max") or usage ("current") in bytes of each cgroup (version 2) that limits this process.
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Return (limit, bytes in use) of each cgroup (version 2) that limits this process.
 
-    Usage excludes file pages that the kernel can drop.
+    Those in use exclude file pages that the kernel can drop.
     """
     root = Path("/sys/fs/cgroup")
     try:
@@ -346,14 +346,11 @@ def _cgroup_limits(which: str) -> list[int]:
     except (OSError, StopIteration):
         return []
     group = root / line.removeprefix("0::").lstrip("/")
-    values = []
+    found = []
     for folder in (group, *group.parents):
         limit = folder / "memory.max"
-        if not folder.is_relative_to(root) or not limit.exists() or limit.read_text().strip() == "max":
-            continue
-        value = int((folder / f"memory.{which}").read_text())
-        if which == "current":
+        if folder.is_relative_to(root) and limit.exists() and limit.read_text().strip() != "max":
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            value -= int(stat.get("inactive_file", 0))
-        values.append(value)
-    return values
+            used = int((folder / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            found.append((int(limit.read_text()), used))
+    return found

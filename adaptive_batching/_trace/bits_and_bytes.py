@@ -9,10 +9,8 @@ are; of 8 bits with a float32 scale for each block of 256, and 32 bits for param
 paged optimizer keeps states of at least 100,000 elements in managed memory, which PyTorch's allocator knows nothing of,
 and which bitsandbytes never frees.
 
-What of it lies on the device counts as used there, until something else needs the room; then the driver moves to the
-host what was used longest ago: in NVIDIA's open kernel modules ``nvidia-uvm/uvm_pmm_gpu.c`` takes it from the allocator
-that serves everything else, and ``pmaGetFreeMemory`` in ``phys_mem_allocator.c`` counts what nobody holds. On cards it
-is seen in the total of the device (bitsandbytes issue 801), not in the share of a process (nvtop issue 213).
+What of it lies on the device counts as used there (bitsandbytes issue 801), until something else needs the room: then
+the driver moves to the host what was used longest ago (``nvidia-uvm/uvm_pmm_gpu.c`` of NVIDIA's open kernel modules).
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ made with the first. A result takes the place of an input that nothing reads aft
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import operator
@@ -79,11 +78,10 @@ class _Region:
                 function, fw_compiler=_as_fused, bw_compiler=_as_fused,
                 partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table(),
             )  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            # AOTAutograd asks a CUDA device for its random state. Where nothing has used the device yet, a plan needs
-            # none, and checkpointing refuses a device that is first used in a forward of its own.
-            if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: False))
+        # AOTAutograd asks a CUDA device for its random state. Where nothing has used the device yet, a plan needs none,
+        # and checkpointing refuses a device that is first used in a forward of its own.
+        there: bool = torch.cuda.is_initialized() and torch.cuda.is_available()  # type: ignore[no-untyped-call]
+        with mock.patch.object(torch.cuda, "is_available", lambda: there):
             return self._compiled[key](tensors, inputs)
 
 

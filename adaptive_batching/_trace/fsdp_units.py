@@ -1,11 +1,11 @@
 """Simulation of what FSDP2 allocates and frees around the units of a model, and when.
 
 While a unit (a module that ``fully_shard`` was applied to) runs forward or backward, its parameters are gathered: all
-in one tensor, on a stream of its own, out of which each is copied. When its gradients are complete, they are copied to
-the input of the reduce-scatter and become shards, which are parts of one tensor on another stream. In a forward, the
-output of an all-gather lives on until the next one or the model has ended; in the backward pass, the unit before is
-gathered ahead of time, the input of a reduce-scatter stays until the next one begins, and units whose inputs have no
-gradient, such as the root, are gathered to the end.
+in one tensor, on a stream of its own, out of which each is copied. Its complete gradients are copied to the input of
+the reduce-scatter and become shards, parts of one tensor on another stream. In a forward, the output of an all-gather
+lives on until the next one or the model has ended; in the backward pass, the unit before is gathered ahead of time, the
+input of a reduce-scatter stays until the next one begins, and units whose inputs have no gradient, such as the root,
+are gathered to the end.
 """
 
 from __future__ import annotations

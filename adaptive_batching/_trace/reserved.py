@@ -26,9 +26,9 @@ MAX_STEPS = 4  # of one size, after which it is known whether training can repea
 def can_repeat(retries: Sequence[int], *, makes_states: bool) -> bool | None:
     """Tell whether training can repeat the steps of a size, by how often each so far had the allocator empty its cache.
 
-    If it had to in every step, each would have to wait for the device. That a first step had to says little: it has met
-    another layout than those after it, and with ``makes_states`` had more room. True if the last two steps that found
-    states did without; False if that can no longer be so within :data:`MAX_STEPS`; None if another step has to tell.
+    Steps that do so wait for the device. A first step says little: it has met another layout than those after it, and
+    with ``makes_states`` had more room. True if the last two steps that found states did without; False if that can no
+    longer be so within :data:`MAX_STEPS`; None if another step has to tell.
     """
     that_count = retries[1:] if makes_states else retries
     calm = next((index for index, had in enumerate(reversed(that_count)) if had), len(that_count))
