@@ -216,7 +216,7 @@ class Moments(Optimizer):
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        super().__init__([nn.Parameter(torch.zeros(1)) for _ in device.layers or [None]], {})
+        super().__init__([nn.Parameter(torch.zeros(1)) for _ in range(max(len(device.layers), 1))], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.make_states()
