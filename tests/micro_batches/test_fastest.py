@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, Timings, explore
+from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
 
-EVALUATE = Timings.evaluate
+
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 
 
