@@ -45,8 +45,7 @@ def _allowed(limit: MemoryAmount, meter: MemoryMeter) -> int:
 
 
 def _free_bytes(meter: MemoryMeter) -> int:
-    """Return what this process could take now in bytes; its own managed memory makes room, and does not count."""
-    move_to_host(meter.device)
+    move_to_host(meter.device)  # this process's own managed memory makes room
     return meter.free_bytes()
 
 
@@ -111,13 +110,6 @@ class Remedy:
             return None
 
 
-def unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
-    """Return the bytes in use that a trace does not see: libraries on the CPU, nothing on an accelerator."""
-    states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, torch.Tensor))]
-    return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
-
-
 def explain(
     device: torch.device,
     budget: int,
@@ -151,7 +143,6 @@ def explain(
         needed = predicted_with + level
         verdict = "would fit" if needed < budget else f"still {memory_size(needed - budget)} too much"
         lines.append(f"  {remedy.setting}: about {memory_size(needed)}, {verdict}")
-    advice = allocator_advice(device)
-    if advice is not None:
+    if (advice := allocator_advice(device)) is not None:
         lines.append(f"  the environment variable {advice} (not predicted)")
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])

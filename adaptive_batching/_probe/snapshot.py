@@ -45,12 +45,10 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
     zero = {id(tensor) for tensor in paged}
     in_states = [v for state in states for entry in state.values() for v in entry.values() if id(v) not in zero]
     tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
-    with _Aside(tensors, scratch) as aside:
-        aside.put(tensors)
+    with kept_aside(tensors, scratch):
         try:
             yield
         finally:
-            aside.restore(tensors)
             set_to_zero(paged)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -75,75 +73,80 @@ def _in_groups(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     return list({id(p): p for p in found}.values())
 
 
-class _Aside:
-    """Copies of tensors, kept where they take no device memory: on the host or, for host tensors, in a file.
+@contextlib.contextmanager
+def kept_aside(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Iterator[None]:
+    """Restore tensors on exit, from copies that take no device memory: on the host, or for host tensors in a file.
 
     Copies of device tensors also go to the file if host memory is short. The file is in ``scratch`` if the folder for
     temporary files has no room; if neither has, raise ConfigError.
     """
+    local = [_local(tensor) for tensor in tensors]
+    on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
+    on_device = sum(tensor.nbytes for tensor in local) - on_host
+    # Training also needs host memory, for its data and for pinned copies.
+    all_to_file = on_device > free_host_bytes() // 2
+    in_file = on_host + (on_device if all_to_file else 0)
+    folder = _folder_with_room(in_file, scratch)
+    log.info(
+        "weights and optimizer states are saved while probing: %s in a file in %s, %s in the host's memory",
+        _gib(in_file), folder, _gib(on_device + on_host - in_file),
+    )  # fmt: skip
+    copies: list[torch.Tensor | None] = []  # None for those in the file
+    file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed below, where that may fail)
+    try:
+        with torch.no_grad():
+            for tensor in local:
+                to_file = all_to_file or tensor.device.type == "cpu"
+                copies.append(None if to_file else tensor.to("cpu", copy=True))
+                if to_file:
+                    _write(file, tensor)
+        file.flush()
+    except OSError as error:  # another process has filled the disk in the meantime
+        with contextlib.suppress(OSError):
+            file.close()
+        raise ConfigError(
+            f"the probe cannot save weights and optimizer states in {folder} ({error}); set the environment variable "
+            f"TMPDIR to a folder on a larger disk"
+        ) from None
+    try:
+        yield
+    finally:
+        file.seek(0)
+        with torch.no_grad(), file:
+            for tensor, saved in zip(map(_local, tensors), copies, strict=True):
+                tensor.copy_(_read_like(file, tensor) if saved is None else saved)
 
-    def __init__(self, tensors: Sequence[torch.Tensor], scratch: Path | None) -> None:
-        local = [_local(tensor) for tensor in tensors]
-        on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
-        on_device = sum(tensor.nbytes for tensor in local) - on_host
-        # Training also needs host memory, for its data and for pinned copies.
-        self._device_to_file = on_device > free_host_bytes() // 2
-        in_file = on_host + (on_device if self._device_to_file else 0)
-        self._folder = _folder_with_room(in_file, scratch)
-        log.info(
-            "weights and optimizer states are saved while probing: %s in a file in %s, %s in the host's memory",
-            _gib(in_file), self._folder, _gib(on_device + on_host - in_file),
-        )  # fmt: skip
-        self._file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed on exit)
-        self._copies: list[torch.Tensor | int] = []
 
-    def __enter__(self) -> _Aside:
-        return self
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # a copy that could not be written is no longer needed
-            self._file.close()
-        self._copies.clear()
 
-    @torch.no_grad()
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        try:
-            for tensor in map(_local, tensors):
-                if tensor.device.type != "cpu" and not self._device_to_file:
-                    self._copies.append(tensor.detach().to("cpu", copy=True))
-                else:
-                    self._copies.append(self._file.tell())
-                    self._write(tensor.detach().cpu())
-            self._file.flush()
-        except OSError as error:  # another process has filled the disk in the meantime
-            raise ConfigError(
-                f"the probe cannot save weights and optimizer states in {self._folder} ({error}); set the "
-                f"environment variable TMPDIR to a folder on a larger disk"
-            ) from None
+def _write(file: IO[bytes], tensor: torch.Tensor) -> None:
+    for part in _bytes_of(tensor.cpu().contiguous()):
+        buffer = bytearray(part.numel())
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
+        file.write(buffer)
 
-    @torch.no_grad()
-    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor, saved in zip(map(_local, tensors), self._copies, strict=True):
-            tensor.detach().copy_(self._read_like(tensor, saved) if isinstance(saved, int) else saved)
 
-    def _write(self, tensor: torch.Tensor) -> None:
-        for part in _bytes_of(tensor.contiguous()):
-            buffer = bytearray(part.numel())
-            torch.frombuffer(buffer, dtype=torch.uint8).copy_(part)
-            self._file.write(buffer)
+def _read_like(file: IO[bytes], tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for part in _bytes_of(copy):
+        part.copy_(torch.frombuffer(bytearray(file.read(part.numel())), dtype=torch.uint8))
+    return copy
 
-    def _read_like(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
-        self._file.seek(start)
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for part in _bytes_of(copy):
-            part.copy_(torch.frombuffer(bytearray(self._file.read(part.numel())), dtype=torch.uint8))
-        return copy
+
+def _bytes_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return views of the bytes of a contiguous tensor, none of them large, and no empty one."""
+    raw = tensor.view(-1).view(torch.uint8)
+    return torch.split(raw, _BYTES_AT_ONCE) if raw.numel() else []
 
 
 def _folder_with_room(num_bytes: int, scratch: Path | None) -> Path:
     """Return the folder for temporary files, or ``scratch`` if that has no room for ``num_bytes`` per local rank."""
     num_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    folders = [Path(tempfile.gettempdir()), *([] if scratch is None else [_existing(scratch)])]
+    folders = [Path(tempfile.gettempdir())]
+    if scratch is not None:  # or its nearest parent that exists
+        folders.append(next(path for path in (scratch.absolute(), *scratch.absolute().parents) if path.is_dir()))
     for folder in folders:
         if _free_bytes(folder) > num_bytes:
             return folder
@@ -165,21 +168,5 @@ def _free_bytes(folder: Path) -> int:
     return min(free, free_host_bytes() // 2) if kind in ("tmpfs", "ramfs") else free
 
 
-def _existing(folder: Path) -> Path:
-    """Return ``folder`` or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-
-
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
-
-
-def _bytes_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return views of the bytes of a contiguous tensor, none of them large, and no empty one."""
-    raw = tensor.view(-1).view(torch.uint8)
-    return torch.split(raw, _BYTES_AT_ONCE) if raw.numel() else []

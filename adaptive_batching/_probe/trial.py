@@ -79,6 +79,10 @@ class Trial:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def makes_states(self) -> bool:
+        return bool(self._made)
+
     def measure(self, batch_size: int) -> Measurement:
         """Run one full training step at ``batch_size`` with an empty allocator cache."""
         if self._has_begun:
@@ -96,9 +100,9 @@ class Trial:
 
     def measure_again(self, batch_size: int) -> Measurement:
         """Run a step at the size that ran last, on the cache that it left, as consecutive steps of training do."""
-        run = self._step.bind(self._step.model, self._step.optimizers)
-        self._meter.reset_peak()
-        retries_before, freed_before = self._meter.num_retries(), self._meter.num_freed_bytes()
+        meter, run = self._meter, self._step.bind(self._step.model, self._step.optimizers)
+        meter.reset_peak()
+        retries_before, freed_before = meter.num_retries(), meter.num_freed_bytes()
         start = time.perf_counter()
         batches: list[Any] = []
 
@@ -110,17 +114,16 @@ class Trial:
         def train() -> None:
             batch = batches.pop()
             run(batch)
-            self._meter.synchronize()
+            meter.synchronize()
 
         ran_out = self._runs_out(prepare)
         # A rank without a batch would leave the others waiting in the step's collectives.
         ran_out = not self._all_ready(not ran_out) or self._runs_out(train)
         # Clean up here, outside the except block: the traceback keeps the step's tensors alive.
         seconds = time.perf_counter() - start
-        retries = self._meter.num_retries() - retries_before
-        freed_bytes = self._meter.num_freed_bytes() - freed_before
-        peak_bytes = None if ran_out else self._meter.peak_bytes()
-        overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(self._meter.peak_allocated_bytes(), 1), 1.0)
+        retries, freed_bytes = meter.num_retries() - retries_before, meter.num_freed_bytes() - freed_before
+        peak_bytes = None if ran_out else meter.peak_bytes()
+        overhead = 1.0 if peak_bytes is None else max(peak_bytes / max(meter.peak_allocated_bytes(), 1), 1.0)
         if ran_out:
             self._clear()
         self._drop_gradients()
@@ -140,10 +143,6 @@ class Trial:
                 raise
             return True
         return False
-
-    @property
-    def makes_states(self) -> bool:
-        return bool(self._made)
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         return self._meter.limit(self.budget_bytes if self._stopped_at_bytes is None else self._stopped_at_bytes)
