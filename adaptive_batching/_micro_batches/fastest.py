@@ -56,9 +56,7 @@ class Exploration:
 
 
 def explore(
-    candidates: Sequence[Candidate],
-    measure: Callable[[Candidate, int], float | None],
-    max_rounds: int = MAX_ROUNDS,
+    candidates: Sequence[Candidate], measure: Callable[[Candidate, int], float | None], max_rounds: int = MAX_ROUNDS
 ) -> Exploration:
     """Find the fastest candidate; stop when that is right with ``ENOUGH_CONFIDENCE``, or at ``max_rounds``.
 
@@ -74,7 +72,7 @@ def explore(
     for round_ in range(max_rounds):
         log.info(
             "round %d of at most %d: %d of %d sizes to time, %.0f s so far",
-            round_ + 1, max_rounds, len(order), len(candidates), time.perf_counter() - start,
+            round_ + 1, max_rounds, len(order), len(candidates), time.perf_counter() - start
         )  # fmt: skip
         for candidate in order if round_ % 2 == 0 else order[::-1]:
             seconds = measure(candidate, round_)
@@ -86,7 +84,7 @@ def explore(
             best = _evaluate(times, possible).recommended
             log.info(
                 "recommended micro_batch_size %s, %.2fx base, confidence %.0f of 100",
-                best.candidate, best.speedup, math.floor(100 * best.confidence),
+                best.candidate, best.speedup, math.floor(100 * best.confidence)
             )  # fmt: skip
         if not possible:
             raise NothingRanError(f"all candidates {list(candidates)} ran out of memory")

@@ -21,9 +21,7 @@ class TokenLimit:
     def __init__(self, steps_to_recover: int = 50) -> None:
         self.max_tokens: int | None = None
         self.num_recoveries = 0
-        self.largest_that_ran = 0
-        """Padded tokens of the largest micro-batch known to fit."""
-
+        self.largest_that_ran = 0  # padded tokens of the largest micro-batch known to fit
         self._steps_to_recover = steps_to_recover
         self._clean_steps = 0
         self._failed: list[int] = []
@@ -47,10 +45,6 @@ class TokenLimit:
     def note(self, tokens: int) -> None:
         self.largest_that_ran = max(self.largest_that_ran, tokens)
 
-    def keep(self) -> None:
-        """Record that a micro-batch ran out of memory and will run again unchanged."""
-        self.num_recoveries += 1
-
     def shrink(self, tokens: int, *, fitted_before: bool = False) -> None:
         """Lower the limit after ``tokens`` ran out of memory: to half, or an eighth less if as many fitted before."""
         self.num_recoveries += 1
@@ -73,10 +67,9 @@ class TokenLimit:
     def note_clean_step(self) -> None:
         if self.max_tokens is None:
             return
-        self._clean_steps += 1
-        if self._clean_steps < self._steps_to_recover:
+        self._clean_steps = (self._clean_steps + 1) % self._steps_to_recover
+        if self._clean_steps:
             return
-        self._clean_steps = 0
         wanted = 2 * self.max_tokens
         if len(self._failed) > 1:
             wanted = min(wanted, sorted(self._failed)[1] - 1)

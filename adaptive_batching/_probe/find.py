@@ -176,7 +176,7 @@ class _Search:
         of = f" of about {self._expected}" if self._num_steps <= self._expected else ""
         log.info(
             "trial step %d%s: batch size %d, %.0f s since the first began",
-            self._num_steps, of, batch_size, time.perf_counter() - self._start,
+            self._num_steps, of, batch_size, time.perf_counter() - self._start
         )  # fmt: skip
         here, ranks = run(batch_size), self._ranks
         if self._num_steps == 1:
@@ -299,7 +299,7 @@ def find_largest(
     )
     log.info(
         "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
-        candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes()),
+        candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes())
     )  # fmt: skip
     if (advice := allocator_advice(meter.device)) is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
@@ -336,14 +336,14 @@ def _log_result(result: ProbeResult) -> None:
         log.info(
             "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
             "with %d training steps, at up to %d samples",
-            result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size,
+            result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size
         )  # fmt: skip
         return
     log.info(
         "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
         "memory",
         batch_size, result.reason, memory_size(result.peak_bytes), budget,
-        result.seconds, result.num_steps, result.num_out_of_memory,
+        result.seconds, result.num_steps, result.num_out_of_memory
     )  # fmt: skip
 
 

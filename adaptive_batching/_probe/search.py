@@ -137,7 +137,9 @@ class CorrectedCurve:
         if error > BELIEVED_ERROR * self.sizes.budget_bytes:
             return False
         reach = (size - b1) / (b1 - b0)
-        uncertain = CERTAIN_EXCESS * self.sizes.budget_bytes + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
+        uncertain = (
+            CERTAIN_EXCESS * self.sizes.budget_bytes + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
+        )
         return self.peak_bytes(size) > self.sizes.budget_bytes + uncertain
 
     def first(self) -> int:

@@ -89,7 +89,7 @@ def kept_aside(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Iterato
     folder = _folder_with_room(in_file, scratch)
     log.info(
         "weights and optimizer states are saved while probing: %s in a file in %s, %s in the host's memory",
-        _gib(in_file), folder, _gib(on_device + on_host - in_file),
+        _gib(in_file), folder, _gib(on_device + on_host - in_file)
     )  # fmt: skip
     copies: list[torch.Tensor | None] = []  # None for those in the file
     file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed below, where that may fail)

@@ -13,7 +13,6 @@ import pytest
 
 from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
 
-
 SIZES = [1, 2, 4, 8, 16, 32, 64]
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._torchtune.kept_probe import (
+from adaptive_batching._torchtune.probing import (
     Circumstances,
     load_result,
     settings_of_memory,
