@@ -23,7 +23,7 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.snapshot import parameters_of
+from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError

@@ -17,16 +17,11 @@ T = TypeVar("T")
 class Outcome(Generic[T]):
     """What became of micro-batches; ``failed`` and ``retried`` are the same on all ranks."""
 
-    results: list[T]
-    """Results of the micro-batches that ran on this rank."""
-    failed: bool
-    """True if any rank ran out of memory."""
-    retried: bool = False
-    """True if an allocator had to empty its cache to find room."""
-    failed_here: int | None = None
-    """Number of the micro-batch that ran out of memory on this rank, from 0; None if none did."""
-    error: Exception | None = None
-    """Error of that micro-batch, without tracebacks, which would keep its tensors alive."""
+    results: list[T]  # of the micro-batches that ran on this rank
+    failed: bool  # any rank ran out of memory
+    retried: bool = False  # an allocator had to empty its cache to find room
+    failed_here: int | None = None  # number of the micro-batch that ran out of memory on this rank, from 0
+    error: Exception | None = None  # of that micro-batch, without tracebacks, which would keep its tensors alive
 
 
 def run_micro_batches(

@@ -92,12 +92,9 @@ class Remedy:
     """A change of settings that could make a batch of one fit."""
 
     setting: str
-    step: TrainingStep | None = None
-    """The training step with that setting, for tracing; None if a trace cannot predict the effect."""
-    change: Callable[[nn.Module], None] | None = None
-    """Applied to the traced copy of the step's model."""
-    saves_bytes: int = 0
-    """Known saving in bytes that the trace does not show."""
+    step: TrainingStep | None = None  # with that setting, for tracing; None if a trace cannot predict the effect
+    change: Callable[[nn.Module], None] | None = None  # applied to the traced copy of the step's model
+    saves_bytes: int = 0  # that the trace does not show
 
     def peak_bytes(self) -> int | None:
         """Return the predicted peak of a batch of one; None if it cannot be predicted."""

@@ -45,24 +45,17 @@ _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: Expandable
 class Question:
     """What is asked of a training step."""
 
-    upper: int
-    """Largest size to try, such as the most that the data can fill; at least 1."""
-    upper_reason: str = "upper bound"
-    """Value of :attr:`ProbeResult.reason` if ``upper`` is the answer."""
-    include: int | None = None
-    """A size to consider although it is not a power of two."""
+    upper: int  # largest size to try; at least 1
+    upper_reason: str = "upper bound"  # why no larger one is tried
+    include: int | None = None  # a size to consider although it is not a power of two
+    # Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does not fit,
+    # this saves the step that would prove it, and its out-of-memory error.
     coarse: bool = False
-    """Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does not fit,
-    this saves the step that would prove it, and its out-of-memory error."""
+    # With search="predict", look no further than what this returns after steps at the two smallest sizes.
     enough: Callable[[], int | None] | None = None
-    """With ``search="predict"``, look no further than the size that this returns after steps at the two smallest ones;
-    see :func:`~adaptive_batching._probe.search.settle_for_enough`."""
-    ranks: Ranks = ALONE
-    """Ranks that run the step together, each on its own device. The answer fits on every one of them."""
-    remedies: Callable[[], Sequence[Remedy]] = tuple
-    """Called if a batch of one does not fit; returns the changes to suggest."""
-    scratch: Path | None = None
-    """Folder for saved weights and states if the one for temporary files has no room."""
+    ranks: Ranks = ALONE  # that run the step together, each on its own device; the answer fits on every one
+    remedies: Callable[[], Sequence[Remedy]] = tuple  # returns what to suggest if a batch of one does not fit
+    scratch: Path | None = None  # for saved weights and states if the folder for temporary files has no room
 
 
 class _Search:

@@ -1,9 +1,7 @@
 """Searches for the largest batch size that fits: pure decisions over measured trial steps, independent of torch.
 
-A search runs real training steps through :class:`~adaptive_batching._probe.sizes.SizesRun`, which records what each
-took, until the largest candidate that fits is known. All searches obey two rules: a size that did not run is never
-returned, and no size is tried again once it is known to fit or not. What measurements settle with a margin over their
-own error does not run: neither the candidate above the answer, nor the answer a second time.
+A size that did not run is never returned, and none is tried again once it is known to fit or not. What measurements
+settle with a margin over their own error does not run: neither the candidate above the answer, nor that a second time.
 """
 
 from __future__ import annotations
@@ -39,10 +37,9 @@ SHARE_OF_ROOM = 0.8
 # ... and do not spend a step on a size at most this many times as large as one that has run.
 NEAR_ENOUGH = 1.125
 
-PredictPeak = Callable[[int], float]
+# Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
+# nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size.
 Count = Callable[[int], tuple[float, float, float]]
-"""Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
-nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size."""
 
 
 class CorrectedCurve:
@@ -52,7 +49,9 @@ class CorrectedCurve:
     limit; None if the allocator's rules are not known. Then what it last held in reserve is taken to be so at any size.
     """
 
-    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+    def __init__(
+        self, sizes: SizesRun, predict_peak: Callable[[int], float] | None = None, count: Count | None = None
+    ) -> None:
         self.sizes = sizes
         self.is_predicted = predict_peak is not None
         self._predict = predict_peak
@@ -60,10 +59,8 @@ class CorrectedCurve:
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending.
-
-        Those at which the allocator emptied its cache took what the limit left them.
-        """
+        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending."""
+        # Those at which the allocator emptied its cache took what the limit left them.
         known = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
         return sorted(known.items())[-2:]
 
@@ -126,8 +123,7 @@ class CorrectedCurve:
             needed, budget, at = self.peak_bytes(size), self.sizes.budget_bytes, answer.batch_size
             # Does training at the answer go on, by the curve, once the allocator has emptied its cache?
             known = self._count is not None and bool(self._measured) and self.peak_bytes(at) <= budget
-            if not known or self._correction(self._measured)(self._as_run(at)) <= budget:
-                # Then nothing is sure but what is in use.
+            if not known or self._correction(self._measured)(self._as_run(at)) <= budget:  # only what is in use is sure
                 needed = (answer.peak_bytes or 0) / answer.overhead + self._predict(size) - self._predict(at)
             return needed > (1 + CERTAIN_EXCESS) * budget
         if len(self._measured) < 2:
@@ -192,7 +188,6 @@ class CorrectedCurve:
         return self._count(size)[1 if repeats else 0]
 
     def _rise(self, size: int) -> float:
-        """Return the predicted rise of the peak from ``size`` to one sample more."""
         assert self._predict is not None
         return self._predict(size + 1) - self._predict(size)
 
@@ -234,7 +229,7 @@ def power_of_two(curve: CorrectedCurve) -> None:
 
 
 def binary_search(curve: CorrectedCurve) -> None:
-    """Double until it fails, then bisect between the last size that fitted and the first that did not."""
+    """Double until a size fails, then bisect."""
     power_of_two(curve)
     _bisect(curve.sizes)
 
@@ -307,8 +302,4 @@ def _bisect(sizes: SizesRun) -> None:
         sizes.run((sizes.low + sizes.high) // 2)
 
 
-SEARCHES: dict[str, Callable[[CorrectedCurve], None]] = {
-    "predict": predict,
-    "binary_search": binary_search,
-    "power_of_two": power_of_two,
-}
+SEARCHES = {"predict": predict, "binary_search": binary_search, "power_of_two": power_of_two}

@@ -19,26 +19,18 @@ class Measurement:
     """Memory and time of consecutive training steps at ``batch_size``."""
 
     batch_size: int
-    fits: bool
-    """True if all steps ran within the limit, and training can repeat them: see :func:`can_repeat`."""
-    peak_bytes: int | None = None
-    """Peak memory, as the limit counts it; None if a step ran out of memory."""
-    seconds: float = 0.0
-    """Time of the first step."""
-    overhead: float = 1.0
-    """Bytes that counted against the limit per byte in use; above 1 with an allocator that keeps freed memory."""
-    retries: int = 0
-    """Times that the allocator emptied its cache to find room."""
-    steps: int = 1
-    """Number of steps that ran or started."""
-    freed_bytes: int = 0
-    """Most that the allocator gave back in a step to find room: without a limit, it would take up to that more."""
-    step_peaks: list[int | None] = field(default_factory=list)
-    """Peak of each of the last steps that ran in a row, the first of them on an empty cache."""
-    step_retries: list[int] = field(default_factory=list)
-    """Times that the allocator emptied its cache in each of these."""
-    makes_states: bool = False
-    """True if the first of these made the optimizer states, as training does, and took less by them."""
+    fits: bool  # all steps ran within the limit, and training can repeat them: see can_repeat
+    peak_bytes: int | None = None  # as the limit counts it; None if a step ran out of memory
+    seconds: float = 0.0  # of the first step
+    overhead: float = 1.0  # bytes that counted per byte in use; above 1 with an allocator that keeps freed memory
+    retries: int = 0  # times that the allocator emptied its cache to find room
+    steps: int = 1  # that ran or started
+    freed_bytes: int = 0  # most that the allocator gave back in a step: without a limit, it would take up to that more
+    step_peaks: list[int | None] = field(
+        default_factory=list
+    )  # of the last steps in a row, the first on an empty cache
+    step_retries: list[int] = field(default_factory=list)  # in each of these
+    makes_states: bool = False  # the first of these made the optimizer states, as training does, and took less by them
 
     def __post_init__(self) -> None:
         if not self.step_peaks:  # a single step
