@@ -114,8 +114,8 @@ def _evaluate(times: _Times, possible: Sequence[Candidate]) -> Exploration:
         others = [(levels[other] - levels[one] + noise) / error(one, other) for other in ran if other != one]
         speedup, spread = levels[base] - levels[one], 1.96 * error(one, base) if one != base else 0.0
         estimates[one] = Estimate(
-            candidate=one,
-            runs=len(times[one]),
+            one,
+            len(times[one]),
             seconds=math.exp(median(times[best].values()) + levels[one] - levels[best]),
             speedup=math.exp(speedup),
             confidence=math.prod(map(NormalDist().cdf, others)) * 0.5 ** (len(possible) - len(ran)),

@@ -28,13 +28,10 @@ class TokenLimit:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "max_tokens": self.max_tokens,
-            "num_recoveries": self.num_recoveries,
-            "clean_steps": self._clean_steps,
-            "steps_to_recover": self._steps_to_recover,
-            "failed": self._failed,
+            "max_tokens": self.max_tokens, "num_recoveries": self.num_recoveries, "clean_steps": self._clean_steps,
+            "steps_to_recover": self._steps_to_recover, "failed": self._failed,
             "largest_that_ran": self.largest_that_ran,
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]

@@ -68,11 +68,8 @@ class _Search:
     def __init__(
         self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: Question
     ) -> None:
-        self._step = step
-        self._config = config
-        self._meter = meter
-        self._question = question
-        self._ranks = question.ranks
+        self._step, self._config, self._meter = step, config, meter
+        self._question, self._ranks = question, question.ranks
         self._num_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
@@ -182,22 +179,16 @@ class _Search:
                 here = replace(here, fits=False)
         ran = ranks.all(here.peak_bytes is not None)
         return Measurement(
-            batch_size=here.batch_size,
-            fits=ranks.all(here.fits),
-            peak_bytes=int(ranks.largest((here.peak_bytes or 0) - self._spare_bytes)) if ran else None,
-            seconds=ranks.largest(here.seconds),
-            overhead=ranks.largest(here.overhead),
-            retries=int(ranks.largest(here.retries)),
-            freed_bytes=int(ranks.largest(here.freed_bytes)),
-            makes_states=here.makes_states,
-        )
+            here.batch_size, ranks.all(here.fits),
+            int(ranks.largest((here.peak_bytes or 0) - self._spare_bytes)) if ran else None,
+            ranks.largest(here.seconds), ranks.largest(here.overhead), int(ranks.largest(here.retries)),
+            freed_bytes=int(ranks.largest(here.freed_bytes)), makes_states=here.makes_states,
+        )  # fmt: skip
 
     def why_nothing_fits(self) -> str:
         """Explain that the optimizer states, or a single sample, do not fit."""
-        limit, measured = self.own_budget, list[Measurement]()
-        if self.sizes is not None:
-            limit, measured = self.sizes.budget_bytes, self.sizes.measurements
-        step, meter = self._step, self._meter
+        step, meter, sizes = self._step, self._meter, self.sizes
+        limit, measured = (self.own_budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
         try:
             if self.traced is None:
                 self.traced = _trace(step)
@@ -301,23 +292,15 @@ def find_largest(
     if sizes is None or sizes.found is None:
         raise DoesNotFitError(search.why_nothing_fits())
     batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else question.upper_reason
-    moment, kinds = "", dict[str, int]()
-    predicted = search.predicted(sizes)
+    predicted, moment, kinds = search.predicted(sizes), "", dict[str, int]()
     if traced is not None and traced.is_uniform:
         moment, kinds = traced.at(settled or batch_size).at_peak()
+    is_blind = traced is None and config.search == "predict"
     result = ProbeResult(
-        batch_size=batch_size,
-        reason="what is of use" if settled else reason,
-        budget_bytes=sizes.budget_bytes,
-        total_bytes=meter.total_bytes,
-        search=config.search if traced is not None or config.search != "predict" else "predict (measured, no trace)",
-        seconds=time.perf_counter() - start,
-        measurements=sizes.measurements,
-        predicted=predicted,
-        enough=settled,
-        peak_moment=moment,
-        peak_kinds=kinds,
-    )
+        batch_size, "what is of use" if settled else reason, sizes.budget_bytes, meter.total_bytes,
+        search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
+        measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
+    )  # fmt: skip
     _log_result(result)
     return result
 

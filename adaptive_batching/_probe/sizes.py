@@ -50,13 +50,10 @@ class Measurement:
             self,
             fits=self.fits and second.fits and can_repeat(step_retries, makes_states=self.makes_states) is not False,
             peak_bytes=max(self.peak_bytes or 0, second.peak_bytes or 0) if ran else None,
-            overhead=max(self.overhead, second.overhead),
-            retries=self.retries + second.retries,
-            steps=self.steps + second.steps,
-            freed_bytes=max(self.freed_bytes, second.freed_bytes),
-            step_peaks=[*self.step_peaks, *second.step_peaks],
-            step_retries=step_retries,
-        )
+            overhead=max(self.overhead, second.overhead), freed_bytes=max(self.freed_bytes, second.freed_bytes),
+            retries=self.retries + second.retries, steps=self.steps + second.steps,
+            step_peaks=[*self.step_peaks, *second.step_peaks], step_retries=step_retries,
+        )  # fmt: skip
 
 
 Measure = Callable[[int], Measurement]
@@ -79,11 +76,8 @@ class SizesRun:
         begin: Measure | None = None,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
-        self._measure = measure
-        self._measure_again = measure_again
-        self._begin = begin
-        self.candidates = candidates
-        self.budget_bytes = budget_bytes
+        self._measure, self._measure_again, self._begin = measure, measure_again, begin
+        self.candidates, self.budget_bytes = candidates, budget_bytes
         self.measurements: list[Measurement] = []
         # For a device where a failed allocation can end the process: what is known to be too large never runs.
         self.avoids_failures = False

@@ -59,12 +59,8 @@ class Trial:
         all_ready: Callable[[bool], bool] = lambda here: here,
         stopped_at_bytes: int | None = None,
     ) -> None:
-        self._step = step
-        self._meter = meter
-        self.budget_bytes = budget_bytes
-        self._scratch = scratch
-        self._all_ready = all_ready
-        self._stopped_at_bytes = stopped_at_bytes
+        self._step, self._meter, self._scratch, self._all_ready = step, meter, scratch, all_ready
+        self.budget_bytes, self._stopped_at_bytes = budget_bytes, stopped_at_bytes
         self._made: list[tuple[Optimizer, torch.Tensor]] = []  # of whom training will make states
         self._has_begun = False
         self._stack = contextlib.ExitStack()

@@ -42,13 +42,9 @@ def sizes_to_time(batch_size: int, largest: int) -> list[int]:
 
 
 def settle_micro_batch_size(
-    host: Host,
-    run: StockRun,
-    controller: BatchController,
-    execution: Execution,
-    stored: Mapping[str, Any],
+    host: Host, run: StockRun, controller: BatchController, execution: Execution, stored: Mapping[str, Any],
     report: Report,
-) -> CutSize:
+) -> CutSize:  # fmt: skip
     """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest."""
     most, chosen = execution.most_samples, stored.get("explored")
     assert most is not None, "explored without a probe"
@@ -94,10 +90,9 @@ def _explore(host: Host, batch_size: int, batches: int, execution: Execution, me
     def measure(size: int | str, round_: int) -> float | None:
         if round_ == len(seen):
             seen.append(next(windows))
-        window = seen[round_]
-        if isinstance(_cut_size(size), ByLength):
+        window, cutter = seen[round_], cutters[size]
+        if isinstance(size, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        cutter = cutters[size]
         micro_batches = [micro_batch for batch in window for micro_batch in cutter.cut(batch)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
             first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one

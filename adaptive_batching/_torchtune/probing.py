@@ -185,12 +185,9 @@ def find_maximum(
         report.maximum(upper, reason)
         return Probed(upper, reason, settings.micro_batch_size)
     sample = worst_case_sample(
-        host.loader.dataset,
-        host.objective,
-        sequence_length=settings.sequence_length,
-        tokenizer_max=host.max_length,
+        host.loader.dataset, host.objective, sequence_length=settings.sequence_length, tokenizer_max=host.max_length,
         model_max=getattr(host.model, "max_seq_len", None),
-    )
+    )  # fmt: skip
     probe = Probe(host, run, settings, circumstances, sample, upper, reason, report.directory)
     result = probe.result()
     report.probe(result, sequence_length=len(host.objective.tokens(sample)))
