@@ -15,7 +15,6 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 
 __version__ = "0.1.0"
@@ -35,7 +34,6 @@ __all__ = [
     "KeepGlobal",
     "ProbeResult",
     "RunShape",
-    "TrainingStep",
     "find_maximum_batch_size",
     "growth",
     "is_out_of_memory",

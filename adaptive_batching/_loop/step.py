@@ -21,9 +21,9 @@ from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, padded
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.snapshot import parameters_of
+from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
@@ -213,7 +213,7 @@ class AdaptiveStep(Generic[Sample]):
             bind,
             on_cuda=device.type == "cuda",
         )
-        result = find_maximum_batch_size(step, settings, memory_meter(device), upper=upper)
+        result = find_largest(step, settings, memory_meter(device), Question(upper))
         self._retry.limit.note(result.batch_size * self._retry.tokens([sample]))
         return result
 

@@ -31,8 +31,8 @@ INTERACTION = 0.05
 Sample = TypeVar("Sample")
 
 _Rows = list[torch.Tensor]
+# (module name, number of earlier calls) -> values of sample 0 going in and coming out, in the order of coming out
 _Calls = dict[tuple[str, int], tuple[_Rows, _Rows]]
-"""(module name, number of earlier calls) -> values of sample 0 going in and coming out, in the order of coming out."""
 
 
 def find_batch_dependent_module(
@@ -41,30 +41,26 @@ def find_batch_dependent_module(
     """Find the first module through which a sample's values depend on the other samples of its batch.
 
     Return its qualified name and type, such as ``layers.1.norm (BatchNorm1d)``, or None. It is the one that computes
-    over the batch itself, not a child or parent of it; if its tensors do not have the samples in dimension 0, the
-    closest parent whose tensors do. Batch normalisation in evaluation mode is not a dependence.
+    over the batch itself; if its tensors do not have the samples in dimension 0, the closest parent whose tensors do.
 
     ``first`` and ``second`` are batches of one shape with the samples in dimension 0, sample 0 the same and the others
     different. Samples should be short, because one token's change is lost among thousands. The batch size should be one
     that no other dimension has, such as 3 or 5; ``num_samples`` gives it if a batch's class may hide its tensors.
 
-    The model, the random state and the training mode are left unchanged, and no gradients are computed. On the host,
-    the runs take the memory of one sample's activations, twice.
+    The model and the random state are left unchanged. The host holds one sample's activations, twice.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():  # including modules that these batches may not reach
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
-            return _describe(name, module)
+            return f"{name or 'model'} ({type(module).__name__})"
     expected = _record(model, run, first, num_samples)
     found = _record(model, run, second, num_samples)
-    for call, (inputs, outputs) in found.items():  # children finish before their parents
-        expected_inputs, expected_outputs = expected.get(call, ([], []))
-        went_in = _difference(inputs, expected_inputs)
-        came_out = _difference(outputs, expected_outputs)
+    for call, rows in found.items():  # children finish before their parents
+        went_in, came_out = map(_difference, rows, expected.get(call, ([], [])))
         if went_in is None or came_out is None:
             continue  # a parent will show it
         if went_in < SAME and came_out > DIFFERENT:
-            return _describe(call[0], modules[call[0]])
+            return f"{call[0] or 'model'} ({type(modules[call[0]]).__name__})"
     return None
 
 
@@ -80,10 +76,9 @@ def find_batch_dependence_of_loss(
     Each of two places of a batch has ``one`` or ``other``, in all four ways. If the loss is a sum, what one place
     changes is the same whatever is in the other place. Shapes and random numbers are the same in all of them, so that
     dropout makes no difference. Where nothing is drawn, the same sample twice must also count twice, as no mean does.
-    The model and the random state are left unchanged.
 
     ``run`` returns the sum of the losses of samples and their number. ``first`` is at least as long as the others, so
-    that all are padded alike. If ``one`` and ``other`` are the same, the four ways show nothing.
+    that all are padded alike.
     """
     drawn = False
 
@@ -112,10 +107,6 @@ def _leaves(values: Any) -> list[Any]:
     from torch.utils._pytree import tree_leaves  # private, and only needed here
 
     return tree_leaves(values)
-
-
-def _describe(name: str, module: nn.Module) -> str:
-    return f"{name or 'model'} ({type(module).__name__})"
 
 
 def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples: int | None) -> _Calls:
@@ -174,17 +165,18 @@ def _rows_of_sample_0(values: Any, batch_size: int) -> _Rows:
 
 
 def _difference(rows: _Rows, expected: _Rows) -> float | None:
-    """Return the largest relative difference between two rows; None if there are no rows or their shapes differ."""
+    """Return the largest relative difference between two rows; None if there are no rows or their shapes differ.
+
+    It is the mean absolute difference over the mean absolute value, since single values can be off by chance.
+    """
     if not rows or [row.shape for row in rows] != [row.shape for row in expected]:
         return None
-    return max(map(_relative_difference, rows, expected))
-
-
-def _relative_difference(row: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the mean absolute difference over the mean absolute value, since single values can be off by chance."""
-    pair = torch.stack([row, expected])
-    pair = (torch.view_as_real(pair) if pair.is_complex() else pair).double()
-    changed = ~pair[0].isclose(pair[1], rtol=0, atol=0, equal_nan=True)
-    change = (pair[0] - pair[1])[changed].abs().nan_to_num(nan=math.inf).sum()
-    scale = pair[pair.isfinite()].abs().sum() / 2
-    return float(change / scale) if change > 0 else 0.0
+    found = []
+    for values in zip(rows, expected, strict=True):
+        pair = torch.stack(values)
+        pair = (torch.view_as_real(pair) if pair.is_complex() else pair).double()
+        changed = ~pair[0].isclose(pair[1], rtol=0, atol=0, equal_nan=True)
+        change = (pair[0] - pair[1])[changed].abs().nan_to_num(nan=math.inf).sum()
+        scale = pair[pair.isfinite()].abs().sum() / 2
+        found.append(float(change / scale) if change > 0 else 0.0)
+    return max(found)

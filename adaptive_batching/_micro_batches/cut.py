@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-log = logging.getLogger(__name__)
-
-
-Cut = list[list[int]]
-"""Micro-batches of indices into the samples; together they hold every index once."""
+Cut = list[list[int]]  # micro-batches of indices into the samples; together they hold every index once
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
@@ -21,13 +16,9 @@ def padded_tokens(lengths: Sequence[int]) -> int:
 def length_in_chunks(length: int, num_chunks: int) -> int:
     """Return the smallest length from ``length`` on that :func:`torch.chunk` cuts into ``num_chunks`` pieces.
 
-    Chunks are ``ceil(length / num_chunks)`` long and the last one is shorter, so 9 tokens give 5 chunks where 8 are
-    requested. From ``num_chunks * (num_chunks - 1)`` on, every length works. With ``num_chunks`` of 0 or 1, return
-    ``length``.
+    Chunks are ``ceil(length / num_chunks)`` long and the last one is shorter: 9 tokens give 5 chunks where 8 are asked.
     """
-    if num_chunks < 2:
-        return length
-    while -(-length // -(-length // num_chunks)) != num_chunks:
+    while num_chunks > 1 and -(-length // -(-length // num_chunks)) != num_chunks:
         length += 1
     return length
 
@@ -36,13 +27,12 @@ def length_in_chunks(length: int, num_chunks: int) -> int:
 class Capacity:
     """Number of samples of a given length that fit in one micro-batch.
 
-    Padded tokens bound memory: a micro-batch with as many tokens in shorter samples takes no more memory. If attention
-    memory grows with the square of the length, it takes less, and what fits at shorter lengths shows how much less.
+    As many tokens in shorter samples take no more memory. If attention memory grows with the square of the length, they
+    take less, and what fits at shorter lengths shows how much less.
     """
 
     points: tuple[tuple[int, int], ...]
-    """(tokens, samples): this many samples of that length fit. The first point has the greatest length, and is the only
-    one required."""
+    """(tokens, samples): this many samples of that length fit; the greatest length first."""
 
     @classmethod
     def of_tokens(cls, max_tokens: int) -> Capacity:
@@ -86,9 +76,9 @@ def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[in
 def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Cut:
     """Sort samples by length and cut them into micro-batches that fit, at the lowest cost, the longest samples first.
 
-    So one that does not fit fails before work is done. A sample above the capacity is alone in its micro-batch. The
-    cost of a cut is its padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest cut
-    consists of runs of neighbours. Dynamic programming over the start of the last run finds it exactly.
+    So one that does not fit fails before work is done. A sample above the capacity is alone. The cost of a cut is its
+    padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest cut consists of runs of
+    neighbours. Dynamic programming over the start of the last run finds it exactly.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even cut costs no more

@@ -17,20 +17,17 @@ log = logging.getLogger(__name__)
 _GAIN = 0.02
 _UNCERTAINTY = 0.1
 _FILLED = 1.5
-# The weight of older measurements would be less than 2 %.
-_MEASUREMENTS_KEPT = 200
-
-# A forward that took this many times as long as necessary was waiting for something else.
-_OUTLIER = 4.0
+_MEASUREMENTS_KEPT = 200  # the weight of older ones would be less than 2 %
+_OUTLIER = 4.0  # a forward that took this many times as long as necessary was waiting for something else
 
 
 class ForwardCost:
     """Time of a forward and backward: a fixed part and a part per padded token, fitted to measurements.
 
     The fit is a least-squares line through (padded tokens, seconds), in which each measurement multiplies the weight of
-    those before it by ``decay``. The first ``warm_up`` ones, which include one-time setup, are left out, as are others
-    that include something else, such as compiling: those that took several times as long as another one shows to be
-    possible, either for at least as many tokens or at the same time per token.
+    those before it by ``decay``. The first ``warm_up`` ones, which include one-time setup, are left out, as are those
+    that include something else, such as compiling: another one shows that a fraction of the time was enough, either for
+    at least as many tokens or at the same time per token.
     """
 
     def __init__(self, decay: float = 0.98, warm_up: int = 3) -> None:
@@ -76,10 +73,7 @@ class ForwardCost:
 
 
 class ForwardTimes:
-    """Seconds of forwards and backwards by their number of samples, and what they say of larger ones.
-
-    A forward takes a fixed time and a time for each sample, so that larger ones gain less and less.
-    """
+    """Seconds of forwards and backwards by their number of samples, and what they say of larger ones."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -100,6 +94,6 @@ class ForwardTimes:
         enough = max(math.ceil(fixed / (_GAIN * per_sample)), more)
         log.info(
             "a forward and backward takes about %.0f ms and %.0f ms for each sample: beyond %d samples, larger ones "
-            "would gain less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN,
+            "would gain less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
         )  # fmt: skip
         return enough

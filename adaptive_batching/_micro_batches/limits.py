@@ -21,22 +21,17 @@ class TokenLimit:
     def __init__(self, steps_to_recover: int = 50) -> None:
         self.max_tokens: int | None = None
         self.num_recoveries = 0
-        self.largest_that_ran = 0
-        """Padded tokens of the largest micro-batch known to fit."""
-
+        self.largest_that_ran = 0  # padded tokens of the largest micro-batch known to fit
         self._steps_to_recover = steps_to_recover
         self._clean_steps = 0
         self._failed: list[int] = []
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "max_tokens": self.max_tokens,
-            "num_recoveries": self.num_recoveries,
-            "clean_steps": self._clean_steps,
-            "steps_to_recover": self._steps_to_recover,
-            "failed": self._failed,
+            "max_tokens": self.max_tokens, "num_recoveries": self.num_recoveries, "clean_steps": self._clean_steps,
+            "steps_to_recover": self._steps_to_recover, "failed": self._failed,
             "largest_that_ran": self.largest_that_ran,
-        }
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.max_tokens, self.num_recoveries = state["max_tokens"], state["num_recoveries"]
@@ -46,10 +41,6 @@ class TokenLimit:
 
     def note(self, tokens: int) -> None:
         self.largest_that_ran = max(self.largest_that_ran, tokens)
-
-    def keep(self) -> None:
-        """Record that a micro-batch ran out of memory and will run again unchanged."""
-        self.num_recoveries += 1
 
     def shrink(self, tokens: int, *, fitted_before: bool = False) -> None:
         """Lower the limit after ``tokens`` ran out of memory: to half, or an eighth less if as many fitted before."""
@@ -73,10 +64,9 @@ class TokenLimit:
     def note_clean_step(self) -> None:
         if self.max_tokens is None:
             return
-        self._clean_steps += 1
-        if self._clean_steps < self._steps_to_recover:
+        self._clean_steps = (self._clean_steps + 1) % self._steps_to_recover
+        if self._clean_steps:
             return
-        self._clean_steps = 0
         wanted = 2 * self.max_tokens
         if len(self._failed) > 1:
             wanted = min(wanted, sorted(self._failed)[1] - 1)

@@ -38,8 +38,7 @@ class Retry(ABC, Generic[Part]):
     ``enabled``, nothing is lowered, and :meth:`why_never` has to say why nothing runs again.
     """
 
-    what = "the step's samples"
-    """Names what runs again, for messages."""
+    what = "the step's samples"  # that run again, for messages
 
     def __init__(
         self,
@@ -52,15 +51,12 @@ class Retry(ABC, Generic[Part]):
     ) -> None:
         limit.note(largest_that_ran)
         self.limit = limit
-        self.failures = 0
-        """How often what runs now has run out of memory."""
-
+        self.failures = 0  # how often what runs now has run out of memory
         self._device = device
         self._ranks = ranks
         self._enabled = enabled
         self._unit = ""
-        self._shrank = False
-        self._retried = False
+        self._shrank = self._retried = False
         self._tokens_retried = 0
         self._retried_in_row = 0
 
@@ -137,10 +133,7 @@ class Retry(ABC, Generic[Part]):
             self._note_retry(samples, tokens)
 
     def recover(self, parts: Sequence[Part], outcome: Outcome[Any]) -> None:
-        """Decide how samples run again of which a part ran out of memory, on this rank or another.
-
-        Their gradients have been discarded.
-        """
+        """Decide how samples run again of which a part ran out of memory, on this rank or another."""
         failed = None if outcome.failed_here is None else parts[outcome.failed_here]
         samples, tokens = (0, 0) if failed is None else self.size(failed)
         fitted_before = self._ranks.all(tokens <= self.limit.largest_that_ran and self.failures < 2)
@@ -157,7 +150,7 @@ class Retry(ABC, Generic[Part]):
         self.failures += 1
         how = "as they were"
         if fitted_before and self.failures == 1:
-            self.limit.keep()
+            self.limit.num_recoveries += 1
             self._note_retry(samples, tokens)
         else:
             self.limit.shrink(max(tokens for tokens, _ in failures.values()), fitted_before=fitted_before)
@@ -171,7 +164,7 @@ class Retry(ABC, Generic[Part]):
         self.put_back()
 
     def end_step(self) -> None:
-        """End a step, all of whose samples have run."""
+        """Note that all samples of a step have run."""
         if not self._shrank and not self._shrink_if_thrashing():
             self.limit.note_clean_step()
         self._shrank = self._retried = False
@@ -214,6 +207,6 @@ class Retry(ABC, Generic[Part]):
         log.warning(
             "memory%s is so short that every step frees the allocator's cache to find room (num_alloc_retries); from "
             "now on a forward takes at most %d %s, an eighth less than the largest%s",
-            "" if self._device is None else f" of {self._device}", self.limit.max_tokens, self._unit, more,
+            "" if self._device is None else f" of {self._device}", self.limit.max_tokens, self._unit, more
         )  # fmt: skip
         return True

@@ -15,20 +15,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    results: list[T]
-    """Results of the micro-batches that ran on this rank."""
+    """What became of micro-batches; ``failed`` and ``retried`` are the same on all ranks."""
 
-    failed: bool
-    """True if any rank ran out of memory; the same on all ranks."""
-
-    retried: bool = False
-    """True if an allocator had to empty its cache to find room; the same on all ranks."""
-
-    failed_here: int | None = None
-    """Number of the micro-batch that ran out of memory on this rank, from 0; None if none did."""
-
-    error: Exception | None = None
-    """Error of that micro-batch, without tracebacks, which would keep its tensors alive."""
+    results: list[T]  # of the micro-batches that ran on this rank
+    failed: bool  # any rank ran out of memory
+    retried: bool = False  # an allocator had to empty its cache to find room
+    failed_here: int | None = None  # number of the micro-batch that ran out of memory on this rank, from 0
+    error: Exception | None = None  # of that micro-batch, without tracebacks, which would keep its tensors alive
 
 
 def run_micro_batches(
@@ -40,15 +33,14 @@ def run_micro_batches(
 ) -> Outcome[T]:
     """Run forward and backward of each micro-batch, and stop if memory runs out.
 
-    If the model is sharded, a rank that runs out of memory issues the collectives that its peers wait for, so that all
-    ranks come to the end. All ranks run the same number of micro-batches. ``collectives`` is None if there are none, or
-    if they cannot be issued for the other ranks. These then do not come to the end, and the rank that failed has to end
-    the run. If memory runs out in a micro-batch whose collectives differ from the recorded ones, in a collective that
-    may have been issued or not, or again while only collectives are issued, raise CannotRecoverError.
+    If the model is sharded, a rank that runs out of memory issues the ``collectives`` that its peers wait for, so that
+    all ranks come to the end of the same number of micro-batches. They are None if there are none, or if they cannot be
+    issued for the others: the rank that failed then has to end the run. If what is left to issue is not known, or
+    memory runs out again while only collectives are issued, raise CannotRecoverError.
 
-    ``discard`` drops gradients and anything else that an aborted step leaves behind, and really releases its memory.
-    After a failure it is called on all ranks at the end, and on the rank that failed also before that rank issues any
-    more collectives. ``count_retries`` returns how often this rank's allocator has had to empty its cache.
+    ``discard`` drops gradients and anything else that an aborted step leaves behind, and really releases its memory; on
+    the rank that failed before it issues any more collectives, and on all ranks at the end. ``count_retries`` returns
+    how often this rank's allocator has had to empty its cache.
     """
     results: list[T] = []
     retries_before = count_retries()

@@ -45,8 +45,7 @@ def _allowed(limit: MemoryAmount, meter: MemoryMeter) -> int:
 
 
 def _free_bytes(meter: MemoryMeter) -> int:
-    """Return what this process could take now in bytes; its own managed memory makes room, and does not count."""
-    move_to_host(meter.device)
+    move_to_host(meter.device)  # this process's own managed memory makes room
     return meter.free_bytes()
 
 
@@ -93,12 +92,9 @@ class Remedy:
     """A change of settings that could make a batch of one fit."""
 
     setting: str
-    step: TrainingStep | None = None
-    """The training step with that setting, for tracing; None if a trace cannot predict the effect."""
-    change: Callable[[nn.Module], None] | None = None
-    """Applied to the traced copy of the step's model."""
-    saves_bytes: int = 0
-    """Known saving in bytes that the trace does not show."""
+    step: TrainingStep | None = None  # with that setting, for tracing; None if a trace cannot predict the effect
+    change: Callable[[nn.Module], None] | None = None  # applied to the traced copy of the step's model
+    saves_bytes: int = 0  # that the trace does not show
 
     def peak_bytes(self) -> int | None:
         """Return the predicted peak of a batch of one; None if it cannot be predicted."""
@@ -109,13 +105,6 @@ class Remedy:
         except TraceError as error:
             log.debug("%s cannot be predicted: %s", self.setting, error)
             return None
-
-
-def unknown_to_trace(step: TrainingStep, meter: MemoryMeter) -> float:
-    """Return the bytes in use that a trace does not see: libraries on the CPU, nothing on an accelerator."""
-    states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
-    known = [*step.model.parameters(), *step.model.buffers(), *(v for v in states if isinstance(v, torch.Tensor))]
-    return meter.used_bytes() - sum(tensor.nbytes for tensor in known)
 
 
 def explain(
@@ -151,7 +140,6 @@ def explain(
         needed = predicted_with + level
         verdict = "would fit" if needed < budget else f"still {memory_size(needed - budget)} too much"
         lines.append(f"  {remedy.setting}: about {memory_size(needed)}, {verdict}")
-    advice = allocator_advice(device)
-    if advice is not None:
+    if (advice := allocator_advice(device)) is not None:
         lines.append(f"  the environment variable {advice} (not predicted)")
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])

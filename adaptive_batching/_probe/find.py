@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice
+from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
@@ -21,7 +24,6 @@ from adaptive_batching._probe.does_not_fit import (
     memory_available,
     memory_budget,
     require_room,
-    unknown_to_trace,
 )
 from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, settle_for_enough
 from adaptive_batching._probe.sizes import Measure, Measurement, ProbeResult, SizesRun, candidate_sizes
@@ -31,12 +33,29 @@ from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAlloc
 from adaptive_batching._trace.reserved import ReservedPeaks
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep, TraceError
-from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
 
 _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: ExpandableAllocator}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of a training step."""
+
+    upper: int  # largest size to try; at least 1
+    upper_reason: str = "upper bound"  # why no larger one is tried
+    include: int | None = None  # a size to consider although it is not a power of two
+    # Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does not fit,
+    # this saves the step that would prove it, and its out-of-memory error.
+    coarse: bool = False
+    # With search="predict", look no further than what this returns after steps at the two smallest sizes.
+    enough: Callable[[], int | None] | None = None
+    ranks: Ranks = ALONE  # that run the step together, each on its own device; the answer fits on every one
+    remedies: Callable[[], Sequence[Remedy]] = tuple  # returns what to suggest if a batch of one does not fit
+    scratch: Path | None = None  # for saved weights and states if the folder for temporary files has no room
 
 
 class _Search:
@@ -46,57 +65,61 @@ class _Search:
     a larger budget subtracts the difference from its peaks.
     """
 
-    def __init__(self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks) -> None:
-        self._step = step
-        self._config = config
-        self._meter = meter
-        self._ranks = ranks
+    def __init__(
+        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: Question
+    ) -> None:
+        self._step, self._config, self._meter = step, config, meter
+        self._question, self._ranks = question, question.ranks
         self._num_steps = 0
-        self.own_budget = self.budget_bytes = memory_budget(config, meter)
+        self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
-        self.level = 0.0  # bytes in use on the device that the trace does not see
-        self.count: Count | None = None  # of the predicted bytes, what the limit counts
+        self._level = 0.0  # bytes in use on the device that the trace does not see
+        self._count: Count | None = None  # of the predicted bytes, what the limit counts
         self.sizes: SizesRun | None = None
         self.settled: int | None = None  # what is enough, and predicted to fit by far
 
-    def run(self, candidates: Sequence[int], enough: Callable[[], int | None] | None, scratch: Path | None) -> None:
+    def run(self, candidates: Sequence[int]) -> None:
         """Search among ``candidates``; :attr:`sizes` stays None if memory runs out before the first step."""
         meter, ranks = self._meter, self._ranks
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
         stopped_at = None if meter.fails_safely else memory_available(self._config, meter)
+        trial = Trial(self._step, meter, self.own_budget, self._question.scratch, ranks.all, stopped_at)
         try:
-            with Trial(self._step, meter, self.own_budget, scratch, ranks.all, stopped_at) as trial:
+            with trial:
                 if ranks.all(True):  # a rank that failed on entry takes part below, with False
-                    self._search(trial, candidates, enough)
+                    self._search(trial, candidates)
         except Exception as error:
             if self.sizes is not None or not is_out_of_memory(error):
                 raise
             ranks.all(False)
 
-    def _search(self, trial: Trial, candidates: Sequence[int], enough: Callable[[], int | None] | None) -> None:
-        meter, ranks, search = self._meter, self._ranks, SEARCHES[self._config.search]
+    def _search(self, trial: Trial, candidates: Sequence[int]) -> None:
+        meter, ranks, enough = self._meter, self._ranks, self._question.enough
+        search, by_curve = SEARCHES[self._config.search], self._config.search == "predict"
         self._start = time.perf_counter()
         self._share(trial)
         # All ranks must search alike, although a limit on one process makes only that rank predictable.
         avoids = ranks.any(not meter.fails_safely)
         is_single_precision = all(parameter.dtype == torch.float32 for parameter in self._step.model.parameters())
         trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
-        self._predict(trial, avoids_failures=avoids)
-        by_curve = self._config.search == "predict"
+        if by_curve:
+            self._predict(trial, avoids_failures=avoids)
         self._expected = 0 if not by_curve else 3 if enough is None else 2
         # What follows on a first step that makes the optimizer states is known by a replay alone. Without one, too many
         # sizes that cannot go on would look as if they could.
-        begin = trial.measure if self.count is None else trial.begin
+        begin = trial.measure if self._count is None else trial.begin
         self.sizes = sizes = SizesRun(
             partial(self._on_all_ranks, trial, trial.measure),
             candidates,
-            lambda: self.budget_bytes,
+            self._budget_bytes,
             partial(self._on_all_ranks, trial, trial.measure_again),
-            avoids_failures=avoids,
-            trusts_prediction=trusts,
-            begin=partial(self._on_all_ranks, trial, begin) if meter.keeps_freed_memory else None,
+            partial(self._on_all_ranks, trial, begin) if meter.keeps_freed_memory else None,
         )
-        curve = CorrectedCurve(sizes, None if self.traced is None else self._peak, self.count)
+        sizes.avoids_failures, sizes.trusts_prediction = avoids, trusts
+        traced = self.traced
+        curve = CorrectedCurve(
+            sizes, None if traced is None else lambda size: traced.curve.peak_bytes(size) + self._level, self._count
+        )
         if enough is not None and by_curve:
             self.settled = settle_for_enough(curve, partial(_largest, enough, ranks))
         if self.settled is None:
@@ -105,8 +128,8 @@ class _Search:
                 search(curve)
 
     def _share(self, trial: Trial) -> None:
-        self.budget_bytes = int(self._ranks.smallest(trial.budget_bytes))
-        self._spare_bytes = trial.budget_bytes - self.budget_bytes
+        self._budget_bytes = int(self._ranks.smallest(trial.budget_bytes))
+        self._spare_bytes = trial.budget_bytes - self._budget_bytes
 
     def _predict(self, trial: Trial, *, avoids_failures: bool) -> None:
         """Trace the step on each rank, and take the trace of the first: separate ones would lead to different sizes."""
@@ -114,8 +137,7 @@ class _Search:
         traced: TracedStep | None = None
         starved: Exception | None = None
         try:
-            if self._config.search == "predict":
-                traced = _trace(self._step, avoids_failures=avoids_failures)
+            traced = _trace(self._step, avoids_failures=avoids_failures)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -127,14 +149,16 @@ class _Search:
         if traced is None:
             return
         self.traced = traced
-        self.level = ranks.largest(self._meter.used_bytes() - traced.curve.resting_bytes - self._spare_bytes)
+        level = ranks.largest(self._meter.used_bytes() - traced.curve.resting_bytes - self._spare_bytes)
+        self._level = level
         if segments is not None and traced.is_uniform:
             peaks = ReservedPeaks(traced.at, _ALLOCATORS[segments], makes_states=trial.makes_states)
-            self.count = partial(_reserved, peaks, self.level)
 
-    def _peak(self, batch_size: int) -> float:
-        assert self.traced is not None
-        return self.traced.curve.peak_bytes(batch_size) + self.level
+            def count(batch_size: int) -> tuple[float, float, float]:
+                once, repeated, least = peaks(batch_size)
+                return once + level, repeated + level, least + level
+
+            self._count = count
 
     def _on_all_ranks(self, trial: Trial, run: Measure, batch_size: int) -> Measurement:
         """Run a step, and combine the measurements of all ranks."""
@@ -142,38 +166,38 @@ class _Search:
         of = f" of about {self._expected}" if self._num_steps <= self._expected else ""
         log.info(
             "trial step %d%s: batch size %d, %.0f s since the first began",
-            self._num_steps, of, batch_size, time.perf_counter() - self._start,
+            self._num_steps, of, batch_size, time.perf_counter() - self._start
         )  # fmt: skip
-        here = run(batch_size)
+        here, ranks = run(batch_size), self._ranks
         if self._num_steps == 1:
             # The first step loads libraries and creates handles and communicators, which keep their memory.
             trial.budget_bytes = min(trial.budget_bytes, memory_budget(self._config, self._meter))
             self._share(trial)
+            assert self.sizes is not None
+            self.sizes.budget_bytes = self._budget_bytes
             if here.peak_bytes is not None and here.peak_bytes > trial.budget_bytes:
                 here = replace(here, fits=False)
-        ranks = self._ranks
         ran = ranks.all(here.peak_bytes is not None)
         return Measurement(
-            batch_size=here.batch_size,
-            fits=ranks.all(here.fits),
-            peak_bytes=int(ranks.largest((here.peak_bytes or 0) - self._spare_bytes)) if ran else None,
-            seconds=ranks.largest(here.seconds),
-            overhead=ranks.largest(here.overhead),
-            retries=int(ranks.largest(here.retries)),
-            freed_bytes=int(ranks.largest(here.freed_bytes)),
-            makes_states=here.makes_states,
-        )
+            here.batch_size, ranks.all(here.fits),
+            int(ranks.largest((here.peak_bytes or 0) - self._spare_bytes)) if ran else None,
+            ranks.largest(here.seconds), ranks.largest(here.overhead), int(ranks.largest(here.retries)),
+            freed_bytes=int(ranks.largest(here.freed_bytes)), makes_states=here.makes_states,
+        )  # fmt: skip
 
-    def why_nothing_fits(self, remedies: Callable[[], Sequence[Remedy]]) -> str:
+    def why_nothing_fits(self) -> str:
         """Explain that the optimizer states, or a single sample, do not fit."""
-        limit, measured = self.own_budget, list[Measurement]()
-        if self.sizes is not None:
-            limit, measured = self.sizes.budget_bytes, self.sizes.measurements
+        step, meter, sizes = self._step, self._meter, self.sizes
+        limit, measured = (self.own_budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
         try:
             if self.traced is None:
-                self.traced, self.level = _trace(self._step), unknown_to_trace(self._step, self._meter)
+                self.traced = _trace(step)
+                # What a trace does not see: libraries on the CPU, nothing on an accelerator.
+                states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
+                known = [*step.model.parameters(), *step.model.buffers(), *states]
+                self._level = meter.used_bytes() - sum(v.nbytes for v in known if isinstance(v, torch.Tensor))
             curve = None if self.traced is None else self.traced.curve
-            return explain(self._meter.device, limit, measured, remedies, curve, self.level)
+            return explain(meter.device, limit, measured, self._question.remedies, curve, self._level)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -186,90 +210,97 @@ class _Search:
         ran = [m.batch_size for m in sizes.measurements]
         next_size = sizes.candidates[min(sizes.low + 1, len(sizes.candidates) - 1)]
         last = max(next_size, sizes.candidates[-1] if self.settled else 0, *ran)
-        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self.count)
+        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
         points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
         return [(b, int(known.peak_bytes(b))) for b in sorted(points)]
 
 
 def find_maximum_batch_size(
-    step: TrainingStep,
-    config: AdaptiveBatchingConfig,
-    meter: MemoryMeter,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    loss: Callable[[nn.Module, Any], torch.Tensor | None],
+    make_batch: Callable[[int], Any],
     *,
     upper: int,
-    upper_reason: str = "upper bound",
-    include: int | None = None,
-    coarse: bool = False,
-    enough: Callable[[], int | None] | None = None,
-    ranks: Ranks = ALONE,
-    remedies: Callable[[], Sequence[Remedy]] = tuple,
-    scratch: Path | None = None,
+    config: AdaptiveBatchingConfig = AdaptiveBatchingConfig(),  # noqa: B008 (immutable)
 ) -> ProbeResult:
     """Find the largest batch size whose full training step fits, and restore all state afterwards.
 
-    The returned size has run within the limit as training repeats it: twice in a row without the device's allocator
-    emptying its cache, its first step left aside. Where freed memory goes back at once, one that left room will do.
-
     Args:
-        step: The training step, with worst-case samples.
+        model: The model that is trained, on its device.
+        optimizer: One optimizer, or several that step one after another.
+        loss: ``(model, batch)`` -> the loss, to run backward on. A function that runs backward itself, as in parts or
+            with its gradients clipped, returns None. It must use the model that it is given: a trace runs it on a copy.
+        make_batch: Batch size -> a batch of that many worst-case samples, such as the longest, on the device.
+        upper: Largest size to try, such as the number of samples in the data; at least 1.
         config: Provides ``search``, ``round_to_power_of_two``, ``memory_limit`` and ``headroom``.
-        meter: Memory meter of the device.
-        upper: Largest size to try, such as the most that the data can fill; at least 1.
-        upper_reason: Value of :attr:`ProbeResult.reason` if ``upper`` is the answer.
-        include: A size to consider although it is not a power of two.
-        coarse: Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does
-            not fit, this saves the step that would prove it, and its out-of-memory error.
-        enough: With ``search="predict"``, look no further than the size that this returns after steps at the two
-            smallest ones; see :func:`~adaptive_batching._probe.search.settle_for_enough`.
-        ranks: Ranks that run the step together, each on its own device. All get the same answer, which fits on every
-            one of them.
-        remedies: Called if a batch of one does not fit; returns the changes to suggest.
-        scratch: Folder for saved weights and states if the one for temporary files has no room.
+
+    Returns:
+        The size as ``batch_size``, which has run within the limit as training repeats it: twice in a row without the
+        device's allocator emptying its cache, its first step left aside. Where freed memory goes back at once, one that
+        left room will do.
 
     Raises:
         ConfigError: If ``upper`` is below 1, if the limits leave nothing beyond what is in use, or if there is no room
             to save weights and optimizer states.
         DoesNotFitError: If a batch of one sample does not fit.
+        NotImplementedError: If the peak of a step cannot be measured on the model's device.
     """
+
+    def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+        def run(batch: Any) -> None:
+            if (found := loss(model, batch)) is not None:
+                found.backward()  # type: ignore[no-untyped-call]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            model.zero_grad()  # also of what no optimizer has
+
+        return run
+
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    step = TrainingStep(model, optimizers, make_batch, bind, on_cuda=device.type == "cuda")
+    return find_largest(step, config, memory_meter(device), Question(upper))
+
+
+def find_largest(
+    step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: Question
+) -> ProbeResult:
+    """Find the largest batch size of any step, as :func:`find_maximum_batch_size` does."""
+    upper = question.upper
     if upper < 1:
         raise ConfigError(f"upper={upper} must be at least 1, as the largest batch size to try")
     start = time.perf_counter()
     meter.release()
-    require_room(config, meter, ranks)
-    search = _Search(step, config, meter, ranks)
+    require_room(config, meter, question.ranks)
+    search = _Search(step, config, meter, question)
     candidates = candidate_sizes(
         upper,
         powers_of_two=config.round_to_power_of_two,
-        include=include,
-        coarse=coarse and config.search == "predict",  # the other searches walk through a list one by one
+        include=question.include,
+        coarse=question.coarse and config.search == "predict",  # the other searches walk through a list one by one
     )
     log.info(
         "looking for the largest batch size, up to %d, in %s of memory, of which %s are in use",
-        candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes()),
+        candidates[-1], memory_size(search.own_budget), memory_size(meter.used_bytes())
     )  # fmt: skip
     if (advice := allocator_advice(meter.device)) is not None:
         log.info("more would fit if memory were less fragmented: set the environment variable %s", advice)
-    search.run(candidates, enough, scratch)
+    search.run(candidates)
     sizes, traced, settled = search.sizes, search.traced, search.settled
     if sizes is None or sizes.found is None:
-        raise DoesNotFitError(search.why_nothing_fits(remedies))
-    batch_size, predicted = sizes.found, search.predicted(sizes)
-    moment, kinds = "", dict[str, int]()
+        raise DoesNotFitError(search.why_nothing_fits())
+    batch_size, reason = sizes.found, "memory" if sizes.found != candidates[-1] else question.upper_reason
+    predicted, moment, kinds = search.predicted(sizes), "", dict[str, int]()
     if traced is not None and traced.is_uniform:
         moment, kinds = traced.at(settled or batch_size).at_peak()
+    is_blind = traced is None and config.search == "predict"
     result = ProbeResult(
-        batch_size=batch_size,
-        reason="what is of use" if settled else upper_reason if batch_size == candidates[-1] else "memory",
-        budget_bytes=sizes.budget_bytes,
-        total_bytes=meter.total_bytes,
-        search=config.search if traced is not None or config.search != "predict" else "predict (measured, no trace)",
-        seconds=time.perf_counter() - start,
-        measurements=sizes.measurements,
-        predicted=predicted,
-        enough=settled,
-        peak_moment=moment,
-        peak_kinds=kinds,
-    )
+        batch_size, "what is of use" if settled else reason, sizes.budget_bytes, meter.total_bytes,
+        search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
+        measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
+    )  # fmt: skip
     _log_result(result)
     return result
 
@@ -281,27 +312,21 @@ def _log_result(result: ProbeResult) -> None:
         log.info(
             "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
             "with %d training steps, at up to %d samples",
-            result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size,
+            result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size
         )  # fmt: skip
         return
     log.info(
         "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
         "memory",
         batch_size, result.reason, memory_size(result.peak_bytes), budget,
-        result.seconds, result.num_steps, result.num_out_of_memory,
+        result.seconds, result.num_steps, result.num_out_of_memory
     )  # fmt: skip
-
-
-def _reserved(peaks: ReservedPeaks, level: float, batch_size: int) -> tuple[float, float, float]:
-    once, repeated, least = peaks(batch_size)
-    return once + level, repeated + level, least + level
 
 
 def _largest(enough: Callable[[], int | None], ranks: Ranks) -> int | None:
     """Return the largest answer of all ranks, or None if one of them does not know."""
     here = enough()
-    known = ranks.all(here is not None)
-    wanted = int(ranks.largest(here or 0))
+    known, wanted = ranks.all(here is not None), int(ranks.largest(here or 0))
     return wanted if known else None
 
 

@@ -1,9 +1,7 @@
 """Searches for the largest batch size that fits: pure decisions over measured trial steps, independent of torch.
 
-A search runs real training steps through :class:`~adaptive_batching._probe.sizes.SizesRun`, which records what each
-took, until the largest candidate that fits is known. All searches obey two rules: a size that did not run is never
-returned, and no size is tried again once it is known to fit or not. What measurements settle with a margin over their
-own error does not run: neither the candidate above the answer, nor the answer a second time.
+A size that did not run is never returned, and none is tried again once it is known to fit or not. What measurements
+settle with a margin over their own error does not run: neither the candidate above the answer, nor that a second time.
 """
 
 from __future__ import annotations
@@ -39,36 +37,30 @@ SHARE_OF_ROOM = 0.8
 # ... and do not spend a step on a size at most this many times as large as one that has run.
 NEAR_ENOUGH = 1.125
 
-PredictPeak = Callable[[int], float]
+# Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
+# nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size.
 Count = Callable[[int], tuple[float, float, float]]
-"""Batch size -> bytes that count against the limit: of one step on an empty cache, of the first ones of training where
-nothing limits them, and the least limit in which training can repeat its steps. None decreases with the size."""
 
 
 class CorrectedCurve:
     """The memory curve as far as it is known: predicted, corrected by measurements, or only measured.
 
     ``predict_peak``, in bytes, never decreases with the batch size. ``count`` predicts what of that counts against the
-    limit; None if the allocator's rules are not known. Then what was last measured to be reserved beyond what is in use
-    is taken to be reserved at any size.
+    limit; None if the allocator's rules are not known. Then what it last held in reserve is taken to be so at any size.
     """
 
-    def __init__(self, sizes: SizesRun, predict_peak: PredictPeak | None = None, count: Count | None = None) -> None:
+    def __init__(
+        self, sizes: SizesRun, predict_peak: Callable[[int], float] | None = None, count: Count | None = None
+    ) -> None:
         self.sizes = sizes
         self.is_predicted = predict_peak is not None
         self._predict = predict_peak
         self._count = count if predict_peak is not None else None
 
     @property
-    def _budget(self) -> int:
-        return self.sizes.budget_bytes
-
-    @property
     def _measured(self) -> list[tuple[int, int]]:
-        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending.
-
-        Those at which the allocator emptied its cache took what the limit left them, which is no point of the curve.
-        """
+        """(batch size, peak bytes) of the two largest sizes that were measured to fit, ascending."""
+        # Those at which the allocator emptied its cache took what the limit left them.
         known = {m.batch_size: m.peak_bytes or 0 for m in self.sizes.measurements if m.fits and not m.retries}
         return sorted(known.items())[-2:]
 
@@ -83,16 +75,15 @@ class CorrectedCurve:
     def points(self) -> list[tuple[int, int]]:
         """(batch size, peak bytes) of up to two sizes that the curve passes through, ascending.
 
-        One sets its level, a second its slope. They lie on both sides of the budget if a size above it could be
-        measured, as when nothing enforces the limit, or when its steps ran because the allocator gave back what it
-        would else have kept.
+        They lie on both sides of the budget if a size above it could be measured, as when nothing enforces the limit,
+        or when its steps ran because the allocator gave back what it would else have kept.
         """
         sizes = self.sizes
         beyond = sizes.candidates[sizes.high] if sizes.high < len(sizes.candidates) else None
         over = [
             (m.batch_size, m.peak_bytes + m.freed_bytes)
             for m in sizes.measurements
-            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes + m.freed_bytes > self._budget
+            if m.batch_size == beyond and m.peak_bytes and m.peak_bytes + m.freed_bytes > self.sizes.budget_bytes
         ]
         return [*self._measured[-1:], *over] if over else self._measured
 
@@ -102,7 +93,7 @@ class CorrectedCurve:
         if sizes.trusts_prediction:
             return self.largest_that_fits()
         smallest = min((m.peak_bytes for m in sizes.measurements if m.peak_bytes and m.fits), default=0)
-        share = (smallest + SHARE_OF_ROOM * (self._budget - smallest)) / max(self._budget, 1)
+        share = (smallest + SHARE_OF_ROOM * (self.sizes.budget_bytes - smallest)) / max(self.sizes.budget_bytes, 1)
         goal, low = self.largest_that_fits(share), sizes.low
         is_near = 0 <= low < goal and sizes.candidates[goal] <= NEAR_ENOUGH * sizes.candidates[low]
         return low if is_near and len(self.points) > 1 else goal
@@ -115,60 +106,48 @@ class CorrectedCurve:
         half = bisect_right(sizes.candidates, sizes.candidates[index] / 2) - 1
         return min(max(half, sizes.low + 1), index)
 
-    def cautious_share(self, failures: int) -> float:
-        """Return the share of the budget to aim for after guesses from one measurement have failed."""
-        if not self._measured:
-            return 1.0
-        peak = self._measured[-1][1]
-        caution = min(CAUTIOUS_SHARE * 5 ** (failures - 1), 1.0)
-        return float(1 - caution * (1 - peak / self._budget))
-
     def exceeds(self, index: int) -> bool:
-        return self._predict is not None and self.peak_bytes(self.sizes.candidates[index]) > self._budget
+        return self._predict is not None and self.peak_bytes(self.sizes.candidates[index]) > self.sizes.budget_bytes
 
     def surely_exceeds(self, index: int) -> bool:
         """Return True if a candidate certainly does not fit and need not run.
 
-        The prediction, calibrated by one measurement, must have been right about another one, and put this candidate
-        above the budget by more than its error can be there, and than what the device's allocator holds in reserve.
+        The prediction, calibrated by one measurement, must have been right about another, and put this one above the
+        budget by more than its error can be there, and than what the device's allocator holds in reserve.
         """
         size = self.sizes.candidates[index]
         answer = max((m for m in self.sizes.measurements if m.fits), key=lambda m: m.batch_size, default=None)
         if self._predict is None or answer is None:
             return False
         if answer.retries:
-            needed = self.peak_bytes(size)
-            if not self._foresees(answer.batch_size):  # then nothing is sure but what is in use
-                of_answer = (answer.peak_bytes or 0) / answer.overhead
-                needed = of_answer + self._predict(size) - self._predict(answer.batch_size)
-            return needed > (1 + CERTAIN_EXCESS) * self._budget
+            needed, budget, at = self.peak_bytes(size), self.sizes.budget_bytes, answer.batch_size
+            # Does training at the answer go on, by the curve, once the allocator has emptied its cache?
+            known = self._count is not None and bool(self._measured) and self.peak_bytes(at) <= budget
+            if not known or self._correction(self._measured)(self._as_run(at)) <= budget:  # only what is in use is sure
+                needed = (answer.peak_bytes or 0) / answer.overhead + self._predict(size) - self._predict(at)
+            return needed > (1 + CERTAIN_EXCESS) * budget
         if len(self._measured) < 2:
             return False
         (b0, peak0), (b1, peak1) = self._measured
         error = abs(peak1 - (peak0 + self._overhead * (self._as_run(b1) - self._as_run(b0))))
-        if error > BELIEVED_ERROR * self._budget:
+        if error > BELIEVED_ERROR * self.sizes.budget_bytes:
             return False
         reach = (size - b1) / (b1 - b0)
-        uncertain = CERTAIN_EXCESS * self._budget + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
-        return self.peak_bytes(size) > self._budget + uncertain
-
-    def _foresees(self, size: int) -> bool:
-        """Return True if, by the curve, training at ``size`` goes on once the allocator has emptied its cache."""
-        if self._count is None or not self._measured:
-            return False
-        return self.peak_bytes(size) <= self._budget < self._correction(self._measured)(self._as_run(size))
+        uncertain = (
+            CERTAIN_EXCESS * self.sizes.budget_bytes + 2 * error * max(reach, 1.0) + (1 - 1 / self._overhead) * peak1
+        )
+        return self.peak_bytes(size) > self.sizes.budget_bytes + uncertain
 
     def first(self) -> int:
         """Return the index of the size to run first: the last one if it fits by far, otherwise one for calibration.
 
-        The size for calibration is at least an eighth of the expected maximum, and one at which the curve already rises
-        as it does there. Below that the peak is a different one, such as the optimizer's, and says nothing about the
-        level that matters.
+        There the curve must already rise as it does at the expected maximum. Below that the peak is a different one,
+        such as the optimizer's, and says nothing about the level that matters.
         """
         candidates, predict = self.sizes.candidates, self._predict
         if predict is None:
             return 0
-        by_far = CERTAIN_FIT * self._budget
+        by_far = CERTAIN_FIT * self.sizes.budget_bytes
         if predict(candidates[-1]) <= by_far and self._expected(candidates[-1]) <= by_far:
             return self.within_reach(len(candidates) - 1)
         expected = max(self.largest_that_fits(), 0)
@@ -209,7 +188,6 @@ class CorrectedCurve:
         return self._count(size)[1 if repeats else 0]
 
     def _rise(self, size: int) -> float:
-        """Return the predicted rise of the peak from ``size`` to one sample more."""
         assert self._predict is not None
         return self._predict(size + 1) - self._predict(size)
 
@@ -218,7 +196,7 @@ class CorrectedCurve:
         candidates, predict = self.sizes.candidates, self._predict
         if predict is None:
             return self._secant()
-        expected, aim = self._correction(self.points), share * self._budget
+        expected, aim = self._correction(self.points), share * self.sizes.budget_bytes
         # Both rise with the size, so bisection is exact. Counting takes a replay, and counts no less than is in use.
         end = bisect_right(candidates, aim, key=lambda size: expected(predict(size)))
         if self._count is not None:
@@ -233,7 +211,7 @@ class CorrectedCurve:
         reach: float = MAX_EXTRAPOLATION * b1
         if len(measured) == 2 and peak1 > measured[0][1]:
             b0, peak0 = measured[0]
-            reach = min(reach, b1 + (self._budget - peak1) * (b1 - b0) / (peak1 - peak0))
+            reach = min(reach, b1 + (self.sizes.budget_bytes - peak1) * (b1 - b0) / (peak1 - peak0))
         elif sizes.high < len(sizes.candidates):
             # A flat curve says nothing about where it starts to rise.
             reach = min(reach, (b1 + sizes.candidates[sizes.high]) / 2)
@@ -251,7 +229,7 @@ def power_of_two(curve: CorrectedCurve) -> None:
 
 
 def binary_search(curve: CorrectedCurve) -> None:
-    """Double until it fails, then bisect between the last size that fitted and the first that did not."""
+    """Double until a size fails, then bisect."""
     power_of_two(curve)
     _bisect(curve.sizes)
 
@@ -260,9 +238,9 @@ def predict(curve: CorrectedCurve) -> None:
     """Jump to the size that the predicted memory curve allows, and correct the curve by measurements.
 
     The curve comes from two traces of the training step. Its shape is exact and its level is off by a constant, so the
-    first real step, at a small size, calibrates it. If a measured step contradicts the curve, the next guess uses the
-    corrected one; repeated contradictions end in bisection. A wrong curve costs steps, but never gives a wrong answer.
-    Without a curve, guesses follow the secant through the two largest sizes that fitted.
+    first real step, at a small size, calibrates it. Repeated contradictions by measured steps end in bisection: a wrong
+    curve costs steps, but never gives a wrong answer. Without one, guesses follow the secant through the two largest
+    sizes that fitted.
     """
     sizes = curve.sizes
     if not sizes.measurements:
@@ -287,7 +265,9 @@ def predict(curve: CorrectedCurve) -> None:
             if not curve.points:  # even the calibrating size did not fit
                 back = (sizes.low + sizes.high) // 2
             elif len(curve.points) == 1:
-                back = min(back, curve.largest_that_fits(curve.cautious_share(misses)))
+                caution = min(CAUTIOUS_SHARE * 5 ** (misses - 1), 1.0)
+                left = max(1 - curve.points[0][1] / sizes.budget_bytes, 0.0)
+                back = min(back, curve.largest_that_fits(1 - caution * left))
             sizes.misses += not sizes.run(max(back, sizes.low + 1))
         else:
             sizes.misses += not sizes.run(curve.within_reach(guess))
@@ -298,9 +278,8 @@ def predict(curve: CorrectedCurve) -> None:
 def settle_for_enough(curve: CorrectedCurve, enough: Callable[[], int | None]) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
-    Return the largest size up to what is enough that is predicted to fit by far, so that it need not run, if it is at
-    least a third of it: the time that larger sizes save is then at most three times what is of no use. Else return
-    None: the search goes on, up to what is enough.
+    Return the largest size that is predicted to fit by far, so that it need not run, if it is a third of what is enough
+    or more: the time that larger ones save is then at most three times what is of no use. Else the search goes on.
     """
     sizes = curve.sizes
     for index in range(min(2, len(sizes.candidates))):
@@ -323,8 +302,4 @@ def _bisect(sizes: SizesRun) -> None:
         sizes.run((sizes.low + sizes.high) // 2)
 
 
-SEARCHES: dict[str, Callable[[CorrectedCurve], None]] = {
-    "predict": predict,
-    "binary_search": binary_search,
-    "power_of_two": power_of_two,
-}
+SEARCHES = {"predict": predict, "binary_search": binary_search, "power_of_two": power_of_two}

@@ -19,26 +19,18 @@ class Measurement:
     """Memory and time of consecutive training steps at ``batch_size``."""
 
     batch_size: int
-    fits: bool
-    """True if all steps ran within the limit, and training can repeat them: see :func:`can_repeat`."""
-    peak_bytes: int | None = None
-    """Peak memory, as the limit counts it; None if a step ran out of memory."""
-    seconds: float = 0.0
-    """Time of the first step."""
-    overhead: float = 1.0
-    """Bytes that counted against the limit per byte in use; above 1 with an allocator that keeps freed memory."""
-    retries: int = 0
-    """Times that the allocator emptied its cache to find room."""
-    steps: int = 1
-    """Number of steps that ran or started."""
-    freed_bytes: int = 0
-    """Most that the allocator gave back in a step to find room: without a limit, it would take up to that more."""
-    step_peaks: list[int | None] = field(default_factory=list)
-    """Peak of each of the last steps that ran in a row, the first of them on an empty cache."""
-    step_retries: list[int] = field(default_factory=list)
-    """Times that the allocator emptied its cache in each of these."""
-    makes_states: bool = False
-    """True if the first of these made the optimizer states, as training does, and took less by them."""
+    fits: bool  # all steps ran within the limit, and training can repeat them: see can_repeat
+    peak_bytes: int | None = None  # as the limit counts it; None if a step ran out of memory
+    seconds: float = 0.0  # of the first step
+    overhead: float = 1.0  # bytes that counted per byte in use; above 1 with an allocator that keeps freed memory
+    retries: int = 0  # times that the allocator emptied its cache to find room
+    steps: int = 1  # that ran or started
+    freed_bytes: int = 0  # most that the allocator gave back in a step: without a limit, it would take up to that more
+    step_peaks: list[int | None] = field(
+        default_factory=list
+    )  # of the last steps in a row, the first on an empty cache
+    step_retries: list[int] = field(default_factory=list)  # in each of these
+    makes_states: bool = False  # the first of these made the optimizer states, as training does, and took less by them
 
     def __post_init__(self) -> None:
         if not self.step_peaks:  # a single step
@@ -58,13 +50,10 @@ class Measurement:
             self,
             fits=self.fits and second.fits and can_repeat(step_retries, makes_states=self.makes_states) is not False,
             peak_bytes=max(self.peak_bytes or 0, second.peak_bytes or 0) if ran else None,
-            overhead=max(self.overhead, second.overhead),
-            retries=self.retries + second.retries,
-            steps=self.steps + second.steps,
-            freed_bytes=max(self.freed_bytes, second.freed_bytes),
-            step_peaks=[*self.step_peaks, *second.step_peaks],
-            step_retries=step_retries,
-        )
+            overhead=max(self.overhead, second.overhead), freed_bytes=max(self.freed_bytes, second.freed_bytes),
+            retries=self.retries + second.retries, steps=self.steps + second.steps,
+            step_peaks=[*self.step_peaks, *second.step_peaks], step_retries=step_retries,
+        )  # fmt: skip
 
 
 Measure = Callable[[int], Measurement]
@@ -74,59 +63,39 @@ class SizesRun:
     """All measurements of one search, and the bracket that they prove.
 
     ``measure`` runs a step at a size, on memory that nothing has used before; ``measure_again`` another at the size
-    that ran last, on the allocator cache that it left, None for a search whose answer need not run again. ``begin``
-    runs the first step of training at a size, which meets and leaves memory as no other step does; None where freed
-    memory goes back, so that each step meets the same. ``candidates`` ascend. The budget may change with a measurement.
-
-    With ``avoids_failures``, for a device where a failed allocation can end the process, a size that measurements and
-    curve put above the budget never runs, not even to prove it. Without ``trusts_prediction``, because kernels convert
-    their inputs or freed memory is kept, which no trace sees, half of the size that the first measurement allows runs
-    before that size.
+    that ran last, on the cache that it left, None for a search whose answer need not run again; ``begin`` the first
+    step of training, which meets and leaves memory as no other does, None where freed memory goes back at once.
     """
 
     def __init__(
         self,
         measure: Measure,
         candidates: Sequence[int],
-        budget: Callable[[], int],
+        budget_bytes: int,
         measure_again: Measure | None = None,
-        *,
-        avoids_failures: bool = False,
-        trusts_prediction: bool = True,
         begin: Measure | None = None,
     ) -> None:
         assert candidates and list(candidates) == sorted(set(candidates)) and candidates[0] >= 1, candidates
-        self._measure = measure
-        self._measure_again = measure_again
-        self._begin = begin
-        self._budget = budget
-        self.avoids_failures = avoids_failures
-        self.trusts_prediction = trusts_prediction
-        self.repeats = False
-        """True to run sizes as training does, and as often as the answer, rather than once."""
-        self.candidates = candidates
+        self._measure, self._measure_again, self._begin = measure, measure_again, begin
+        self.candidates, self.budget_bytes = candidates, budget_bytes
         self.measurements: list[Measurement] = []
-        self.misses = 0
-        """Runs that contradicted the curve, and answers that failed when they ran again."""
-        self.low = -1
-        """Index of the largest candidate that fitted; -1 if none has yet."""
-        self.high = len(candidates)
-        """Index of the smallest candidate that did not fit; one past the end if none has failed yet."""
-
-    @property
-    def budget_bytes(self) -> int:
-        return self._budget()
+        # For a device where a failed allocation can end the process: what is known to be too large never runs.
+        self.avoids_failures = False
+        # False where kernels convert their inputs or freed memory is kept, which no trace sees: then half of the size
+        # that the first measurement allows runs before that size.
+        self.trusts_prediction = True
+        self.repeats = False  # True to run sizes as training does, and as often as the answer, rather than once
+        self.misses = 0  # runs that contradicted the curve, and answers that failed when they ran again
+        self.low = -1  # index of the largest candidate that fitted; -1 if none has yet
+        self.high = len(candidates)  # index of the smallest that did not; one past the end if none has failed yet
 
     @property
     def _peaks(self) -> dict[int, int | None]:
-        """Peak bytes by size, of those that fitted."""
+        """Peak bytes of the sizes that fitted."""
         return {m.batch_size: m.peak_bytes for m in self.measurements if m.fits}
 
     def run(self, index: int) -> bool:
-        """Run candidate number ``index`` within the bracket, narrow the bracket, and return True if it fitted.
-
-        If failures are to be avoided, a candidate that is certainly too large does not run and counts as not fitting.
-        """
+        """Run a candidate within the bracket, unless it is not to fail and surely would; return True if it fitted."""
         assert self.low < index < self.high, (self.low, index, self.high)
         size = self.candidates[index]
         if self.avoids_failures and self._least_peak(size) > self.budget_bytes:
@@ -146,10 +115,7 @@ class SizesRun:
         return measurement.fits
 
     def _least_peak(self, size: int) -> float:
-        """Return a lower bound in bytes on the peak memory at ``size``.
-
-        The peak is convex in the size, so the line through the two largest sizes that fitted bounds it from below.
-        """
+        """Bound the peak from below: it is convex, so it lies above the line through the two largest that fitted."""
         known = sorted((at, peak) for at, peak in self._peaks.items() if peak)
         if len(known) < 2:
             return 0.0
@@ -159,15 +125,17 @@ class SizesRun:
     def confirm(self) -> bool:
         """Run the answer as training repeats it, unless it has, or has left room; if it fails now, narrow the bracket.
 
-        The second step finds memory as training leaves it, not as the probe does. An allocator that keeps freed memory
-        can need far more then. Where freed memory goes back at once, only the noise of a measurement is left.
+        An allocator that keeps freed memory can need far more in a second step, which finds memory as training leaves
+        it. Where freed memory goes back at once, only the noise of a measurement is left.
         """
         if self._measure_again is None:
             return True
         at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
         size, before = self.candidates[self.low], self.measurements[at]
         has_run_again = before.is_settled if self._begin is not None else before.steps > 1
-        if has_run_again or self._leaves_room(before):
+        keeps_nothing = self.trusts_prediction and before.overhead == 1.0
+        leaves_room = self.budget_bytes - (before.peak_bytes or 0) > REPEAT_ERROR * self.budget_bytes
+        if has_run_again or (keeps_nothing and leaves_room):
             return True
         if self._begin is not None:
             self.measurements[at] = self._as_training(size, before.steps)
@@ -179,8 +147,7 @@ class SizesRun:
             return True
         self.misses += 1
         self.repeats = True  # what a single step says is not enough here
-        fitted = self._peaks
-        self.high = self.low
+        fitted, self.high = self._peaks, self.low
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
 
@@ -191,10 +158,6 @@ class SizesRun:
         while not measured.is_settled:
             measured = measured.followed_by(self._measure_again(size))
         return replace(measured, steps=steps_before + measured.steps)
-
-    def _leaves_room(self, measured: Measurement) -> bool:
-        keeps_nothing = self.trusts_prediction and measured.overhead == 1.0
-        return keeps_nothing and self.budget_bytes - (measured.peak_bytes or 0) > REPEAT_ERROR * self.budget_bytes
 
     def cap(self, largest: int) -> None:
         """Drop the candidates above ``largest``, other than those that have run."""
@@ -212,10 +175,8 @@ class SizesRun:
     @property
     def found(self) -> int | None:
         """Largest batch size that ran and fitted, or None if no candidate has."""
-        if self.low < 0:
-            return None
-        found = self.candidates[self.low]
-        assert found in self._peaks
+        found = self.candidates[self.low] if self.low >= 0 else None
+        assert found is None or found in self._peaks
         return found
 
 
@@ -224,21 +185,16 @@ def candidate_sizes(
 ) -> list[int] | range:
     """Return the batch sizes that a search may answer with, ascending, none above ``upper``.
 
-    With ``powers_of_two`` only these; with ``coarse`` only those with at most four significant binary digits, and
-    ``upper``: from 8 on, each is at most an eighth above the one before. Either also has ``include``, such as the size
-    that growth starts from.
+    With ``powers_of_two`` only these; with ``coarse`` only those with at most four significant binary digits, each at
+    most an eighth above the one before, and ``upper``. Either also has ``include``, such as where growth starts.
     """
     assert upper >= 1, upper
-    if powers_of_two:
-        sizes = {2**k for k in range(upper.bit_length())}
-    elif coarse:
-        sizes = {digits << zeros for zeros in range(upper.bit_length()) for digits in range(1, 16)}
-        sizes = {size for size in sizes if size < upper} | {upper}
-    else:
+    if not (powers_of_two or coarse):
         return range(1, upper + 1)
-    if include is not None and include <= upper:
-        sizes.add(include)
-    return sorted(sizes)
+    digits = range(1, 2) if powers_of_two else range(1, 16)
+    sizes = {each << zeros for zeros in range(upper.bit_length()) for each in digits}
+    sizes |= {include or 1} if powers_of_two else {include or 1, upper}
+    return sorted(size for size in sizes if size <= upper)
 
 
 @dataclass(frozen=True)
@@ -258,14 +214,11 @@ class ProbeResult:
     """(batch size, predicted peak bytes), calibrated; empty if no trace was possible."""
     shorter: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
-
     enough: int | None = None
     """Batch size beyond which larger ones would be of little use, if that was asked and it is predicted to fit by far;
     it has not run. :attr:`batch_size` is then the largest that has run."""
-
     peak_moment: str = ""
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
-
     peak_kinds: dict[str, int] = field(default_factory=dict)
     """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.KINDS`) that are alive then."""
 

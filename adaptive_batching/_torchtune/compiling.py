@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,9 @@ def compiles_each_size(dataset: Any) -> bool:
 
 
 def prepare(host: Host, *, sizes_vary: bool) -> None:
-    """Tell the compiler what sizes to expect, and forget what it has compiled.
+    """Tell the compiler if the samples in a forward change with steps or growth, and forget what it has compiled.
 
-    With ``sizes_vary`` the number of samples in a forward changes from step to step, or with growth. Packs have one
-    length and few sizes of forwards, so each size is best compiled for itself all the same.
+    Packs have one length and few sizes of forwards, so that each is best compiled for itself all the same.
     """
     dataset = host.loader.dataset
     if compiles_each_size(dataset):
@@ -48,12 +48,12 @@ def prepare(host: Host, *, sizes_vary: bool) -> None:
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
     if host.is_compiled:
         # as torchtune does
-        options: dict[str, Any] = {"backend": _backend()}
-        options["dynamic"] = True if sizes_vary and not is_packed(dataset) else None
+        dynamic = True if sizes_vary and not is_packed(dataset) else None
+        again = partial(torch.compile, backend=_backend(), dynamic=dynamic)
         for module in host.model.modules():
             if module._compiled_call_impl is not None:
-                module.compile(**options)
-        host.objective.recompile(lambda part: _compiled_again(part, options))
+                module.compile(**again.keywords)
+        host.objective.recompile(lambda loss: _with_compiled_part(loss, again))
     forget(host)
 
 
@@ -74,32 +74,27 @@ def is_cut_by_inductor(host: Host) -> bool:
 
 def run_as_compiled(models: Sequence[nn.Module], originals: Sequence[nn.Module], objective: Objective) -> None:
     """Have copied models and their objective, which are not compiled, run as Inductor's code does, on fake tensors."""
-    from adaptive_batching._trace.compiled import compile_modules  # with the trace, for the names of torch it stands on
+    from adaptive_batching._trace.compiled import compile_function, compile_modules  # with the trace: private names
 
     for model, original in zip(models, originals, strict=True):
         copied = dict(model.named_modules())
         compiled = [name for name, module in original.named_modules() if module._compiled_call_impl is not None]
         compile_modules(copied[name] for name in compiled)
-    objective.recompile(_loss_as_compiled)
 
-
-def _loss_as_compiled(loss: Any) -> Any:
-    from adaptive_batching._trace.compiled import compile_function
-
-    if hasattr(loss, "_orig_mod"):
+    def as_compiled(loss: Any) -> Any:
+        if not hasattr(loss, "_orig_mod"):
+            return _with_compiled_part(copy.copy(loss), compile_function)
         run = compile_function(loss._orig_mod)
         run.ignore_index = loss._orig_mod.ignore_index  # type: ignore[attr-defined]
         return run
-    if hasattr(loss, "compute_cross_entropy"):
-        loss = copy.copy(loss)
-        loss.compute_cross_entropy = compile_function(type(loss).compute_cross_entropy.__get__(loss))
-    return loss
+
+    objective.recompile(as_compiled)
 
 
-def _compiled_again(loss: Any, options: dict[str, Any]) -> Any:
-    """Compile what torchtune has compiled of a loss, for any size from the start or for those of the first batch."""
+def _with_compiled_part(loss: Any, compile_part: Callable[[Any], Any]) -> Any:
+    """Return ``loss`` with what torchtune compiles of it compiled by ``compile_part``."""
     if hasattr(loss, "_orig_mod"):
-        return torch.compile(loss._orig_mod, **options)
+        return compile_part(loss._orig_mod)
     if hasattr(loss, "compute_cross_entropy"):  # a loss in chunks is compiled in part
-        loss.compute_cross_entropy = torch.compile(type(loss).compute_cross_entropy.__get__(loss), **options)
+        loss.compute_cross_entropy = compile_part(type(loss).compute_cross_entropy.__get__(loss))
     return loss

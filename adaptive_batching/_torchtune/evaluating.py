@@ -22,7 +22,7 @@ from adaptive_batching._memory import keep_little_on_the_host, little_to_collect
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
-from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._torchtune.settings import read_evaluation
 from adaptive_batching._torchtune.stock import any_version_of_the_harness, replaced_in
@@ -230,14 +230,11 @@ class BatchesThatFit:
         def run(part: range) -> None:
             at_worst(part)
 
-        result = find_maximum_batch_size(
+        result = find_largest(
             TrainingStep(self.model, [], range, lambda *_: run, self._discard, can_be_traced=False),
             replace(settings, round_to_power_of_two=False),  # which the results do not depend on
             meter,
-            upper=upper,
-            upper_reason=reason,
-            coarse=True,
-            remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")],
+            Question(upper, reason, coarse=True, remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")]),
         )
         return Rows(
             Capacity(((longest, result.batch_size),)),

@@ -34,26 +34,20 @@ MIN_RATIO = 1.4
 
 def sizes_to_time(batch_size: int, largest: int) -> list[int]:
     """Return divisors of ``batch_size`` that are at most ``largest``, ascending, thinned where they lie close."""
-    divisors = [size for size in range(min(batch_size, largest), 0, -1) if batch_size % size == 0]
-    chosen = divisors[:1]
-    for size in divisors[1:]:
-        if size * MIN_RATIO <= chosen[-1]:
+    chosen: list[int] = []
+    for size in range(min(batch_size, largest), 0, -1):
+        if batch_size % size == 0 and (not chosen or size * MIN_RATIO <= chosen[-1]):
             chosen.append(size)
     return chosen[::-1]
 
 
 def settle_micro_batch_size(
-    host: Host,
-    run: StockRun,
-    controller: BatchController,
-    execution: Execution,
-    stored: Mapping[str, Any],
+    host: Host, run: StockRun, controller: BatchController, execution: Execution, stored: Mapping[str, Any],
     report: Report,
-) -> CutSize:
+) -> CutSize:  # fmt: skip
     """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest."""
-    most = execution.most_samples
+    most, chosen = execution.most_samples, stored.get("explored")
     assert most is not None, "explored without a probe"
-    chosen = stored.get("explored")
     fits = not isinstance(chosen, int) or chosen <= most  # else the device is not that of the run that is resumed
     if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
         log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
@@ -63,10 +57,9 @@ def settle_micro_batch_size(
     # A batch that grows is explored at the size that fills memory, as far as it can grow.
     batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
     result = _explore(host, batch_size, controller.accumulation.batches_at(batch_size), execution, meter)
-    path = report.directory / "explored.yaml"
+    path, chosen = report.directory / "explored.yaml", result.recommended.candidate
     host.ranks.on_first(lambda: _store(path, result, batch_size, meter.device_name))
     report.exploration(result)
-    chosen = result.recommended.candidate
     log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
     return _cut_size(chosen)
 
@@ -80,12 +73,10 @@ def _explore(host: Host, batch_size: int, batches: int, execution: Execution, me
 
     Weights, gradients, random state and data order are left as they were; what a forward costs is learned.
     """
-    most = execution.most_samples
+    most, dataset = execution.most_samples, host.loader.dataset
     assert most is not None, "explored without a probe"
     sizes: list[int | str] = [*sizes_to_time(batch_size, most)]
-    dataset = host.loader.dataset
-    # where every cut by length is one by number
-    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])
+    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])  # a cut by length is one by number
     if not same_lengths and batch_size * batches > 1:
         sizes.append(str(ByLength()))
     windows = _windows(dataset, batch_size, batches, host.ranks.rank)
@@ -99,10 +90,9 @@ def _explore(host: Host, batch_size: int, batches: int, execution: Execution, me
     def measure(size: int | str, round_: int) -> float | None:
         if round_ == len(seen):
             seen.append(next(windows))
-        window = seen[round_]
-        if isinstance(_cut_size(size), ByLength):
+        window, cutter = seen[round_], cutters[size]
+        if isinstance(size, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        cutter = cutters[size]
         micro_batches = [micro_batch for batch in window for micro_batch in cutter.cut(batch)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
             first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one
@@ -117,8 +107,8 @@ def _explore(host: Host, batch_size: int, batches: int, execution: Execution, me
             result = explore(sizes, measure)
     except NothingRanError as error:
         raise DoesNotFitError(
-            f"{error}, though {most} samples in a forward fitted when probed: something else has "
-            f"taken memory since, or the data have longer samples. Free the device, or set {remedy(host)}"
+            f"{error}, though {most} samples in a forward fitted when probed: something else has taken memory since, "
+            f"or the data have longer samples. Free the device, or set {remedy(host)}"
         ) from error
     log.info("explored\n%s", "\n".join(_table(result)))
     return result

@@ -1,34 +1,80 @@
-"""The probe of a recipe: its training step, on its device, with the result kept for the next run."""
+"""The probe of a recipe, whose result is taken again while nothing that memory depends on has changed."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+from torchtune import config
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter
+from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.does_not_fit import memory_budget, require_room
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe, only_cuts, runs_in_parts
 from adaptive_batching._torchtune.objective import worst_case_sample
+from adaptive_batching._torchtune.stand_ins import without_kernels
 from adaptive_batching._torchtune.training_step import remedies, training_step
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._trace.training import TrainingStep
-from adaptive_batching._values import ByLength, Explore, Fixed, MicroBatchSize
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, MicroBatchSize, memory_size
 
 log = logging.getLogger(__name__)
 
 # Gain in tokens from which a probe at shorter samples is worth its training steps.
 WORTH_PROBING = 1.1
+# Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
+_ADDED_BY_TRAINING = 16 * 2**20
+_VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
+# Keys of a config that the memory of a training step cannot depend on. Any other that changes calls for another probe,
+# known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
+_NOT_OF_MEMORY = frozenset(
+    {
+        "output_dir", "checkpointer", "value_checkpointer", "resume_from_checkpoint", "save_adapter_weights_only",
+        "save_every_n_steps", "seed", "shuffle", "epochs", "max_steps_per_epoch", "lr_scheduler", "metric_logger",
+        "log_every_n_steps", "log_level", "log_peak_memory_stats", "dataset_val", "batch_size_val",
+        "run_val_every_n_steps",
+        # What of these matters has entries of its own.
+        "batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Facts of a run, besides its model and data, that the memory of a step depends on."""
+
+    cfg: DictConfig
+    measures_noise: bool = False
+
+    def config(self) -> dict[str, Any]:
+        """Return the entries of the config that call for another probe when they change."""
+        cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
+        plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+        found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
+        found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
+        return found
+
+    def make_optimizers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Optimizer]:
+        """Return an optimizer for each group of parameters, as the config has it, for a trace."""
+        traced = without_kernels(self.cfg.optimizer)
+        return [config.instantiate(traced, list(group)) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -36,17 +82,10 @@ class Probed:
     """The largest batch size of a run, and what is known of the memory of a forward."""
 
     maximum: int
-    reason: str
-    """The bound that gives the maximum, for messages."""
-
-    micro_batch_size: MicroBatchSize
-    """As asked for, or smaller if that does not fit."""
-
-    capacity: Capacity | None = None
-    """Samples that fit in a forward, where that bounds micro-batches."""
-
-    tokens: int = 0
-    """Padded tokens of the largest forward that the probe has seen to fit."""
+    reason: str  # the bound that gives the maximum, for messages
+    micro_batch_size: MicroBatchSize  # as asked for, or smaller if that does not fit
+    capacity: Capacity | None = None  # samples that fit in a forward, where that bounds micro-batches
+    tokens: int = 0  # padded ones of the largest forward that the probe has seen to fit
 
 
 @dataclass(frozen=True)
@@ -57,15 +96,10 @@ class Probe:
     run: StockRun
     settings: AdaptiveBatchingConfig
     circumstances: Circumstances
-    sample: Sample
-    """As long as training can meet."""
-
+    sample: Sample  # as long as training can meet
     upper: int
-    reason: str
-    """What gives ``upper``, for messages."""
-
-    folder: Path
-    """Of the run, where the result is kept."""
+    reason: str  # what gives ``upper``, for messages
+    folder: Path  # of the run, where the result is kept
 
     @property
     def _length(self) -> int:
@@ -96,29 +130,23 @@ class Probe:
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
-        find = partial(
-            find_maximum_batch_size,
-            config=settings,
-            meter=meter,
-            upper=self.upper,
-            upper_reason=self.reason,
-            coarse=settings.fills_memory,  # how much of what fits is best used is another question
-            ranks=host.ranks,
-            scratch=self.folder,
-        )
         in_parts = accumulates(host, self.run, settings, measures_noise=self.circumstances.measures_noise)
         times = ForwardTimes()
         step = partial(training_step, host, accumulates=in_parts, note=times.note)
-        # Where the batch stays as it is, and is only cut, forwards need be no larger than is of use.
-        result = find(
-            step(sample),
+        # How much of what fits is best used is another question.
+        shorter = Question(self.upper, self.reason, coarse=settings.fills_memory, ranks=host.ranks, scratch=self.folder)
+        question = replace(
+            shorter,
             include=self._include,
-            enough=times.enough if only_cuts(settings) else None,
+            # Where the batch stays as it is, and is only cut, forwards need be no larger than is of use.
+            enough=times.enough if _only_cuts(settings) else None,
             remedies=lambda: remedies(host, sample, self.circumstances.make_optimizers, accumulates=in_parts),
         )
+        result = find_largest(step(sample), settings, meter, question)
         lengths_vary = not is_packed(host.loader.dataset) and host.objective.is_text(sample)
         by_length = isinstance(settings.micro_batch_size, (ByLength, Explore))
         if by_length and lengths_vary and settings.search == "predict" and result.enough is None:
+            find = partial(find_largest, config=settings, meter=meter, question=shorter)
             result = replace(result, shorter=self._at_shorter_lengths(result, step, find))
         return result
 
@@ -133,8 +161,7 @@ class Probe:
         found: list[tuple[int, int, int]] = []
         host, sample, length = self.host, self.sample, self._length
         while length >= 4:
-            tokens = result.batch_size * length
-            shorter = length // 2
+            tokens, shorter = result.batch_size * length, length // 2
             half = host.objective.stretch(sample, shorter)
             if half is None or tokens >= self.upper * shorter:
                 break  # all that there are fit
@@ -158,12 +185,9 @@ def find_maximum(
         report.maximum(upper, reason)
         return Probed(upper, reason, settings.micro_batch_size)
     sample = worst_case_sample(
-        host.loader.dataset,
-        host.objective,
-        sequence_length=settings.sequence_length,
-        tokenizer_max=host.max_length,
+        host.loader.dataset, host.objective, sequence_length=settings.sequence_length, tokenizer_max=host.max_length,
         model_max=getattr(host.model, "max_seq_len", None),
-    )
+    )  # fmt: skip
     probe = Probe(host, run, settings, circumstances, sample, upper, reason, report.directory)
     result = probe.result()
     report.probe(result, sequence_length=len(host.objective.tokens(sample)))
@@ -172,6 +196,8 @@ def find_maximum(
 
 def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> tuple[int, str]:
     """Return the most samples that a batch can have, whatever memory there is, and the reason."""
+    if not settings.use_maximum_batch_size and not settings.grows:
+        return run.window, "the samples of an optimizer step"  # a forward could take no more
     samples = host.samples_per_rank
     upper, reason = samples // run.accumulation, f"{samples} samples of data"
     if settings.keep_global_batch:
@@ -180,9 +206,6 @@ def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> 
         upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
     if run.samples is not None and run.samples < upper:
         upper, reason = run.samples, f"the {run.samples} samples of the run"
-    if not settings.use_maximum_batch_size and not settings.grows:
-        # A forward could take no more than an optimizer step has.
-        upper, reason = run.window, "the samples of an optimizer step"
     return upper, reason
 
 
@@ -204,7 +227,15 @@ def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason:
 def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, measures_noise: bool) -> bool:
     """Return True if a forward and backward can run while the gradients of another are held."""
     in_parts = measures_noise and host.num_replicas == 1  # in two at least
-    return run.accumulation > 1 or runs_in_parts(settings) or in_parts
+    return run.accumulation > 1 or _runs_in_parts(settings) or in_parts
+
+
+def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
+    return settings.fills_memory or isinstance(settings.micro_batch_size, Fixed)
+
+
+def _only_cuts(settings: AdaptiveBatchingConfig) -> bool:
+    return isinstance(settings.micro_batch_size, ByLength) and not settings.use_maximum_batch_size
 
 
 def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) -> float:
@@ -220,3 +251,115 @@ def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) ->
     rise = curve.peak_bytes(batch_size + 1) - curve.peak_bytes(batch_size)
     half_rise = half_curve.peak_bytes(2 * batch_size + 2) - half_curve.peak_bytes(2 * batch_size)
     return rise / half_rise if half_rise > 0 else 1.0
+
+
+def kept_probe(
+    host: Host,
+    settings: AdaptiveBatchingConfig,
+    circumstances: Circumstances,
+    facts: Mapping[str, Any],
+    path: Path,
+    find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
+) -> ProbeResult:
+    """Take the result that an earlier run has stored at ``path``, or find one and store it.
+
+    ``facts`` are what memory depends on in this probe alone; ``find`` keeps within the settings that it is given. A
+    device whose memory cannot be measured, or limits that leave none of it, are a :class:`ConfigError`.
+    """
+    try:
+        meter = memory_meter(host.device)
+    except NotImplementedError as error:
+        raise ConfigError(str(error)) from error
+    ranks, shares_memory = host.ranks, meter.device.type == "cpu"
+    require_room(settings, meter, ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
+    if shares_memory:
+        settings = _with_room_for_training(settings, meter)
+    key = {
+        **circumstances.config(),
+        **settings_of_memory(settings),
+        **facts,
+        "measures_noise": circumstances.measures_noise,
+        "packed": is_packed(host.loader.dataset),
+        "device_name": meter.device_name,
+        "total_bytes": meter.total_bytes,
+        "allocator_settings": meter.allocator_settings(),
+        "ranks": ranks.size,
+        "sharded": host.collectives is not None,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _VERSIONS},
+    }
+    stored = ranks.on_first(lambda: load_result(path, key))
+    if stored is not None:
+        available = int(ranks.smallest(memory_budget(settings, meter)))
+        of_enough = [peak for size, peak in stored.predicted if size <= (stored.enough or 0)]
+        peak = max([stored.peak_bytes, *(peak for *_, peak in stored.shorter), *of_enough])
+        if peak <= available:
+            log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
+            return stored
+        log.info("stored probe result ignored: it takes %s, and %s are left", memory_size(peak), memory_size(available))
+    result = find(settings, meter)
+    ranks.on_first(lambda: store_result(path, key, result))
+    return result
+
+
+def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
+    """Return what calls for another probe when it changes in the settings of adaptive batching."""
+    return {
+        "search": settings.search,
+        "round_to_power_of_two": settings.round_to_power_of_two,
+        "memory_limit": repr(settings.memory_limit),
+        "headroom": repr(settings.headroom),
+        "fills_memory": settings.fills_memory,
+        "runs_in_parts": _runs_in_parts(settings),  # then while the gradients of the forward before are held
+        "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
+        "only_cuts": _only_cuts(settings),
+    }
+
+
+def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
+    """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
+    log.info("%s are kept free for what training takes besides its steps", memory_size(_ADDED_BY_TRAINING))
+    if settings.memory_limit is None:
+        least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
+        headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
+        return replace(settings, headroom=headroom)
+    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 1)
+    return replace(settings, memory_limit=MemoryAmount(num_bytes=limit))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
+    """Return the result stored at ``path`` under the same ``key``; else None, and log why a stored one is ignored."""
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_text())
+        result, stored_key = ProbeResult.from_dict(stored["result"]), stored["key"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("probe result %s cannot be read (%s); probing again", path, error)
+        return None
+    key = json.loads(json.dumps(key))  # convert tuples and the like as JSON does
+    changed = sorted(k for k in {*key, *stored_key} if key.get(k, ...) != stored_key.get(k, ...))
+    if changed:
+        shown = ", ".join(f"{k}: {stored_key.get(k)!r} -> {key.get(k)!r}" for k in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        log.info("stored probe result ignored, because these changed: %s%s", shown, more)
+        return None
+    return result
+
+
+def store_result(path: Path, key: dict[str, Any], result: ProbeResult) -> None:
+    """Write ``result`` to ``path`` atomically; log a warning if that fails."""
+    unfinished = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({"key": key, "result": result.to_dict()}, indent=2) + "\n")
+        unfinished.replace(path)
+    except OSError as error:
+        log.warning("the probe's result cannot be kept in %s (%s); the next run will probe again", path, error)

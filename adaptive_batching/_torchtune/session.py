@@ -29,11 +29,10 @@ from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
 from adaptive_batching._torchtune.growing import Growth, Increase, accumulation_of, make_controller
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
-from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
-from adaptive_batching._torchtune.probing import Probed, find_maximum
+from adaptive_batching._torchtune.probing import Circumstances, Probed, find_maximum
 from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.stock_schedule import StockSchedule
 from adaptive_batching._torchtune.training_step import batch_dependent_module

@@ -52,12 +52,9 @@ def in_training(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_nothing_of_the_probe_remains_in_the_compiled_code(tune_run: TuneRun, in_training: list[int]) -> None:
     """Packs have one length: but for the probe nothing would make a size vary."""
-    exact = [
-        "use_maximum_batch_size=True",
-        "adaptive_batching.max_batch_size=6",
-        "adaptive_batching.search=binary_search",
-    ]
-    probed = tune_run("full", *COMMON, *exact, "adaptive_batching.round_to_power_of_two=False", name="probed")
+    exact = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=6"]
+    exact += ["adaptive_batching.search=binary_search", "adaptive_batching.round_to_power_of_two=False"]
+    probed = tune_run("full", *COMMON, *exact, name="probed")
     [probe] = events(probed, "probe")
     assert (probe["batch_size"], len(probe["measurements"])) == (6, 5)
     ours, before = compiled[in_training[0] :], compiled[: in_training[0]]
@@ -95,16 +92,14 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     way: str, inputs: Path, tmp_path: Path
 ) -> None:
     """torchtune takes it for packed data on CUDA alone; without one the process has to be told that it is there."""
-    overrides = {
-        "grows": ["epochs=9", "batch_size=1"],
-        "cut": ["micro_batch_size=auto", "batch_size=7"],
-    }[way]
+    grows = way == "grows"
+    overrides = ["epochs=9", "batch_size=1", *GROW] if grows else ["micro_batch_size=auto", "batch_size=7"]
     arguments = [
         "flex", "run", "recipes/full_finetune_single_device.py",
         "--config", "recipes/configs/quickstart/full_single_device.yaml", f"data_dir={inputs}",
         f"output_dir={tmp_path / 'out'}", "dataset.split=train[:48]", "dataset.packed=True", "epochs=1", "batch_size=4",
         "tokenizer.max_seq_len=64", "use_maximum_batch_size=False",
-        *(GROW if way == "grows" else ["batch_increase_function=null"]),
+        *([] if grows else ["batch_increase_function=null"]),
         "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1",
         *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()), *overrides,
     ]  # fmt: skip
@@ -123,4 +118,4 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
             assert 1 <= found["compiled_in_training"] <= 7, "of nine sizes, or of the parts of seven packs"
             assert "maximum batch size" in done.stdout and "cannot be traced" not in done.stdout
     flex, dense = runs
-    assert_close(flex, dense, epoch=8 if way == "grows" else 0)
+    assert_close(flex, dense, epoch=8 if grows else 0)

@@ -45,25 +45,29 @@ def test_exploring_leaves_no_trace_and_its_snippet_gives_the_same_run(
     assert_same_weights(explored.weights(epoch=1), pasted.weights(epoch=1))
 
 
-def test_cutting_by_length_is_a_candidate_where_lengths_differ(tune_run: TuneRun) -> None:
-    few = ["epochs=1", "dataset.split=train[:120]", "batch_size=24", "tokenizer.max_seq_len=256"]
-    run = tune_run("full", *few, *EXPLORE)
-    [exploration] = events(run, "exploration")
-    assert [e["candidate"] for e in exploration["estimates"]] == [1, 2, 4, 8, 12, 24, "auto"]
-    assert [step["batch_size_samples"] for step in run.metrics] == [24] * 5
+KEEP = ["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4"]
+LONG = ["epochs=1", "dataset.split=train[:120]", "batch_size=24", "tokenizer.max_seq_len=256"]
 
 
-def test_a_batch_that_grows_is_explored_at_what_fits(tune_run: TuneRun) -> None:
-    run = tune_run("full", *EXPLORE, *FUNCTION, "batch_size=1", "adaptive_batching.max_batch_size=8")
-    assert {e["candidate"] for e in events(run, "exploration")[0]["estimates"]} == {1, 2, 4, 8, "auto"}
-    assert [epoch["batch_size"] for epoch in events(run, "epoch")] == [1, 2]
-
-
-def test_exploring_at_the_maximum_with_the_global_batch_kept(tune_run: TuneRun) -> None:
-    keep = ["use_maximum_batch_size=True", "adaptive_batching.keep_global_batch=True", "gradient_accumulation_steps=4"]
-    run = tune_run("full", *EXPLORE, *keep, "epochs=1")
-    assert {e["candidate"] for e in events(run, "exploration")[0]["estimates"]} == {1, 2, 4, 8, 16, "auto"}
-    assert [(e["batch_size"], e["global_batch_size"], e["steps"]) for e in events(run, "epoch")] == [(16, 16, 3)]
+@pytest.mark.parametrize(
+    ("overrides", "candidates", "epochs"),
+    [
+        pytest.param(LONG, [1, 2, 4, 8, 12, 24, "auto"], [(24, 24, 5)], id="cutting by length where lengths differ"),
+        pytest.param(
+            [*FUNCTION, "batch_size=1", "adaptive_batching.max_batch_size=8"], [1, 2, 4, 8, "auto"],
+            [(1, 1, 50), (2, 2, 25)], id="a batch that grows, at what fits",
+        ),
+        pytest.param(
+            [*KEEP, "epochs=1"], [1, 2, 4, 8, 16, "auto"], [(16, 16, 3)], id="the maximum, with the global batch kept"
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_explored_divides_the_batch_and_fits(
+    overrides: list[str], candidates: list[int | str], epochs: list[tuple[int, int, int]], tune_run: TuneRun
+) -> None:
+    run = tune_run("full", *EXPLORE, *overrides)
+    assert [e["candidate"] for e in events(run, "exploration")[0]["estimates"]] == candidates
+    assert [(e["batch_size"], e["global_batch_size"], e["steps"]) for e in events(run, "epoch")] == epochs
 
 
 def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_come_out_even(
@@ -77,12 +81,6 @@ def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_c
     pasted = tune_run("lora", *common, "micro_batch_size=2", name="pasted")
     assert explored.metrics == pasted.metrics
     assert [epoch["dropped_samples"] for epoch in events(pasted, "epoch")] == [10, 10]
-
-
-def test_no_candidate_exceeds_what_fits(tune_run: TuneRun) -> None:
-    run = tune_run("full", *EXPLORE, "epochs=1", "batch_size=16", "adaptive_batching.max_batch_size=16")
-    assert events(run, "probe")[0]["batch_size"] == 16
-    assert {e["candidate"] for e in events(run, "exploration")[0]["estimates"]} == {1, 2, 4, 8, 16, "auto"}
 
 
 def test_a_resumed_run_takes_what_the_first_one_has_explored(

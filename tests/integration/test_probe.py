@@ -97,17 +97,25 @@ def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun) -> No
     assert stock.metrics[0]["loss"] == exact.metrics[0]["loss"], "the same fifty samples in the first step"
 
 
-def test_a_batch_size_of_two_is_traced_as_any_other(tune_run: TuneRun) -> None:
-    """What stock sizes for the configured batch grows between the two sizes that are traced."""
-    [probe] = events(tune_run("full", *PROBE, "batch_size=2", "epochs=1"), "probe")
-    assert probe["search"] == "predict"
-    assert len(probe["measurements"]) <= 3
-
-
-def test_accumulation_leaves_data_for_one_step(tune_run: TuneRun) -> None:
-    run = tune_run("lora", *PROBE, "gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False")
-    assert events(run, "probe")[0]["batch_size"] == 16
-    assert [(e["steps"], e["samples"]) for e in events(run, "epoch")] == [(1, 48)] * 2
+@pytest.mark.parametrize(
+    ("kind", "overrides", "batch_size", "search"),
+    [
+        # What stock sizes for the configured batch grows between the two sizes that are traced.
+        ("full", ["batch_size=2", "epochs=1"], 32, "predict"),
+        # Accumulation leaves data for one step.
+        ("lora", ["gradient_accumulation_steps=3", "adaptive_batching.round_to_power_of_two=False"], 16, "predict"),
+    ],
+)
+def test_the_step_of_any_configured_batch_is_traced(
+    kind: str, overrides: list[str], batch_size: int, search: str, tune_run: TuneRun
+) -> None:
+    run = tune_run(kind, *PROBE, *overrides)
+    [probe] = events(run, "probe")
+    assert (probe["search"], probe["batch_size"]) == (search, batch_size)
+    if kind == "full":
+        assert len(probe["measurements"]) <= 3
+    else:
+        assert [(e["steps"], e["samples"]) for e in events(run, "epoch")] == [(1, 48)] * 2
 
 
 def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:
@@ -116,15 +124,11 @@ def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:
         [probe] = events(run, "probe")
         return probe["sequence_length"], max(m["peak_bytes"] for m in probe["measurements"])
 
-    from_tokenizer = peak()
+    from_tokenizer, explicit = peak(), peak("adaptive_batching.sequence_length=200")
     few_long = ["dataset.split=train[:60]", "batch_size=8", "model.max_seq_len=1024"]
-    from_data = peak("tokenizer.max_seq_len=null", *few_long)
-    explicit = peak("adaptive_batching.sequence_length=200")
-    packed = peak("dataset.packed=True", "tokenizer.max_seq_len=96", "batch_size=2")
-    assert from_tokenizer[0] == 64
-    assert from_data[0] > 100
-    assert explicit[0] == 200
-    assert packed[0] == 96
+    assert peak("tokenizer.max_seq_len=null", *few_long)[0] > 100, "from the data"
+    assert peak("dataset.packed=True", "tokenizer.max_seq_len=96", "batch_size=2")[0] == 96
+    assert (from_tokenizer[0], explicit[0]) == (64, 200)
     assert explicit[1] > from_tokenizer[1] + 32 * 100 * 700 * 4, "at least the logits of the longer samples"
 
 

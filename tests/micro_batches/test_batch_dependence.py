@@ -39,32 +39,37 @@ class MinusMean(Apply):
         super().__init__(lambda x: x - x.mean(0, keepdim=True))
 
 
-class PerChannel(nn.Module):
-    """A layer for [b, c, s] where the model has [b, s, c]."""
+class Around(nn.Module):
+    """A module that computes ``function`` with its children."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **children: nn.Module) -> None:
         super().__init__()
-        self.norm = norm
+        self.function = function
+        for name, child in children.items():
+            self.add_module(name, child)
 
-    def forward(self, x: Tensor) -> Any:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
 
 
-class MixtureOfExperts(nn.Module):
+def per_channel(norm: nn.Module) -> nn.Module:
+    """A layer for [b, c, s] where the model has [b, s, c]."""
+    return Around(lambda self, x: self.norm(x.transpose(1, 2)).transpose(1, 2), norm=norm)
+
+
+def mixture_of_experts() -> nn.Module:
     """Which tokens, and how many, an expert gets depends on all samples; what a token becomes does not."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)  # [b * s, d]
         chosen = self.router(tokens).argmax(-1)
         out = torch.zeros_like(tokens)
         for index, expert in enumerate(self.experts):
             out[chosen == index] = expert(tokens[chosen == index])
         return out.view_as(x)
+
+    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    return Around(forward, router=nn.Linear(WIDTH, 4), experts=experts)
 
 
 def alike(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,12 +111,12 @@ def seed() -> None:
         nn.GroupNorm(1, LENGTH),
         nn.InstanceNorm1d(LENGTH),
         nn.InstanceNorm1d(LENGTH, track_running_stats=True),
-        PerChannel(nn.BatchNorm1d(WIDTH).eval()),
+        per_channel(nn.BatchNorm1d(WIDTH).eval()),
         nn.Dropout(0.5),
         nn.MultiheadAttention(WIDTH, 2, batch_first=True).eval(),
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
         nn.ReLU(inplace=True),
-        MixtureOfExperts(),
+        mixture_of_experts(),
         Apply(lambda x: F.dropout(x, 0.5) + random.random() + np.random.rand()),
         Apply(lambda x: (x, None, {"length": x.shape[1]})),
         Apply(lambda x: None),
@@ -155,101 +160,80 @@ def test_a_module_that_computes_over_the_batch_is_named(function: Callable[[Tens
     assert found_in(nn.Linear(WIDTH, WIDTH), Apply(function)) == "1 (Apply)"
 
 
-def test_the_module_is_named_rather_than_those_before_it_after_it_or_around_it() -> None:
-    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), MinusMean(), nn.LayerNorm(WIDTH))
-    assert found_in(nn.Linear(WIDTH, WIDTH), inner, MinusMean()) == "1.1 (MinusMean)"
+LINEAR = nn.Linear(WIDTH, WIDTH)
 
 
-def test_a_module_that_computes_over_the_batch_is_named_rather_than_its_children() -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before = nn.Linear(WIDTH, WIDTH)
-            self.after = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.before(x)
-            after: Tensor = self.after(x - x.mean(0))
-            return after
-
-    assert found_in(nn.Linear(WIDTH, WIDTH), Centred()) == "1 (Centred)"
-    model = Centred()
-    assert find_batch_dependent_module(model, model, *vectors()) == "model (Centred)"
+def fails_inside(self: Any, x: Tensor) -> Any:
+    try:
+        return self.failing(x.flatten())
+    except RuntimeError:
+        return x - x.mean(0)
 
 
-@pytest.mark.parametrize("reshape", [lambda x: x.transpose(0, 1), lambda x: x.flatten(0, 1)], ids=["s,b,d", "b*s,d"])
-def test_where_samples_are_not_in_dimension_0_the_parent_is_named(reshape: Callable[[Tensor], Tensor]) -> None:
-    class Parent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child = Apply(lambda x: x - x.mean((0, 1) if x.dim() == 3 else 0))
+IN_OTHERS = {
+    "rather than those before it, after it or around it": (
+        [LINEAR, nn.Sequential(LINEAR, MinusMean(), nn.LayerNorm(WIDTH)), MinusMean()], "1.1 (MinusMean)",
+    ),
+    "rather than its children": (
+        [LINEAR, Around(lambda self, x: self.after(x - x.mean(0)), after=nn.Linear(WIDTH, WIDTH))], "1 (Around)",
+    ),
+    "or its parent, where samples are not in dimension 0": (
+        [LINEAR, Around(
+            lambda self, x: self.child(x.transpose(0, 1)).transpose(0, 1), child=Apply(lambda x: x - x.mean((0, 1)))
+        ), MinusMean()], "1 (Around)",
+    ),
+    "or its parent, where samples and tokens are one dimension": (
+        [LINEAR, Around(
+            lambda self, x: self.child(x.flatten(0, 1)).view_as(x), child=Apply(lambda x: x - x.mean(0))
+        ), MinusMean()], "1 (Around)",
+    ),
+    "each of its calls being compared with its own": (
+        [Around(
+            lambda self, x: self.shared(self.shared(x) + 1),
+            shared=Apply(lambda x: x - x.mean(0) if (x < 0).any() else x),
+        )], "0.shared (Apply)",
+    ),
+    "and none where both calls treat samples by themselves": (
+        [Around(lambda self, x: self.shared(self.shared(x) + 1), shared=nn.ReLU())], None,
+    ),
+    "also around a forward that raises inside a try": (
+        [LINEAR, Around(fails_inside, failing=Apply(lambda x: x.view(-1, 999)))], "1 (Around)",
+    ),
+    "also in checkpointing that reenters the forward": (
+        [Around(
+            lambda self, x: checkpoint(self.inner, x, use_reentrant=True), inner=nn.Sequential(LINEAR, MinusMean())
+        )], "0.inner.1 (MinusMean)",
+    ),
+}  # fmt: skip
 
-        def forward(self, x: Tensor) -> Tensor:
-            changed: Tensor = self.child(reshape(x))
-            return changed.transpose(0, 1) if changed.dim() == 3 else changed.view_as(x)
 
-    assert found_in(nn.Linear(WIDTH, WIDTH), Parent(), MinusMean()) == "1 (Parent)"
+@pytest.mark.parametrize("where", IN_OTHERS)
+def test_the_module_that_computes_over_the_batch_is_named(where: str) -> None:
+    layers, expected = IN_OTHERS[where]
+    assert found_in(*layers) == expected
+    model = Around(lambda self, x: self.before(x) - x.mean(0), before=nn.Linear(WIDTH, WIDTH))
+    assert find_batch_dependent_module(model, model, *vectors()) == "model (Around)"
 
 
 def test_a_sample_is_followed_through_nested_and_keyword_arguments() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = Apply(lambda state, *, scale: {"x": [state["x"][0] * scale]})
-            self.second = Apply(lambda *, state: (state["x"][0] - state["x"][0].mean(0), None))
-            self.third = Apply(lambda unchanged, *, other: unchanged + other)
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            x = batch["x"]
-            changed, _ = self.second(state=self.first({"x": [x]}, scale=2.0))
-            return self.third(x, other=changed)  # type: ignore[no-any-return]
-
+    model = Around(
+        lambda self, batch: self.third(
+            batch["x"], other=self.second(state=self.first({"x": [batch["x"]]}, scale=2.0))[0]
+        ),
+        first=Apply(lambda state, *, scale: {"x": [state["x"][0] * scale]}),
+        second=Apply(lambda *, state: (state["x"][0] - state["x"][0].mean(0), None)),
+        third=Apply(lambda unchanged, *, other: unchanged + other),
+    )
     first, second = vectors()
-    model = Model()
     assert find_batch_dependent_module(model, model, {"x": first}, {"x": second}) == "second (Apply)"
 
 
-def test_each_call_of_a_module_is_compared_with_its_own() -> None:
-    class Twice(nn.Module):
-        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-            super().__init__()
-            self.shared = Apply(function)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.shared(self.shared(x) + 1)  # type: ignore[no-any-return]
-
-    assert found_in(Twice(torch.relu)) is None
-    assert found_in(Twice(lambda x: x - x.mean(0) if (x < 0).any() else x)) == "0.shared (Apply)"
-
-
 def test_runs_that_reach_different_modules_are_compared_where_they_meet() -> None:
-    class Choose(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.choices = nn.ModuleList(Apply(lambda x, scale=scale: x * scale) for scale in (1, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.choices[int(x[1, 0, 0] > 0)](x)  # type: ignore[no-any-return]
-
+    choices = nn.ModuleList(Apply(lambda x, scale=scale: x * scale) for scale in (1, 2))
+    model = Around(lambda self, x: self.choices[int(x[1, 0, 0] > 0)](x), choices=choices)
     first, second = vectors()
     first[1, 0, 0], second[1, 0, 0] = -1, 1
-    model = Choose()
-    assert find_batch_dependent_module(model, model, first, second) == "model (Choose)"
-
-
-def test_a_forward_that_raises_inside_a_try_does_not_hide_the_module_around_it() -> None:
-    class Forgiving(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.failing = Apply(lambda x: x.view(-1, 999))
-
-        def forward(self, x: Tensor) -> Any:
-            try:
-                return self.failing(x.flatten())
-            except RuntimeError:
-                return x - x.mean(0)
-
-    assert found_in(nn.Linear(WIDTH, WIDTH), Forgiving()) == "1 (Forgiving)"
+    assert find_batch_dependent_module(model, model, first, second) == "model (Around)"
 
 
 @pytest.mark.parametrize(
@@ -263,8 +247,8 @@ def test_a_batch_normalisation_is_named_although_these_batches_do_not_reach_it(n
 
 
 def test_a_batch_normalisation_in_evaluation_mode_is_named_only_if_it_has_no_running_statistics() -> None:
-    assert found_in(PerChannel(nn.BatchNorm1d(WIDTH)).eval()) is None
-    assert found_in(PerChannel(nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()) == "0.norm (BatchNorm1d)"
+    assert found_in(per_channel(nn.BatchNorm1d(WIDTH)).eval()) is None
+    assert found_in(per_channel(nn.BatchNorm1d(WIDTH, track_running_stats=False)).eval()) == "0.norm (BatchNorm1d)"
 
 
 def prepared(how: str, mlp_norm: nn.Module | None = None) -> Any:
@@ -289,18 +273,13 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("how", PREFIXES)
-def test_nothing_is_named_in_a_language_model_with_dropout(how: str) -> None:
-    model = prepared(how)
-    assert find_batch_dependent_module(model, model, *tokens()) is None
-
-
-@pytest.mark.parametrize("how", PREFIXES)
-def test_a_language_model_with_batch_normalisation_is_found_out(how: str) -> None:
-    prefix = PREFIXES[how]
-    model = prepared(how, PerChannel(nn.BatchNorm1d(16)))
-    assert find_batch_dependent_module(model, model, *tokens()) == f"{prefix}mlp_norm.norm (BatchNorm1d)"
-    model = prepared(how, MinusMean())
-    assert find_batch_dependent_module(model, model, *tokens()) == f"{prefix}mlp_norm (MinusMean)"
+def test_a_language_model_with_batch_normalisation_is_found_out_and_one_without_is_not(how: str) -> None:
+    norms = {"(BatchNorm1d)": per_channel(nn.BatchNorm1d(16)), "(MinusMean)": MinusMean(), "": None}
+    for name, norm in norms.items():
+        model = prepared(how, norm)
+        found = find_batch_dependent_module(model, model, *tokens())
+        inner = ".norm" if "Batch" in name else ""
+        assert found == (f"{PREFIXES[how]}mlp_norm{inner} {name}" if name else None)
 
 
 def test_the_caller_says_what_a_forward_is() -> None:
@@ -314,20 +293,6 @@ def test_the_caller_says_what_a_forward_is() -> None:
     assert find_batch_dependent_module(model, run, first, second) is None
     model.norm = MinusMean()
     assert find_batch_dependent_module(model, run, first, second) == "norm (MinusMean)"
-
-
-def test_checkpointing_that_reenters_the_forward_does_not_hide_a_module() -> None:
-    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), MinusMean())
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=True)
-
-    assert found_in(Checkpointed()) == "0.inner.1 (MinusMean)"
 
 
 def test_hooks_of_others_are_part_of_what_a_module_does() -> None:
@@ -363,9 +328,6 @@ def rounding(epsilon: float) -> nn.Module:
 def test_rounding_is_no_dependence_even_where_it_sends_a_token_to_another_expert() -> None:
     route = Apply(lambda x: x * (1 + 0.5 * (x.mean(-1, keepdim=True) > 0)))
     assert found_in(*[nn.Sequential(rounding(2**-8), route) for _ in range(4)]) is None  # as in bfloat16
-
-
-def test_a_module_is_named_also_where_its_input_is_rounded_otherwise() -> None:
     assert found_in(rounding(2**-24), MinusMean()) == "1 (MinusMean)"
     assert found_in(rounding(2**-8), MinusMean()) == "model (Sequential)"  # found, if not where
 
@@ -378,7 +340,7 @@ class Remembers(nn.Module):
 
     def __init__(self, error: type[BaseException] | None = None) -> None:
         super().__init__()
-        self.norm = PerChannel(nn.InstanceNorm1d(WIDTH, track_running_stats=True))
+        self.norm = per_channel(nn.InstanceNorm1d(WIDTH, track_running_stats=True))
         self.register_buffer("mean", torch.tensor([-0.0, torch.nan]))  # bits that arithmetic would not keep
         self.register_buffer("rows", torch.zeros(1))
         self.num_rows = 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
@@ -97,33 +98,15 @@ def test_short_samples_may_take_more_tokens_where_they_were_found_to_fit(
     assert len(cut_by_length([40] * 64, capacity)) <= len(cut_by_length([40] * 64, Capacity(((600, most),))))
 
 
-def test_a_sample_beyond_the_longest_is_bound_by_the_longest_point() -> None:
+def test_cuts_of_a_few_samples() -> None:
     capacity = Capacity(((400, 3), (200, 10)))
     assert [capacity.samples(n) for n in (2000, 600, 401, 400, 201, 200, 100)] == [1, 2, 2, 3, 5, 10, 20]
-
-
-def test_equal_lengths_are_cut_evenly_and_the_longest_run_first() -> None:
     assert [len(m) for m in cut_by_length([10] * 9, Capacity.of_tokens(30))] == [3, 3, 3]
     assert [len(m) for m in cut_by_length([10] * 10, Capacity.of_tokens(70), forward_cost=20)] == [5, 5]
-    assert cut_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]]
+    assert cut_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]], "longest first"
     assert cut_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-def test_a_dear_forward_makes_micro_batches_larger() -> None:
-    lengths = [10, 20, 30, 40]
-    assert len(cut_by_length(lengths, Capacity.of_tokens(1000), forward_cost=0)) == 4
-    assert len(cut_by_length(lengths, Capacity.of_tokens(1000), forward_cost=1000)) == 1
-
-
-def test_the_cost_of_a_forward_is_found_in_noisy_times() -> None:
-    generator = random.Random(0)
-    cost = ForwardCost()
-    assert cost.in_tokens(default=7.0) == 7.0
-    for step in range(200):
-        tokens = generator.randint(100, 4000)
-        seconds = (0.02 + 1e-5 * tokens) * generator.uniform(0.9, 1.1)
-        cost.observe(tokens, seconds + (step < 3) * 5)  # the first ones pay for warming up
-    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.2)
+    for forward_cost, parts in ((0, 4), (1000, 1)):
+        assert len(cut_by_length([10, 20, 30, 40], Capacity.of_tokens(1000), forward_cost)) == parts
 
 
 @given(st.integers(1, 400), st.integers(0, 20))
@@ -141,26 +124,26 @@ def test_a_padded_length_comes_in_all_chunks(length: int, num_chunks: int) -> No
     assert length < num_chunks * (num_chunks - 1) or padded == length
 
 
-@pytest.mark.parametrize("compiled_at", [3, 4, 5, 30])
+@pytest.mark.parametrize("compiled_at", [3, 4, 5, 30, None])
 @pytest.mark.parametrize("tokens", [100, 1000, 4000])
-def test_what_was_compiled_is_no_measurement(compiled_at: int, tokens: int) -> None:
+def test_the_cost_of_a_forward_is_found_and_what_was_compiled_is_no_measurement(
+    compiled_at: int | None, tokens: int
+) -> None:
     """A minute of compiling, wherever it falls, must not be taken for the cost of a forward, nor for none."""
-    cost = ForwardCost()
-    generator = random.Random(1)
-    for step in range(40):
+    cost, generator = ForwardCost(), random.Random(1)
+    noise = 0.1 if compiled_at is None else 0.0
+    assert cost.in_tokens(default=7.0) == 7.0
+    for step in range(200 if noise else 40):
         sampled = tokens if step == compiled_at else generator.randint(100, 4000)
-        cost.observe(sampled, 0.02 + 1e-5 * sampled + (60 if step == compiled_at else 0))
-    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.01)
-
-
-def test_a_cost_is_stored_and_goes_on() -> None:
-    first, second = ForwardCost(), ForwardCost()
-    for step in range(20):
-        first.observe(100 * step, 0.1 + 0.01 * step)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    first.observe(5000, 0.7)
-    second.observe(5000, 0.7)
-    assert first.line() == second.line() is not None
+        seconds = (0.02 + 1e-5 * sampled) * generator.uniform(1 - noise, 1 + noise)
+        # the first ones pay for warming up
+        cost.observe(sampled, seconds + (60 if step == compiled_at else 5 if step < 3 else 0))
+    assert cost.in_tokens(default=7.0) == pytest.approx(2000, rel=0.2 if noise else 0.01)
+    again = ForwardCost()  # as stored
+    again.load_state_dict(json.loads(json.dumps(cost.state_dict())))
+    for each in (cost, again):
+        each.observe(5000, 0.7)
+    assert again.line() == cost.line() is not None
 
 
 @settings(max_examples=200, deadline=None)
@@ -176,15 +159,12 @@ def test_however_many_sizes_are_asked_for_few_are_run(asked: list[int], max_size
     assert len(known - round_sizes) <= max_sizes
 
 
-def test_without_a_slope_the_cost_stays_unknown() -> None:
+@pytest.mark.parametrize("line", [lambda n: (512, 0.1), lambda n: (100 + n, 1.0 / (100 + n))], ids=["same", "falling"])
+def test_without_a_slope_the_cost_stays_unknown(line: Callable[[int], tuple[int, float]]) -> None:
     cost = ForwardCost(warm_up=0)
-    for _ in range(50):
-        cost.observe(512, 0.1)
+    for number in range(100):
+        cost.observe(*line(number))
     assert cost.in_tokens(default=7.0) == 7.0
-    falling = ForwardCost(warm_up=0)
-    for tokens in range(100, 200):
-        falling.observe(tokens, 1.0 / tokens)
-    assert falling.in_tokens(default=7.0) == 7.0
 
 
 def test_the_limit_halves_grows_back_and_stays_below_what_failed_twice() -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +18,7 @@ from adaptive_batching._memory import Segments
 from adaptive_batching._probe import does_not_fit
 from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
-from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._trace import allocator
 from adaptive_batching._trace.reserved import ReservedPeaks
@@ -48,7 +49,7 @@ class Traced:
 def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device) if traced else None)
-        return find_maximum_batch_size(device.training_step(), config, device, upper=upper)
+        return find_largest(device.training_step(), config, device, Question(upper))
 
 
 def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool:
@@ -82,36 +83,28 @@ layers = st.lists(
 )
 
 
+def configured(powers: bool) -> AdaptiveBatchingConfig:
+    return replace(EXACT, round_to_power_of_two=powers)
+
+
 @settings(
     max_examples=150, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate]
-)  # shrinking takes minutes
+)  # shrinking is slow
 @given(
-    layers=layers,
-    room=st.integers(64 * MIB, 12 * GIB),
-    libraries=st.sampled_from([0, 24 * MIB, 400 * MIB]),
-    upper=st.integers(1, 400),
-    traced=st.booleans(),
-    rules=st.sampled_from([None, Segments.FIXED]),
-    workspace=st.sampled_from([0, 72 * MIB]),
-    powers=st.booleans(),
-)
+    layers=layers, room=st.integers(64 * MIB, 12 * GIB), libraries=st.sampled_from([0, 24 * MIB, 400 * MIB]),
+    upper=st.integers(1, 400), traced=st.booleans(), rules=st.sampled_from([None, Segments.FIXED]),
+    workspace=st.sampled_from([0, 72 * MIB]), powers=st.booleans(),
+)  # fmt: skip
 def test_the_answer_trains_without_a_retry_and_one_more_does_not(
-    layers: list[Layer],
-    room: int,
-    libraries: int,
-    upper: int,
-    traced: bool,
-    rules: Segments | None,
-    workspace: int,
+    layers: list[Layer], room: int, libraries: int, upper: int, traced: bool, rules: Segments | None, workspace: int,
     powers: bool,
-) -> None:
+) -> None:  # fmt: skip
     total = 4 * sum(layer.weights for layer in layers) + libraries + room
     device = Device(total, layers, libraries_bytes=libraries, workspace_bytes=workspace, rules=rules)
-    config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": powers, "headroom": 0})
     sizes = [2**k for k in range(10) if 2**k <= upper] if powers else range(1, upper + 1)
     is_replayed = traced and rules is not None
     try:
-        found = find(device, upper, config, traced=traced)
+        found = find(device, upper, configured(powers), traced=traced)
     except DoesNotFitError:
         assert not trains(device, 1, is_replayed=is_replayed)
         return
@@ -127,11 +120,7 @@ def test_the_walk_to_the_answer_is_short() -> None:
     for seed in range(60):
         chance = random.Random(seed)
         layers = [
-            Layer(
-                weights=chance.randint(2 * MIB, 64 * MIB),
-                kept_per_token=chance.randint(1, 64) * KIB,
-                passing_per_token=chance.randint(0, 128) * KIB // 2,
-            )
+            Layer(chance.randint(2 * MIB, 64 * MIB), chance.randint(1, 64) * KIB, chance.randint(0, 128) * KIB // 2)
             for _ in range(chance.randint(1, 12))
         ]
         room = chance.choice([chance.randint(64 * MIB, 12 * GIB), 12 * GIB])
@@ -140,16 +129,13 @@ def test_the_walk_to_the_answer_is_short() -> None:
         workspace, powers = chance.choice([0, 72 * MIB]), chance.random() < 0.5
         total = 4 * sum(layer.weights for layer in layers) + libraries + room
         device = Device(total, layers, libraries_bytes=libraries, workspace_bytes=workspace, rules=rules)
-        config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": powers, "headroom": 0})
         try:
-            found = find(device, upper, config, traced=traced)
+            found = find(device, upper, configured(powers), traced=traced)
         except DoesNotFitError:
             continue
-        if traced and rules is not None:
-            assert device.errors <= 1 and found.num_steps <= 6
-        else:
-            # Few layers of unlike sizes leave up to half of what is reserved unused, which only a replay can tell.
-            assert device.errors <= 9 and found.num_steps <= 33
+        # Few layers of unlike sizes leave up to half of what is reserved unused, which only a replay can tell.
+        most_errors, most_steps = (1, 6) if traced and rules is not None else (9, 33)
+        assert device.errors <= most_errors and found.num_steps <= most_steps
         steps += found.num_steps
     assert steps <= 34 + 538
 
@@ -236,6 +222,27 @@ def test_what_is_reserved_beyond_what_is_allocated_costs_no_error(room_gib: int,
     assert found.num_steps <= 4
 
 
+def test_a_loss_is_enough_to_ask_for_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run backward by the probe, or by the loss itself, which then returns nothing; the step is the same."""
+    asked: list[TrainingStep] = []
+    monkeypatch.setattr(find_module, "find_largest", lambda step, *_: asked.append(step))
+
+    def backward(model: nn.Module, batch: torch.Tensor) -> None:
+        model(batch).sum().backward()
+
+    weights = []
+    for loss in (lambda model, batch: model(batch).sum(), backward):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        find_module.find_maximum_batch_size(model, optimizer, loss, lambda size: torch.ones(size, 2), upper=3)
+        step = asked.pop()
+        step.bind(model, step.optimizers)(step.make_batch(2))
+        assert model.weight.grad is None
+        weights.append(model.weight.tolist())
+    assert weights == [[[0.0, 0.0]]] * 2
+
+
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_measured: bool) -> None:
     """Reserved memory is 1.4 times what is allocated, and only that is predicted."""
@@ -249,20 +256,12 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
         patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Traced(replace(device, length=1024)))
-        find_maximum_batch_size(device.training_step(), config, device, upper=8, remedies=lambda: [less])
+        find_largest(device.training_step(), config, device, Question(8, remedies=lambda: [less]))
     message = str(error.value)
     why = r"it took 2\.\d+ GiB, \d+ MiB more\." if is_measured else r"it ran out of memory, though only about 1.\d+ GiB"
     assert re.search(r"does not fit in 2.00 GiB: " + why, message), message
     assert " 0 MiB more" not in message
     assert "half the length: about" in message and "would fit" in message
-
-
-def test_the_budget_is_what_is_left_once_libraries_are_loaded() -> None:
-    device = Device(8 * GIB, [Layer(MIB, 64 * KIB, 0)], libraries_bytes=2 * GIB)
-    found = find(device, upper=4096)
-    assert found.budget_bytes <= 6 * GIB
-    assert found.peak_bytes <= 6 * GIB
-    assert device.errors <= 1
 
 
 def test_a_size_at_which_the_allocator_starts_over_is_not_taken() -> None:
@@ -275,3 +274,7 @@ def test_a_size_at_which_the_allocator_starts_over_is_not_taken() -> None:
         assert trains(device, found.batch_size, is_replayed=False)
         taken.append(any(m.retries and m.peak_bytes is not None for m in found.measurements))
     assert any(taken), "some sizes could run only so"
+    device = Device(8 * GIB, [Layer(MIB, 64 * KIB, 0)], libraries_bytes=2 * GIB)
+    found = find(device, upper=4096)
+    assert max(found.budget_bytes, found.peak_bytes) <= 6 * GIB, "what is left once libraries are loaded"
+    assert device.errors <= 1

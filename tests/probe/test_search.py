@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -38,8 +37,11 @@ class Device:
         fits = peak <= self.budget
         return Measurement(batch_size, fits, peak if fits or not self.enforced else None)
 
-    def search(self, name: str, candidates: Sizes, predict: Peak | None, **options: Any) -> SizesRun:
-        sizes = SizesRun(self.measure, candidates, lambda: self.budget, **options)
+    def search(
+        self, name: str, candidates: Sizes, predict: Peak | None = None, again: bool = False, **options: bool
+    ) -> SizesRun:
+        sizes = SizesRun(self.measure, candidates, self.budget, self.measure if again else None)
+        vars(sizes).update(options)
         SEARCHES[name](CorrectedCurve(sizes, predict))
         return sizes
 
@@ -126,8 +128,8 @@ def test_a_step_that_takes_more_than_any_trace_sees_fails_nowhere_and_takes_four
     more: float, budget: int
 ) -> None:
     device = Device(lambda b: 1000 + 37 * more * b, budget=budget)
-    options = dict(measure_again=device.measure, avoids_failures=True, trusts_prediction=False)
-    sizes = device.search("predict", range(1, 2000), lambda b: 900 + 37.0 * b, **options)
+    options = dict(avoids_failures=True, trusts_prediction=False)
+    sizes = device.search("predict", range(1, 2000), lambda b: 900 + 37.0 * b, again=True, **options)
     largest = largest_fit(device, range(1, 2000))
     assert largest is not None and sizes.found is not None and 0.75 * largest <= sizes.found <= largest
     assert all(m.fits for m in sizes.measurements)
@@ -208,47 +210,25 @@ def test_an_answer_runs_twice_unless_it_leaves_room_and_freed_memory_goes_back_a
     def measure(batch_size: int) -> Measurement:
         return Measurement(batch_size, True, int((1 - room) * 10**6), overhead=overhead)
 
-    sizes = SizesRun(measure, [1], lambda: 10**6, measure, trusts_prediction=trusts)
+    sizes = SizesRun(measure, [1], 10**6, measure)
+    sizes.trusts_prediction = trusts
     assert sizes.run(0) and sizes.confirm()
     assert sum(m.steps for m in sizes.measurements) == (2 if twice else 1)
 
 
-def test_without_a_prediction_steps_follow_the_measured_slope() -> None:
-    device = Device(lambda b: 1000 + 10 * b, budget=5000)
-    sizes = device.search("predict", range(1, 100_001), None)
-    assert sizes.found == 400
-    assert len(device.runs) <= 8
-
-
 @pytest.mark.parametrize("name", sorted(SEARCHES))
-def test_a_limit_below_one_sample_finds_nothing(name: str) -> None:
-    device = Device(lambda b: 1000 * b, budget=999)
-    assert device.search(name, range(1, 101), None).found is None
-    assert device.search(name, range(1, 101), lambda b: 1.0).found is None
-
-
-@pytest.mark.parametrize("name", sorted(SEARCHES))
-def test_the_bound_is_returned_only_after_it_ran(name: str) -> None:
-    """Lightning and others double to the bound and return it untested, or go past the data set's size."""
+def test_no_bound_is_returned_untested_and_no_margin_shrinks_a_small_answer(name: str) -> None:
+    """Lightning and others double to the bound and return it, or go past the data set's size."""
     device = Device(lambda b: b, budget=10**6)
-    sizes = device.search(name, candidate_sizes(48, powers_of_two=False), None)
-    assert sizes.found == max(device.runs) == (32 if name == "power_of_two" else 48)
-
-
-@pytest.mark.parametrize("name", sorted(SEARCHES))
-@pytest.mark.parametrize("maximum", [1, 2, 3])
-def test_no_margin_shrinks_a_small_answer(name: str, maximum: int) -> None:
-    """A margin of a few per cent, rounded down, would make 2 into 1."""
-    device = Device(lambda b: 100 * b, budget=100 * maximum)
-    found = device.search(name, range(1, 1001), lambda b: 100.0 * b).found
-    assert found == (2 if name == "power_of_two" and maximum == 3 else maximum)
-
-
-def test_candidates_are_bounded_and_hold_the_configured_size() -> None:
-    assert candidate_sizes(20, powers_of_two=True) == [1, 2, 4, 8, 16]
-    assert candidate_sizes(20, powers_of_two=True, include=6) == [1, 2, 4, 6, 8, 16]
-    assert candidate_sizes(4, powers_of_two=True, include=6) == [1, 2, 4]
-    assert list(candidate_sizes(3, powers_of_two=False)) == [1, 2, 3]
+    found = device.search(name, candidate_sizes(48, powers_of_two=False)).found
+    assert found == max(device.runs) == (32 if name == "power_of_two" else 48)
+    for maximum in (1, 2, 3):
+        found = Device(lambda b: 100 * b, budget=100 * maximum).search(name, range(1, 1001), lambda b: 100.0 * b).found
+        assert found == (2 if name == "power_of_two" and maximum == 3 else maximum)
+    for predict in (None, lambda b: 1.0):
+        assert Device(lambda b: 1000 * b, budget=999).search(name, range(1, 101), predict).found is None
+    slope = Device(lambda b: 1000 + 10 * b, budget=5000)
+    assert name != "predict" or (slope.search(name, range(1, 100_001)).found == 400 and len(slope.runs) <= 8)
 
 
 @given(st.integers(1, 10_000))
@@ -258,6 +238,9 @@ def test_coarse_candidates_are_at_most_an_eighth_apart_and_hold_the_powers_of_tw
     assert all(b <= max(a + 1, a * 9 / 8) for a, b in pairwise(coarse))
     assert set(candidate_sizes(upper, powers_of_two=True)) <= set(coarse)
     assert len(coarse) <= 8 * upper.bit_length()
+    assert candidate_sizes(20, powers_of_two=True) == [1, 2, 4, 8, 16]
+    assert candidate_sizes(20, powers_of_two=True, include=6) == [1, 2, 4, 6, 8, 16], "the configured size"
+    assert candidate_sizes(4, powers_of_two=True, include=6) == [1, 2, 4]
 
 
 @settings(max_examples=300, deadline=None)
@@ -270,7 +253,7 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
 ) -> None:
     candidates = candidate_sizes(upper, powers_of_two=False, coarse=True)
     device = Device(peak, int(peak(1) + level * (peak(upper) - peak(1))) + 1)
-    sizes = SizesRun(device.measure, candidates, lambda: device.budget)
+    sizes = SizesRun(device.measure, candidates, device.budget)
 
     def predict(size: int) -> float:  # off by a level, as a trace is
         return peak(size) + error * peak(1)
@@ -289,27 +272,18 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
         assert sizes.found <= max(2, 1.2 * wanted + 1)
 
 
-@pytest.mark.parametrize(
-    ("retries", "makes_states", "expected"),
-    [
-        ([0], False, None),
-        ([0, 0], False, True),
-        ([0, 0], True, None),  # the first step had more room than those after it
-        ([0, 0, 0], True, True),
-        ([2, 0, 0], False, True),
-        ([1, 0, 0], True, True),
-        ([0, 1, 0, 0], True, True),
-        ([1, 1], True, None),
-        ([1, 1, 0, 0], True, True),
-        ([0, 0, 1], True, False),
-        ([1, 0, 1], False, False),
-        ([1, 1, 1], False, False),
-    ],
-)
-def test_a_size_counts_once_two_steps_in_a_row_have_got_by(
-    retries: list[int], makes_states: bool, expected: bool | None
-) -> None:
-    assert can_repeat(retries, makes_states=makes_states) is expected
+CAN_REPEAT = {
+    None: [([0], False), ([0, 0], True), ([1, 1], True)],  # the first step had more room than those after it
+    True: [([0, 0], False), ([0, 0, 0], True), ([2, 0, 0], False), ([1, 0, 0], True), ([0, 1, 0, 0], True)],
+    False: [([0, 0, 1], True), ([1, 0, 1], False), ([1, 1, 1], False)],
+}
+
+
+@pytest.mark.parametrize("expected", CAN_REPEAT)
+def test_a_size_counts_once_two_steps_in_a_row_have_got_by(expected: bool | None) -> None:
+    for retries, makes_states in CAN_REPEAT[expected]:
+        assert can_repeat(retries, makes_states=makes_states) is expected, retries
+    assert can_repeat([1, 1, 0, 0], makes_states=True) is True
 
 
 @given(st.lists(st.integers(0, 2), min_size=MAX_STEPS, max_size=MAX_STEPS), st.booleans())
@@ -338,23 +312,19 @@ class Straining:
         return Measurement(size, True, self.budget, overhead=1.1, retries=1, freed_bytes=int(self.freed(size)))
 
     def search(self) -> SizesRun:
-        sizes = SizesRun(self.first, range(1, 400), lambda: self.budget, self.again, begin=self.first)
-        confirmed = False
-        while not confirmed:
-            SEARCHES["predict"](CorrectedCurve(sizes, lambda size: 100.0 + 12 * size))
-            confirmed = sizes.confirm()
+        sizes = SizesRun(self.first, range(1, 400), self.budget, self.again, self.first)
+        curve = CorrectedCurve(sizes, lambda size: 100.0 + 12 * size)
+        SEARCHES["predict"](curve)
+        while not sizes.confirm():
+            SEARCHES["predict"](curve)
         return sizes
 
 
-def test_the_walk_is_short_where_only_the_steps_that_repeat_strain_the_allocator() -> None:
-    """Where each answer that failed was forgotten, this took a size for each from 158 down to 132."""
+def test_steps_that_repeat_correct_the_curve_where_only_they_strain_the_allocator() -> None:
+    """Where each answer that failed was forgotten, the first took a size for each from 158 down to 132."""
     sizes = Straining(beyond=132).search()
-    assert sizes.found == 131
-    assert len(sizes.measurements) <= 12
-
-
-def test_what_the_allocator_gave_back_corrects_the_curve() -> None:
-    """Blocks that are kept take 3 more for each sample, which only the steps that repeat show."""
+    assert sizes.found == 131 and len(sizes.measurements) <= 12
+    # Blocks that are kept take 3 more for each sample, as the allocator shows by what it gives back.
     known = Straining(beyond=127, freed=lambda size: 100 + 15 * size - 2000, per_sample=15).search()
     unknown = Straining(beyond=127, per_sample=15).search()
     assert known.found == unknown.found == 126

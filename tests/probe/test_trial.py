@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._probe import snapshot
+from adaptive_batching._memory import CpuMeter
+from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._values import ConfigError
@@ -168,23 +169,16 @@ def test_a_step_over_budget_does_not_fit_although_it_ran() -> None:
     assert measurement.peak_bytes is not None and measurement.peak_bytes > 2**20
 
 
-def test_optimizer_states_are_there_during_the_trial_and_gone_after_it() -> None:
-    training = Training(torch.optim.AdamW)
-    with Trial(training.step, CpuMeter(), BUDGET):
-        assert len(training.optimizer.state) == training.num_trained
-    assert not training.optimizer.state
-
-
 def test_only_buffers_and_what_the_optimizers_step_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher's parameters say that they want gradients, and no optimizer has them."""
     saved: list[list[int]] = []
-    put = snapshot._Aside.put
+    keep = trial_module.kept_aside
 
-    def note(self: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def note(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Any:
         saved.append([*map(id, tensors)])
-        put(self, tensors)
+        return keep(tensors, scratch)
 
-    monkeypatch.setattr(snapshot._Aside, "put", note)
+    monkeypatch.setattr(trial_module, "kept_aside", note)
     training, teacher = Training(), Model()
     student = training.model
     with Trial(dataclasses.replace(training.step, model=nn.ModuleList([student, teacher])), CpuMeter(), BUDGET):
@@ -236,12 +230,18 @@ def test_copies_of_a_device_stay_on_the_host_where_it_has_room(
 
     weights = torch.randn(5).as_subclass(OnDevice)
     values = torch.tensor(weights.tolist())
-    monkeypatch.setattr(snapshot, "free_host_bytes", lambda: free)
-    with snapshot._Aside([weights], None) as aside:
-        aside.put([weights])
-        assert isinstance(aside._copies[0], int) == in_file, "a place in the file, or a tensor"
+    monkeypatch.setattr(trial_module, "free_host_bytes", lambda: free)
+    written: list[Any] = []
+    write = trial_module._write
+
+    def note(file: Any, tensor: torch.Tensor) -> None:
+        written.append(tensor)
+        write(file, tensor)
+
+    monkeypatch.setattr(trial_module, "_write", note)
+    with trial_module.kept_aside([weights], None):
+        assert bool(written) == in_file
         weights.zero_()
-        aside.restore([weights])
     assert torch.equal(weights.as_subclass(torch.Tensor), values)
 
 
@@ -258,26 +258,21 @@ class Releasing(CpuMeter):
         super().release()
 
 
-def test_another_step_at_a_size_runs_on_what_the_first_has_left() -> None:
-    meter = Releasing()
-    with Trial(Training().step, meter, BUDGET) as trial:
-        trial.measure(3)
-        before = len(meter.released)
-        assert trial.measure_again(3).fits
-        assert len(meter.released) == before
-        trial.measure(3)
-        assert len(meter.released) == before + 1
-
-
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_a_size_begins_as_training_does_with_states_that_its_first_step_makes(trained_before: bool) -> None:
     training = Training(torch.optim.AdamW, trained=trained_before)
     found: list[int] = []
     training.model.register_forward_pre_hook(lambda module, args: found.append(len(training.optimizer.state)))
-    with training.left_without_a_trace(), Trial(training.step, CpuMeter(), BUDGET) as trial:
-        makes_states = [trial.measure(3).makes_states, trial.begin(3).makes_states, trial.measure_again(3).makes_states]
+    meter = Releasing()
+    with training.left_without_a_trace(), Trial(training.step, meter, BUDGET) as trial:
+        assert len(training.optimizer.state) == training.num_trained, "they are there before the first step"
+        makes_states = [trial.measure(3).makes_states, trial.begin(3).makes_states]
+        before = len(meter.released)
+        makes_states.append(trial.measure_again(3).makes_states)
+        assert len(meter.released) == before, "another step runs on what the first has left"
         trial.begin(5)
         trial.measure(4)
+        assert len(meter.released) == before + 2
     all_of_them = training.num_trained
     begun = all_of_them if trained_before else 0
     assert found == [all_of_them, begun, all_of_them, begun, all_of_them]
@@ -306,11 +301,11 @@ def test_a_step_that_another_rank_cannot_begin_is_not_begun() -> None:
 
 
 def test_a_folder_in_memory_has_no_more_room_than_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(snapshot, "free_host_bytes", lambda: 2**20)
+    monkeypatch.setattr(trial_module, "free_host_bytes", lambda: 2**20)
     mounts = f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n"
     read_text = Path.read_text
     monkeypatch.setattr(
         Path, "read_text", lambda path, *args: mounts if path == Path("/proc/mounts") else read_text(path, *args)
     )
-    assert snapshot._free_bytes(tmp_path) == 2**19
-    assert snapshot._free_bytes(tmp_path.parent) > 2**20
+    assert trial_module._free_bytes(tmp_path) == 2**19
+    assert trial_module._free_bytes(tmp_path.parent) > 2**20

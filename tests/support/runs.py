@@ -23,9 +23,9 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
 }
 EXPLORED = [
-    Estimate(1, 4, 0.512, 1.0, 0.0, 0.0, 1.0, 1.0),
-    Estimate(4, 9, 0.301, 1.7, 0.99, 0.98, 1.61, 1.79),
-    Estimate("auto", 8, 0.35, 1.46, 0.03, 0.02, 1.38, 1.55),
+    Estimate(1, 4, 0.512, 1.0, 0.0, 1.0, 1.0),
+    Estimate(4, 9, 0.301, 1.7, 0.99, 1.61, 1.79),
+    Estimate("auto", 8, 0.35, 1.46, 0.03, 1.38, 1.55),
 ]
 
 

@@ -21,8 +21,8 @@ from adaptive_batching._report.events import read_events
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.growing import Increase
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
+from adaptive_batching._torchtune.probing import Circumstances
 from adaptive_batching._torchtune.session import Session
 from tests.support.hosts import host, loader_of
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._torchtune.kept_probe import (
+from adaptive_batching._torchtune.probing import (
     Circumstances,
     load_result,
     settings_of_memory,
@@ -35,36 +35,19 @@ def changed(**settings: Any) -> bool:
     return keys[0] != keys[1]
 
 
-MATTER = [
-    {"fsdp_cpu_offload": True},
-    {"fsdp_reshard_after_forward": False},
-    {"custom_sharded_layers": ["output"]},
-    {"ac_mode": "selective"},
-    {"ac_option": 2},
-    {"tensor_parallel_dim": 2},
-    {"optimizer__fused": False},
-    {"model___component_": "torchtune.models.llama3_2.llama3_2_1b"},
-    {"enable_activation_offloading": True},
-    {"enable_async_checkpointing": True},
-    {"dataset__packed": True},
-    {"a_setting_of_next_year": 1},
-    {"micro_batch_size": 1},
-    {"micro_batch_size": "auto"},
-    {"adaptive_batching": {"memory_limit": "40GiB"}},
-    {"adaptive_batching": {"headroom": "1%"}},
-    {"adaptive_batching": {"search": "binary_search"}},
-]
-DO_NOT = [
-    {"output_dir": "/elsewhere"},
-    {"seed": 3},
-    {"optimizer__lr": 1e-4},
-    {"epochs": 7},
-    {"resume_from_checkpoint": True},
-    {"checkpointer__checkpoint_files": ["another"]},
-    {"metric_logger__log_dir": "/elsewhere"},
-    {"batch_size": 16},
+MATTER: list[dict[str, Any]] = [
+    {"fsdp_cpu_offload": True}, {"fsdp_reshard_after_forward": False}, {"custom_sharded_layers": ["output"]},
+    {"ac_mode": "selective"}, {"ac_option": 2}, {"tensor_parallel_dim": 2}, {"optimizer__fused": False},
+    {"model___component_": "torchtune.models.llama3_2.llama3_2_1b"}, {"enable_activation_offloading": True},
+    {"enable_async_checkpointing": True}, {"dataset__packed": True}, {"a_setting_of_next_year": 1},
+    {"micro_batch_size": 1}, {"micro_batch_size": "auto"}, {"adaptive_batching": {"memory_limit": "40GiB"}},
+    {"adaptive_batching": {"headroom": "1%"}}, {"adaptive_batching": {"search": "binary_search"}},
+]  # fmt: skip
+DO_NOT: list[dict[str, Any]] = [
+    {"output_dir": "/elsewhere"}, {"seed": 3}, {"optimizer__lr": 1e-4}, {"epochs": 7}, {"resume_from_checkpoint": True},
+    {"checkpointer__checkpoint_files": ["another"]}, {"metric_logger__log_dir": "/elsewhere"}, {"batch_size": 16},
     {"adaptive_batching": {"report_dir": "/elsewhere"}},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("setting", "matters"), [(each, each in MATTER) for each in (*MATTER, *DO_NOT)], ids=str)
@@ -74,22 +57,16 @@ def test_what_may_change_what_training_takes_and_nothing_else_calls_for_another_
     assert changed(**setting) == matters
 
 
-def test_a_stored_result_comes_back_equal(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "probe.json"
-    store_result(path, {"dtype": "fp32", "sizes": (1, 2)}, RESULT)
-    assert load_result(path, {"dtype": "fp32", "sizes": (1, 2)}) == RESULT
-    assert RESULT.peak_bytes == 900
-    assert RESULT.num_out_of_memory == 1
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_result_found_under_other_conditions_is_ignored_with_the_reason(
+def test_a_stored_result_comes_back_equal_and_only_under_the_same_conditions(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    path = tmp_path / "probe.json"
-    store_result(path, {"dtype": "fp32", "device": "A"}, RESULT)
-    assert load_result(path, {"dtype": "bf16", "device": "A", "torch": "2"}) is None
+    path = tmp_path / "new" / "probe.json"
+    store_result(path, {"dtype": "fp32", "device": "A", "sizes": (1, 2)}, RESULT)
+    assert load_result(path, {"dtype": "fp32", "device": "A", "sizes": (1, 2)}) == RESULT
+    assert (RESULT.peak_bytes, RESULT.num_out_of_memory) == (900, 1)
+    assert list(path.parent.iterdir()) == [path]
+    assert load_result(path, {"dtype": "bf16", "device": "A", "sizes": (1, 2), "torch": "2"}) is None
     assert "dtype: 'fp32' -> 'bf16', torch: None -> '2'" in caplog.text
 
 
@@ -102,23 +79,24 @@ def test_a_damaged_file_is_ignored_with_a_warning(text: str, tmp_path: Path, cap
     assert load_result(tmp_path / "missing.json", {}) is None
 
 
-def times(*measured: tuple[int, float]) -> ForwardTimes:
-    noted = ForwardTimes()
+@pytest.mark.parametrize(
+    ("measured", "enough"),
+    [
+        # Of 10 ms and 20 ms for each sample, with a tenth of the first measurement for what that may be off by.
+        ([(1, 0.030), (2, 0.050)], 33),
+        ([(1, 0.9), (1, 0.030), (2, 0.050), (2, 0.2)], 33),  # of several the fastest counts
+        ([(1, 0.020), (2, 0.042)], 5),  # a time that rises faster than the samples has no fixed part
+        ([(1, 0.030), (2, 0.033)], None),  # time hardly rises: the device is not filled
+        ([(1, 0.030)], None),
+    ],
+)
+def test_forwards_are_large_enough_where_larger_ones_gain_less_than_a_fiftieth(
+    measured: list[tuple[int, float]], enough: int | None
+) -> None:
+    times = ForwardTimes()
     for samples, seconds in measured:
-        noted.note(samples, seconds)
-    return noted
-
-
-def test_forwards_are_large_enough_where_larger_ones_gain_less_than_a_fiftieth() -> None:
-    """Of 10 ms and 20 ms for each sample, with a tenth of the first measurement for what that may be off by."""
-    assert times((1, 0.030), (2, 0.050)).enough() == 33
-    assert times((1, 0.9), (1, 0.030), (2, 0.050), (2, 0.2)).enough() == 33, "of several the fastest counts"
-    assert times((1, 0.020), (2, 0.042)).enough() == 5, "a time that rises faster than the samples has no fixed part"
-
-
-def test_where_time_hardly_rises_the_device_is_not_filled_and_nothing_can_be_told() -> None:
-    assert times((1, 0.030), (2, 0.033)).enough() is None
-    assert times((1, 0.030)).enough() is None
+        times.note(samples, seconds)
+    assert times.enough() == enough
 
 
 def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels() -> None:

@@ -17,7 +17,7 @@ from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
 from adaptive_batching._torchtune.next_token import Distillation
 from adaptive_batching._torchtune.objective import StockParts
@@ -128,7 +128,7 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
     step = device.training_step()
     config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "search": "binary_search"})
     try:
-        found = find_maximum_batch_size(step, config, device, upper=64)
+        found = find_largest(step, config, device, Question(64))
     except DoesNotFitError:
         return
     chance = random.Random(seed)

@@ -4,6 +4,7 @@ lie on the host."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._probe import snapshot
+from adaptive_batching._memory import CpuMeter
+from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.bits_and_bytes import is_managed, paged_bytes, traced_as
 from adaptive_batching._trace.trace import trace_step
@@ -49,13 +51,13 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def saved(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Tensors of which a trial has saved copies."""
     found: list[torch.Tensor] = []
-    put = snapshot._Aside.put
+    keep = trial_module.kept_aside
 
-    def note(self: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def note(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Any:
         found.extend(tensors)
-        put(self, tensors)
+        return keep(tensors, scratch)
 
-    monkeypatch.setattr(snapshot._Aside, "put", note)
+    monkeypatch.setattr(trial_module, "kept_aside", note)
     return found
 
 

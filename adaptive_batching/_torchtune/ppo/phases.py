@@ -11,15 +11,14 @@ import torch
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
 from adaptive_batching._probe.does_not_fit import Remedy
-from adaptive_batching._probe.find import find_maximum_batch_size
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe
 from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories, bytes_of, longest
-from adaptive_batching._torchtune.probing import Probe, Probed, upper_bound
+from adaptive_batching._torchtune.probing import Circumstances, Probe, Probed, kept_probe, upper_bound
 from adaptive_batching._trace.training import TrainingStep
 
 log = logging.getLogger(__name__)
@@ -106,16 +105,11 @@ class _Rollouts:
         ]
 
         def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
-            return find_maximum_batch_size(
-                step,
-                replace(settings, round_to_power_of_two=False),  # rows of a forward are no size that training sees
-                meter,
-                upper=self.most_rows,
-                upper_reason="the largest batch",
-                coarse=True,
-                remedies=lambda: remedies,
-                scratch=folder,
+            question = Question(
+                self.most_rows, "the largest batch", coarse=True, remedies=lambda: remedies, scratch=folder
             )
+            settings = replace(settings, round_to_power_of_two=False)  # rows of a forward are no size of training
+            return find_largest(step, settings, meter, question)
 
         facts = {"recipe": f"{host.name}, rollout", "upper": self.most_rows, "sequence_length": self.prompt_tokens}
         return kept_probe(host, settings, circumstances, facts, folder / "probe_rollout.json", find)

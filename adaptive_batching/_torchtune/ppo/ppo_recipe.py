@@ -17,10 +17,10 @@ from adaptive_batching._torchtune.checkpoints import (
     saved_last,
     with_batch_state,
 )
-from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.ppo import stock_ppo as stocks
 from adaptive_batching._torchtune.ppo.ppo_session import PPOSession
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
+from adaptive_batching._torchtune.probing import Circumstances
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.resuming import take_value_model_of
 from adaptive_batching._torchtune.settings import check_ppo_settings
