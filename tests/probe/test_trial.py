@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.training import TrainingStep

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from adaptive_batching._memory import CpuMeter
-from adaptive_batching._memory import CpuMeter
 from adaptive_batching._probe import trial as trial_module
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.bits_and_bytes import is_managed, paged_bytes, traced_as
