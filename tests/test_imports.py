@@ -43,7 +43,6 @@ PURE = [
     "emulated_device/build",
     "emulated_device/control",
     "growth/course",
-    "growth/epoch",
     "growth/increase",
     "growth/noise_scale",
     "growth/schedules",

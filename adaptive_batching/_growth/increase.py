@@ -1,14 +1,12 @@
 """Increase functions: their signature, what they may read, how a config names one, and batch sizes decided by one.
 
-An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add; 0
-adds none. It is called at the start of every epoch with an ``int``. If ``increase_every`` is a fraction, it is also
-called at these parts of an epoch with a ``float``: 1.25 is a quarter into the second epoch.
+An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add. It
+is called at the start of every epoch with an ``int``; if ``increase_every`` is a fraction, also at these parts of an
+epoch with a ``float``: 1.25 is a quarter into the second epoch.
 
 A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are assumed to depend
-on their arguments alone. They are called for the whole run before training begins, so that the run is known up front.
-A function that takes ``state`` is called during training, unless it is marked as :func:`planned`.
-
-This module imports only the standard library.
+on their arguments alone, and are called for the whole run before training begins, so that it is known up front. A
+function that takes ``state`` is called during training, unless it is marked as :func:`planned`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal
 from adaptive_batching._values import AdaptiveBatchingError
 
 log = logging.getLogger(__name__)
@@ -198,6 +195,73 @@ def check_signature(key: str, function: Callable[..., Any]) -> None:
 
 
 @dataclass(frozen=True)
+class FixedAccumulation:
+    """Every optimizer step takes ``batches`` batches; the global batch grows with the batch size."""
+
+    batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batches < 1:
+            raise ValueError(f"batches={self.batches} must be at least 1")
+
+    def batches_at(self, batch_size: int) -> int:
+        """Return the batches of an optimizer step."""
+        return self.batches
+
+    def window(self, batch_size: int) -> int:
+        """Return the samples of an optimizer step on one replica."""
+        return batch_size * self.batches
+
+    def allowed(self, batch_size: int) -> int:
+        """Return the largest possible size that is at most ``batch_size``."""
+        return batch_size
+
+    def room(self, samples: int) -> int | None:
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return self.allowed(samples // self.batches)
+
+
+@dataclass(frozen=True)
+class InParts(FixedAccumulation):
+    """Every step takes one batch, which is divided into ``parts`` of equal size."""
+
+    parts: int = 1
+
+    def allowed(self, batch_size: int) -> int:
+        return batch_size // self.parts * self.parts
+
+
+@dataclass(frozen=True)
+class KeepGlobal:
+    """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
+
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be at least 1")
+
+    def batches_at(self, batch_size: int) -> int:
+        """Return the batches of an optimizer step."""
+        return self.samples // batch_size
+
+    def window(self, batch_size: int) -> int:
+        """Return the samples of an optimizer step on one replica."""
+        return self.samples
+
+    def allowed(self, batch_size: int) -> int:
+        """Return the largest possible size that is at most ``batch_size``: a divisor of the samples of a step."""
+        return next(size for size in range(min(batch_size, self.samples), 0, -1) if self.samples % size == 0)
+
+    def room(self, samples: int) -> int | None:
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return None
+
+
+Accumulation = FixedAccumulation | KeepGlobal
+
+
+@dataclass(frozen=True)
 class Decision:
     epoch: float
     """Time of the decision, in epochs."""
@@ -218,8 +282,7 @@ class BatchController:
         maximum_reason: Where the maximum comes from, for messages.
         increase: The increase function; None keeps the size.
         name: The increase function's name in messages.
-        accumulation: Says which sizes are possible.
-        ask: Calls the function; on several ranks only one of them does.
+        accumulation: The batches of an optimizer step, which say what sizes are possible.
 
     Raises:
         ValueError: If ``batch_size`` is not among the sizes that are possible up to ``maximum``.
@@ -233,23 +296,17 @@ class BatchController:
         maximum_reason: str = "",
         increase: IncreaseFunction | None = None,
         name: str = "",
-        accumulation: Accumulation = FixedAccumulation(),  # noqa: B008 (immutable)
-        ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+        accumulation: Accumulation = FixedAccumulation(),
     ) -> None:
         if not 1 <= batch_size <= maximum:
             raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
-        if accumulation.allowed(batch_size) != batch_size:
-            allowed = accumulation.allowed(batch_size)
+        if (allowed := accumulation.allowed(batch_size)) != batch_size:
             raise ValueError(f"batch_size={batch_size} does not go with {accumulation}; start with {allowed}")
         if increase is not None:
             check_signature(f"increase={name or getattr(increase, '__qualname__', repr(increase))}", increase)
-        self.batch_size = batch_size
-        self.maximum = maximum
-        self.maximum_reason = maximum_reason
-        self.name = name
+        self.batch_size, self.maximum, self.maximum_reason = batch_size, maximum, maximum_reason
+        self.name, self.accumulation = name, accumulation
         self._increase = increase
-        self.accumulation = accumulation
-        self._ask_one = ask
         self._warned = False
 
     @property
@@ -274,7 +331,7 @@ class BatchController:
             IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
         """
         previous = self.batch_size
-        increase = self._ask(state) if self._increase is not None else 0
+        increase = 0 if self._increase is None else self._ask(self._increase, state)
         asked = previous + increase
         wanted = self.accumulation.allowed(asked)
         note = warning = ""
@@ -305,22 +362,20 @@ class BatchController:
         elif not decision.warning and decision.reason != "kept":
             log.info("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.reason)
 
-    def _ask(self, state: GrowthState) -> int:
+    def _ask(self, increase: IncreaseFunction, state: GrowthState) -> int:
         call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"
-        increase = self._increase
-        assert increase is not None
         known = {"state": state} if takes_state(increase) else {}
         try:
-            answer = self._ask_one(lambda: increase(state.epoch, self.batch_size, **known))
+            answer = increase(state.epoch, self.batch_size, **known)
         except Exception as error:
             raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
         refusal = f"{call} returned {answer!r}; it must return how many samples to add, a whole number >= 0"
-        if isinstance(answer, bool):
-            raise IncreaseFunctionError(refusal)
         try:
-            number = operator.index(answer)  # int and the integer types of numpy and torch, but no float
+            number = None if isinstance(answer, bool) else operator.index(answer)  # numpy's and torch's, too
         except TypeError:
-            raise IncreaseFunctionError(refusal) from None
+            number = None
+        if number is None:
+            raise IncreaseFunctionError(refusal)
         if number < 0:
             raise IncreaseFunctionError(f"{refusal} (a batch never shrinks)")
         return number

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adaptive_batching._growth.epoch import FixedAccumulation, InParts, KeepGlobal, RunShape
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching import growth, plan_batch_sizes
 from adaptive_batching._growth.course import Course, learning_rate_scale
-from adaptive_batching._growth.epoch import FixedAccumulation, InParts, KeepGlobal, RunShape
 from adaptive_batching._growth.increase import BatchController, GrowthState, IncreaseFunction, IncreaseFunctionError
 from adaptive_batching.growth import fixed_increase, replace_lr_decay, step
 from tests.support.examples import STATE
