@@ -54,7 +54,6 @@ PURE = [
     "plan",
     "probe/search",
     "probe/sizes",
-    "report/curves",
     "report/events",
     "report/facts",
     "report/page",

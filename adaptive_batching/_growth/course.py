@@ -27,29 +27,27 @@ from adaptive_batching._growth.increase import (
 class RunShape:
     """The size of a run. Samples are those of one replica: a device that sees different samples from the others.
 
+    Attributes:
+        samples: Samples of an epoch.
+        max_steps: Optimizer steps after which an epoch is cut short.
+        decisions: How often the batch size is decided in an epoch, at equal distances.
+        reference_steps: Optimizer steps of an epoch in the stock run, at the configured sizes; the schedule is laid out
+            for these.
+        reference_samples: Samples of each of them.
+        run_samples: Samples after which the run ends, be it within an epoch; None to train on all epochs.
+
     Raises:
         ValueError: If a number that has to be at least 1 is less.
     """
 
     epochs: int
     samples: int
-    """Of an epoch."""
-
     replicas: int = 1
     max_steps: int | None = None
-    """Optimizer steps after which an epoch is cut short."""
-
     decisions: int = 1
-    """How often the batch size is decided in an epoch, at equal distances."""
-
     reference_steps: int = 0
-    """Optimizer steps of an epoch in the stock run, at the configured sizes; the schedule is laid out for these."""
-
     reference_samples: int = 1
-    """Samples of each of them."""
-
     run_samples: int | None = None
-    """Samples after which the run ends, be it within an epoch; None to train on all epochs."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "samples", "replicas", "decisions", "reference_samples"):
@@ -61,16 +59,11 @@ class RunShape:
 class PlannedEpoch:
     epoch: int
     batch_sizes: list[int]
-    """One after the other."""
-
     global_batch_sizes: list[int]
     steps: int
-    samples: int
-    """Of all replicas."""
-
+    samples: int  # of all replicas
     dropped_samples: int
     last_lr: float
-    """At its end."""
 
 
 class Course:

@@ -38,49 +38,39 @@ class GrowthState:
     """State of a run when it decides on a batch size.
 
     The fields without a default are also known before training, when functions marked as :func:`planned` are called.
+
+    Attributes:
+        epoch: Epochs that the run has completed, including the fraction of the current one.
+        total_epochs: Epochs of the whole run.
+        batch_size: Current number of samples in a batch on one device.
+        initial_batch_size: Number of samples in a batch on one device when the run began.
+        maximum: Upper bound of ``batch_size``.
+        global_batch_size: Number of samples that the optimizer currently sees in a step.
+        samples_seen: Samples that the optimizer has seen so far.
+        steps: Optimizer steps taken so far.
+        lr_decay: Scheduled learning rate as a fraction of its highest value so far; 1 without a schedule or during
+            warm-up.
+        losses: Mean training loss of the samples between two decisions, one value per decision so far.
+        val_losses: Loss of the last validation before each decision so far that had one since the decision before it.
+        noise_scale: Smoothed gradient noise scale in samples; None if not known yet or not measured.
+        history: (epoch, new batch size) of each change of ``batch_size``, including the initial size.
+        seconds_per_step: Maps a batch size to the expected seconds of an optimizer step; None if not known yet.
     """
 
     epoch: float
-    """Epochs that the run has completed, including the fraction of the current one."""
-
     total_epochs: int
-    """Epochs of the whole run."""
-
     batch_size: int
-    """Current number of samples in a batch on one device."""
-
     initial_batch_size: int
-    """Number of samples in a batch on one device when the run began."""
-
     maximum: int
-    """Upper bound of ``batch_size``."""
-
     global_batch_size: int
-    """Number of samples that the optimizer currently sees in a step."""
-
     samples_seen: int
-    """Samples that the optimizer has seen so far."""
-
     steps: int
-    """Optimizer steps taken so far."""
-
     lr_decay: float
-    """Scheduled learning rate as a fraction of its highest value so far; 1 without a schedule or during warm-up."""
-
     losses: tuple[float, ...] = ()
-    """Mean training loss of the samples between two decisions, one value per decision so far."""
-
     val_losses: tuple[float, ...] = ()
-    """Loss of the last validation before each decision so far that had one since the decision before it."""
-
     noise_scale: float | None = None
-    """Smoothed gradient noise scale in samples; None if not known yet or not measured."""
-
     history: tuple[tuple[float, int], ...] = ()
-    """(epoch, new batch size) of each change of ``batch_size``, including the initial size."""
-
     seconds_per_step: Callable[[int], float] | None = None
-    """Maps a batch size to the expected seconds of an optimizer step; None if not known yet."""
 
 
 def planned(function: IncreaseFunction) -> IncreaseFunction:
@@ -242,11 +232,9 @@ class KeepGlobal:
             raise ValueError(f"samples={self.samples} must be at least 1")
 
     def batches_at(self, batch_size: int) -> int:
-        """Return the batches of an optimizer step."""
         return self.samples // batch_size
 
     def window(self, batch_size: int) -> int:
-        """Return the samples of an optimizer step on one replica."""
         return self.samples
 
     def allowed(self, batch_size: int) -> int:
@@ -254,7 +242,6 @@ class KeepGlobal:
         return next(size for size in range(min(batch_size, self.samples), 0, -1) if self.samples % size == 0)
 
     def room(self, samples: int) -> int | None:
-        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
         return None
 
 
@@ -264,13 +251,10 @@ Accumulation = FixedAccumulation | KeepGlobal
 @dataclass(frozen=True)
 class Decision:
     epoch: float
-    """Time of the decision, in epochs."""
-
     previous: int
     batch_size: int
     reason: str
-    warning: str = ""
-    """Why the size is not the one asked for, if the user should know."""
+    warning: str = ""  # why the size is not the one asked for, if the user should know
 
 
 class BatchController:

@@ -346,41 +346,39 @@ class Growth:
         return seconds_at
 
 
-class StockCourse:
-    """The course of a run whose batches are those of stock; ``total_steps`` end it, be it within an epoch."""
-
-    def __init__(self, run: StockRun, total_steps: int | None) -> None:
-        self.accumulation = run.accumulation
-        self.steps_per_epoch = run.steps_per_epoch
-        self.steps_in_epoch = 0
-        self.steps = run.first_step
-        self._most_in_epoch, self._total = run.max_steps_per_epoch, total_steps
-
-    @property
-    def run_is_over(self) -> bool:
-        return self.steps == self._total
-
-    @property
-    def epoch_is_over(self) -> bool:
-        return self.run_is_over or self.steps_in_epoch == self._most_in_epoch
-
-    def steps_left(self) -> int:
-        return (self._total or 0) - self.steps
-
-
 class StockSchedule:
-    """Batches and learning rates of a run with all fields unset; methods are those of ``Growth``."""
+    """Batches and learning rates of a run with all fields unset, and their course; ``total_steps`` end it, if given.
+
+    Methods are those of ``Growth`` and ``Course``.
+    """
 
     adapts = False
     noise = None
     global_batch_size = 0
 
     def __init__(self, host: Host, run: StockRun, total_steps: int | None = None) -> None:
-        self.course = StockCourse(run, total_steps)
+        self.accumulation, self.steps_per_epoch = run.accumulation, run.steps_per_epoch
+        self.steps_in_epoch = 0
+        self._steps, self._total, self._most_in_epoch = run.first_step, total_steps, run.max_steps_per_epoch
         self._loader, self._scheduler = host.loader, run.scheduler
 
+    @property
+    def course(self) -> StockSchedule:
+        return self
+
+    @property
+    def run_is_over(self) -> bool:
+        return self._steps == self._total
+
+    @property
+    def epoch_is_over(self) -> bool:
+        return self.run_is_over or self.steps_in_epoch == self._most_in_epoch
+
+    def steps_left(self) -> int:
+        return (self._total or 0) - self._steps
+
     def start_epoch(self, number: int) -> None:
-        self.course.steps_in_epoch = 0
+        self.steps_in_epoch = 0
 
     def batches(self) -> Iterator[list[Sample]]:
         return iter(self._loader)
@@ -388,8 +386,8 @@ class StockSchedule:
     def take_step(self, num_tokens: torch.Tensor) -> None:
         if self._scheduler is not None:
             self._scheduler.step()
-        self.course.steps += 1
-        self.course.steps_in_epoch += 1
+        self._steps += 1
+        self.steps_in_epoch += 1
 
     def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> None: ...
 
