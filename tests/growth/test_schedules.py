@@ -9,17 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching import growth
-from adaptive_batching._growth.increase import (
-    GrowthState,
-    IncreaseFunction,
-    IncreaseFunctionError,
-    is_planned,
-    reads_noise_scale,
-    reads_val_loss,
-    resolve,
-    takes_state,
-)
+from adaptive_batching._growth import increase
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, is_planned, resolve
 from tests.support.examples import STATE
+
+HERE = "tests.growth.test_schedules"
+OURS = "adaptive_batching.growth"
 
 
 def two_arguments(start: int, gamma: float) -> Any:
@@ -28,10 +23,6 @@ def two_arguments(start: int, gamma: float) -> Any:
 
 def other_names(e: int, b: int) -> int:
     return 1
-
-
-def add_two(epoch: int, current_batch_size: int) -> int:
-    return 2
 
 
 def one_argument(epoch: int) -> int:
@@ -46,13 +37,10 @@ def broken_factory(every: int) -> None:
     raise RuntimeError("no")
 
 
-not_callable = 3
-
-
 def size(function: IncreaseFunction, **known: Any) -> int:
     """What the batch is after ``function`` was asked."""
     state = dataclasses.replace(STATE, **known)
-    arguments = {"state": state} if takes_state(function) else {}
+    arguments = {"state": state} if increase.takes_state(function) else {}
     return state.batch_size + function(state.epoch, state.batch_size, **arguments)
 
 
@@ -127,31 +115,30 @@ def test_the_batch_grows_where_the_rate_would_have_fallen() -> None:
     assert [size(function, lr_decay=decay) for decay in (1, 0.51, 0.5, 0.25, 0.2, 0.03, 0)] == [4, 4, 8, 16, 16, 64, 64]
 
 
-def test_the_batch_grows_when_the_loss_has_stopped_to_fall() -> None:
-    def sizes(losses: list[float], **arguments: Any) -> list[int]:
-        function = growth.on_plateau(**arguments)
-        assert not is_planned(function)
-        return [size(function, losses=tuple(losses[: i + 1])) for i in range(len(losses))]
-
-    assert sizes([5, 4, 3, 2], patience=1) == [4, 4, 4, 4]
-    assert sizes([5, 4, 4, 4, 4, 4], patience=2) == [4, 4, 4, 8, 8, 16]
-    assert sizes([5, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2) == [4, 4, 4, 8, 8, 8, 8]
-    assert sizes([5, 4, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2)[-1] == 16
-    assert sizes([5, 4.999, 4.998], patience=1, min_delta=0.01, rate=3) == [4, 12, 36]
-    assert sizes([5, 4, 4, 3, 3], patience=2) == [4, 4, 4, 4, 4], "a better loss begins anew"
-
-
-def test_the_batch_grows_when_the_loss_of_validations_has_stopped_to_fall() -> None:
-    function = growth.on_plateau(patience=1, metric="val_loss")
-    assert reads_val_loss(function) and not reads_val_loss(growth.on_plateau())
-    assert size(function, losses=(5, 5, 5)) == 4, "no validation yet"
-    assert size(function, losses=(5, 4, 3), val_losses=(5, 4)) == 4
-    assert size(function, losses=(5, 4, 3), val_losses=(5, 5)) == 8
+@pytest.mark.parametrize(
+    ("losses", "arguments", "sizes"),
+    [
+        ([5, 4, 3, 2], {"patience": 1}, [4, 4, 4, 4]),
+        ([5, 4, 4, 4, 4, 4], {"patience": 2}, [4, 4, 4, 8, 8, 16]),
+        ([5, 4, 4, 4, 4, 4, 4, 4], {"patience": 2, "cooldown": 2}, [4, 4, 4, 8, 8, 8, 8, 16]),
+        ([5, 4.999, 4.998], {"patience": 1, "min_delta": 0.01, "rate": 3}, [4, 12, 36]),
+        ([5, 4, 4, 3, 3], {"patience": 2}, [4, 4, 4, 4, 4]),  # a better loss begins anew
+    ],
+)
+@pytest.mark.parametrize("metric", ["loss", "val_loss"])
+def test_the_batch_grows_when_the_loss_has_stopped_to_fall(
+    metric: str, losses: list[float], arguments: dict[str, Any], sizes: list[int]
+) -> None:
+    function = growth.on_plateau(**arguments, metric=metric)
+    assert not is_planned(function) and increase.reads_val_loss(function) == (metric == "val_loss")
+    name, other = ("losses", "val_losses") if metric == "loss" else ("val_losses", "losses")
+    seen = [tuple(losses[: i + 1]) for i in range(len(losses))]
+    assert [size(function, **{name: each, other: (5.0,) * 9}) for each in seen] == sizes
 
 
 def test_growth_by_the_noise_scale_is_held_back() -> None:
     function = growth.gradient_noise_scale(multiplier=0.5, hysteresis=1.25)
-    assert reads_noise_scale(function) and not is_planned(function)
+    assert increase.reads_noise_scale(function) and not is_planned(function)
     assert size(function, noise_scale=None) == 4
     assert size(function, noise_scale=9.8) == 4, "below the hysteresis"
     assert size(function, noise_scale=10) == 5
@@ -205,42 +192,36 @@ def test_factories_check_their_arguments(factory: str, arguments: dict[str, Any]
         getattr(growth, factory)(**arguments)
 
 
-def test_functions_and_factories_are_resolved_by_dotted_path() -> None:
-    assert resolve("tests.growth.test_schedules.add_two")[1](0, 4) == 2
-    assert not is_planned(resolve("tests.growth.test_schedules.with_state")[1])
-    name, function = resolve({"_component_": "adaptive_batching.growth.fixed_increase", "increase": 3})
-    assert name == "adaptive_batching.growth.fixed_increase"
-    assert function(1, 5) == 3
-
-
-@pytest.mark.parametrize("name", ["add_two", "with_state", "other_names"])
+@pytest.mark.parametrize("name", ["with_state", "other_names"])
 def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As ``batch_increase_function=path`` on the command line arrives, over a component in the YAML."""
-    path = f"tests.growth.test_schedules.{name}"
-    assert resolve({"_component_": path, "every": 1})[1] is resolve(path)[1]
+    assert resolve(f"{HERE}.{name}") == (f"{HERE}.{name}", globals()[name])
+    assert resolve({"_component_": f"{HERE}.{name}"})[1] is globals()[name] and not caplog.text
+    assert resolve({"_component_": f"{HERE}.{name}", "every": 1})[1] is globals()[name]
     assert "dropped arguments: every" in caplog.text
-    caplog.clear()
-    assert resolve({"_component_": path})[1] is resolve(path)[1]
-    assert not caplog.text
+    resolved, function = resolve({"_component_": f"{OURS}.fixed_increase", "increase": 3})
+    assert (resolved, function(1, 5)) == (f"{OURS}.fixed_increase", 3)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("path", "arguments", "message"),
     [
-        ("no_such_package.f", "cannot be imported"),
-        ("tests.growth.test_schedules.no_such_function", "cannot be imported"),
-        ("not a path", "cannot be imported"),
-        ("tests.growth.test_schedules.not_callable", "not callable but of type int"),
-        ("tests.growth.test_schedules.one_argument", r"cannot be called with \(epoch, current_batch_size\)"),
-        ("adaptive_batching.growth.step", r"a factory.*_component_"),
-        ({"_component_": "tests.growth.test_schedules.broken_factory", "every": 2}, "failed with the arguments"),
-        ({"_component_": "tests.growth.test_schedules.two_arguments", "start": 1, "gama": 2}, "argument 'gama'"),
-        ({"_component_": "adaptive_batching.growth.step", "evry": 2}, "evry"),
-        ({"_component_": "builtins.dict"}, "must return a function"),
+        ("no_such_package.f", None, "cannot be imported"),
+        (f"{HERE}.no_such_function", None, "cannot be imported"),
+        ("not a path", None, "cannot be imported"),
+        (f"{HERE}.HERE", None, "not callable but of type str"),
+        (f"{HERE}.one_argument", None, r"cannot be called with \(epoch, current_batch_size\)"),
+        (f"{OURS}.step", None, r"a factory.*_component_"),
+        (f"{HERE}.broken_factory", {"every": 2}, "failed with the arguments"),
+        (f"{HERE}.two_arguments", {"start": 1, "gama": 2}, "argument 'gama'"),
+        (f"{OURS}.step", {"evry": 2}, "evry"),
+        ("builtins.dict", {}, "must return a function"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_before_training(value: Any, message: str) -> None:
-    with pytest.raises(IncreaseFunctionError, match=message):
-        resolve(value)
+def test_a_function_that_cannot_be_used_is_refused_before_training(
+    path: str, arguments: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(increase.IncreaseFunctionError, match=message):
+        resolve(path if arguments is None else {"_component_": path, **arguments})
