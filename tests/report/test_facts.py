@@ -44,7 +44,8 @@ OF_NO_GROWTH = {"use_maximum_batch_size": False, "batch_increase_function": None
 @pytest.mark.parametrize(
     ("config", "expected", "spared"),
     [
-        ({"batch_increase_function": None, "batch_size": 2}, {**ONE_SIZE, "adaptive_batching": LIMIT}, "needs no probe"),
+        ({"batch_increase_function": None, "batch_size": 2}, {**ONE_SIZE, "adaptive_batching": LIMIT},
+         "needs no probe"),
         ({"batch_increase_function": {"_component_": None, "every": 1}}, {**ONE_SIZE, "adaptive_batching": LIMIT},
          "needs no probe"),  # as a command line takes a function away
         ({"batch_increase_function": FUNCTION},
