@@ -67,13 +67,15 @@ def facts(run: Run) -> list[tuple[str, str, str]]:
     peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]
     allowed = "" if probe is None else f"the probe allowed {size(probe['budget_bytes'])}"
     unknown = NOT_RECORDED, ""
+    dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
+    epochs = of(len(run.events["epoch"]), "epoch") + (f"; {count(dropped)} left over at their ends" if dropped else "")
     speed = (duration(seconds), f"{timed / seconds:,.1f} samples per second") if seconds else unknown
     padding = (f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens else unknown
     return [
         ("Batch size", *_batch_size(rows)),
         ("Largest that fits", *_largest(probe, run.last("maximum"))),
         ("Optimizer steps", count(len(steps)), _state(run)),
-        ("Samples", count(sum(step["samples"] for step in steps)), _epochs(run)),
+        ("Samples", count(sum(step["samples"] for step in steps)), epochs),
         ("Loss", *_losses(rows, run.events["validation"])),
         ("Time in steps", *speed),
         ("Padding", *padding),
@@ -89,9 +91,8 @@ def _state(run: Run) -> str:
         return f"ended {moment(ended['time'])}"
     if run.last("run") is None:
         return ""
-    early = "the record ends here: the run goes on, or was cut off"
-    if errors:
-        early = f"ended early, {moment(errors[0]['time'])}"
+    cut_off = "the record ends here: the run goes on, or was cut off"
+    early = f"ended early, {moment(errors[0]['time'])}" if errors else cut_off
     planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
     return early + (f"; about {count(planned)} planned" if planned else "")
 
@@ -116,12 +117,6 @@ def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
     if maximum is not None:
         return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
     return NOT_RECORDED, ""
-
-
-def _epochs(run: Run) -> str:
-    dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
-    epochs = of(len(run.events["epoch"]), "epoch")
-    return f"{epochs}; {count(dropped)} left over at their ends" if dropped else epochs
 
 
 def _losses(rows: list[Row], validations: list[Event]) -> tuple[str, str]:
@@ -214,9 +209,7 @@ def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
 def _flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not isinstance(values, dict):
         return [(prefix, "null" if values is None else str(values))] if prefix else []
-    return [
-        pair for key, value in values.items() for pair in _flattened(value, f"{prefix}.{key}" if prefix else str(key))
-    ]
+    return [pair for key in values for pair in _flattened(values[key], f"{prefix}.{key}" if prefix else str(key))]
 
 
 def snippet(run: Run) -> tuple[str, str] | None:

@@ -1,7 +1,7 @@
 """The page of a run, or of several: one file of HTML that asks nothing of a network.
 
-Its words and tables stand in the HTML. The curves are data in it, which uPlot draws; see ``assets/``. The page of a run
-that trains is made in a process of its own, so that nothing about it can touch training.
+The curves are data in it, which uPlot draws; see ``assets/``. The page of a run that trains is made in a process of its
+own, so that nothing about it can touch training.
 """
 
 from __future__ import annotations

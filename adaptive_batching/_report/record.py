@@ -136,18 +136,14 @@ class Report(Watcher):
         log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
 
     def resume(self, step: int, *, epoch: float, batch_size: int, global_batch_size: int) -> None:
-        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again.
-
-        ``epoch`` is how far the run is. The sizes are those from here on, a change if they were others.
-        """
+        """Record that a run goes on after ``step`` steps, with these sizes: later ones on record run again."""
         self._write("resume", step=step)
         if not self._writes:
             return
         with self._only_warned():
             self._note_all()
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
-        last = self._rows[-1] if self._rows else None
-        if last is None or (last.batch_size, last.global_batch_size) != (batch_size, global_batch_size):
+        if not self._rows or (self._rows[-1].batch_size, self._rows[-1].global_batch_size) != (*sizes.values(),):
             self.change(epoch=epoch, step=step, reason="resumed with this size", **sizes)
 
     def epoch(self, **values: Any) -> None:
@@ -162,8 +158,7 @@ class Report(Watcher):
         self._write("change", **values)
 
     def cost(self, cost: StepCost) -> None:
-        """Keep what a step took until :meth:`step` records it."""
-        self._cost = dataclasses.asdict(cost)
+        self._cost = dataclasses.asdict(cost)  # until the step is recorded
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         self._recoveries = recoveries
@@ -174,16 +169,14 @@ class Report(Watcher):
         self._write("validation", epoch=epoch, step=step, loss=loss)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
-        self._write(
-            "noise", step=step, tokens=shown.tokens, variance=shown.variance, norm_squared=shown.norm_squared,
-            noise_scale=noise_scale,
-        )  # fmt: skip
+        values = {"tokens": shown.tokens, "variance": shown.variance, "norm_squared": shown.norm_squared}
+        self._write("noise", step=step, **values, noise_scale=noise_scale)
 
     def end(self) -> None:
         self._write("end", time=_now())
 
     def finish(self) -> None:
-        """Record the end of the run, log the table of decisions and their reasons, then make the page."""
+        """Record the end of the run, log the table of decisions and make the page."""
         if not self._writes:
             return
         self.end()

@@ -199,9 +199,9 @@ class Growth:
         self.course.samples_seen, self.course.steps = stored.get("samples_seen", 0), run.first_step
         self.course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
         within_epoch = stored.get("within_epoch")
-        self._resumes_epoch = within_epoch is not None
         if within_epoch is not None:
             self.learning_rate.advance(self.course.resume(run.first_epoch, within_epoch))
+        self._resumes_epoch = within_epoch is not None
         if self.noise is not None and "noise_scale" in stored:
             self.noise.scale.load_state_dict(stored["noise_scale"])
 
@@ -220,9 +220,7 @@ class Growth:
             )  # fmt: skip
             self._follow()
             return None
-        decision = self.course.start_epoch(number, self._observe)
-        self._apply(decision)
-        return decision
+        return self._applied(self.course.start_epoch(number, self._observe))
 
     def batches(self) -> Iterator[list[Sample]]:
         """Return the batches of this epoch that are left."""
@@ -252,9 +250,7 @@ class Growth:
             interval.seconds += seconds
         self._is_warm = True
         decision = self.course.decide_if_due(self._observe)
-        if decision is not None:
-            self._apply(decision)
-        return decision
+        return None if decision is None else self._applied(decision)
 
     def note_validation(self, loss: float) -> None:
         """Take note of the loss of a validation, before :meth:`record_step` of the step that it follows."""
@@ -269,12 +265,10 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
+        sizes = {"batch_size_samples": self.course.controller.batch_size,
+                 "global_batch_size_samples": self.global_batch_size}  # fmt: skip
         noise_scale = self._noise_scale
-        return {
-            "batch_size_samples": self.course.controller.batch_size,
-            "global_batch_size_samples": self.global_batch_size,
-            **({} if noise_scale is None else {"gradient_noise_scale_samples": noise_scale}),
-        }
+        return sizes if noise_scale is None else {**sizes, "gradient_noise_scale_samples": noise_scale}
 
     @property
     def _noise_scale(self) -> float | None:
@@ -292,11 +286,12 @@ class Growth:
             **({} if self._second_moment is None else {"second_moment": self._second_moment.state_dict()}),
         }
 
-    def _apply(self, decision: Decision) -> None:
+    def _applied(self, decision: Decision) -> Decision:
         self.course.controller.announce(decision)
         self._follow()
         if decision.batch_size != decision.previous and not self.course.controller.decides_early:
             log.info("about %d optimizer steps are left, if the size stays", self.course.steps_left())
+        return decision
 
     def _follow(self) -> None:
         self._host.loader.set_batch_size(self.course.controller.batch_size)
@@ -318,10 +313,9 @@ class Growth:
         }
 
     def _seconds_per_step(self, interval: _Interval) -> Callable[[int], float] | None:
-        """Return seconds of an optimizer step as a function of the batch size, or None while that is not known.
+        """Return batch size -> seconds of an optimizer step, or None while that is not known.
 
-        The time of a step is a fixed part, for the optimizer, and the forwards and backwards, each with a fixed part of
-        its own and a part for its tokens.
+        A step takes a fixed time, for the optimizer, and one for each forward and backward and for each token of it.
         """
         line = self._execution.cost.line()
         if line is None or interval.timed_steps == 0:
