@@ -109,9 +109,8 @@ def tag(name: str, *contents: str, **attributes: str) -> Html:
 
     ``class_`` is the attribute ``class``, ``data_run`` is ``data-run``; empty ones are left out.
     """
-    given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items() if value
-    )
+    named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value}
+    given = "".join(f' {key}="{escape(value)}"' for key, value in named.items())
     inside = "".join(each if isinstance(each, Html) else escape(each) for each in contents)
     return Html(f"<{name}{given}>{inside}</{name}>")
 
@@ -122,12 +121,7 @@ def some(name: str, content: str) -> list[Html]:
 
 
 def _table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    words: Sequence[int] = (),
-    caption: str = "",
-    class_: str = "",
+    header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (), caption: str = "", **kind: str
 ) -> Html:
     """Return a table, which scrolls by itself where it is too wide; columns not in ``words`` line up at the right."""
 
@@ -136,7 +130,7 @@ def _table(
 
     head = tag("tr", *(cell(at, each, "col") for at, each in enumerate(header)))
     body = [tag("tr", *(cell(at, each, "" if at else "row") for at, each in enumerate(row))) for row in rows]
-    inside = tag("table", *some("caption", caption), tag("thead", head), tag("tbody", *body), class_=class_)
+    inside = tag("table", *some("caption", caption), tag("thead", head), tag("tbody", *body), **kind)
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
 
 

@@ -35,18 +35,6 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_version_is_ref
         read_events(path)
 
 
-@pytest.mark.parametrize("left", [0.3, 0.71, 0.995])
-def test_a_record_that_ends_within_a_line_is_read_up_to_it(left: float, tmp_path: Path) -> None:
-    report = Report(tmp_path, about=about())
-    write_run(report)
-    whole = report.path.read_bytes()
-    cut = whole[: int(left * len(whole))]
-    assert not cut.endswith(b"\n")
-    report.path.write_bytes(cut)
-    kept = sum(map(len, read_events(report.path).values()))
-    assert kept == cut.count(b"\n") == len(cut.splitlines()) - 1
-
-
 @pytest.mark.parametrize(
     ("folders", "names"),
     [
