@@ -113,11 +113,10 @@ class SecondMoment:
     more than the learning rate where batches are small.
 
     What divides the gradient is the average over ``1 - beta2 ** steps``, which undoes that the average began at zero.
-    When beta2 changes, the average is scaled so that this quotient stays what it was. A change of beta2 alone, from
-    0.999 to ``0.999 ** 4`` after 50 steps, would make the next ones 1.9 times as large.
+    When beta2 changes, the average, which checkpoints hold as it is, is scaled so that this quotient stays what it was:
+    a change from 0.999 to ``0.999 ** 4`` after 50 steps would make the next ones 1.9 times as large.
 
-    Checkpoints hold the average as it is. A run resumed without the setting goes back to the configured beta2: there
-    ``follows`` is False.
+    ``follows`` is False for a run resumed without the setting, which goes back to the configured beta2.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], stored: Mapping[str, Any], *, follows: bool = True) -> None:

@@ -205,33 +205,6 @@ def test_a_course_goes_on_with_other_devices_and_sizes_at_the_same_sample() -> N
     assert larger.epoch_is_over
 
 
-@given(
-    samples=st.integers(1, 5000), batch=st.integers(1, 64), times=st.integers(1, 16), accumulation=st.integers(1, 4),
-    max_steps=st.one_of(st.none(), st.integers(1, 50)),
-)  # fmt: skip
-def test_the_schedule_neither_ends_early_nor_late_nor_goes_back(
-    samples: int, batch: int, times: int, accumulation: int, max_steps: int | None
-) -> None:
-    reference, steps = (samples // size // accumulation for size in (batch, batch * times))
-    if max_steps is not None:
-        reference, steps = min(reference, max_steps), min(steps, max_steps)
-    if not steps:
-        return
-    run = course(
-        None, batch * times, batch * times, epochs=1, samples=samples, max_steps=max_steps,
-        accumulation=FixedAccumulation(accumulation),
-        reference_steps=reference, reference_samples=batch * accumulation,
-    )  # fmt: skip
-    positions = [0, *itertools.accumulate(moved for _, _, moved, *_ in steps_of(run))]
-    assert len(positions) == steps + 1 and positions[-1] == reference
-    assert positions == sorted(positions)
-    if times == 1:
-        assert positions == list(range(reference + 1)), "a constant batch moves it one step at a time, as stock"
-    if max_steps is None:
-        seen = [min(done * times, reference) for done in range(steps)]
-        assert positions[:-1] == seen, "the rate depends on the samples seen alone"
-
-
 # The peak is in the middle of the second of three epochs.
 RISE_AND_FALL = [*(i / 15 for i in range(16)), *(1 - i / 15 for i in range(1, 16))]
 WARMS_UP_AND_HALVES = [0.0, 0.5, 1.0, *(0.5**i for i in range(1, 9))]
