@@ -265,10 +265,11 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        sizes = {"batch_size_samples": self.course.controller.batch_size,
-                 "global_batch_size_samples": self.global_batch_size}  # fmt: skip
-        noise_scale = self._noise_scale
-        return sizes if noise_scale is None else {**sizes, "gradient_noise_scale_samples": noise_scale}
+        found: dict[str, float] = {"batch_size_samples": self.course.controller.batch_size}
+        found["global_batch_size_samples"] = self.global_batch_size
+        if self._noise_scale is not None:
+            found["gradient_noise_scale_samples"] = self._noise_scale
+        return found
 
     @property
     def _noise_scale(self) -> float | None:
