@@ -6,9 +6,15 @@ What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batch
 
 from adaptive_batching import growth
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.course import Course, plan_batch_sizes
-from adaptive_batching._growth.epoch import FixedAccumulation, KeepGlobal, RunShape
-from adaptive_batching._growth.increase import BatchController, GrowthState, IncreaseFunction, IncreaseFunctionError
+from adaptive_batching._growth.course import Course, RunShape, plan_batch_sizes
+from adaptive_batching._growth.increase import (
+    BatchController,
+    FixedAccumulation,
+    GrowthState,
+    IncreaseFunction,
+    IncreaseFunctionError,
+    KeepGlobal,
+)
 from adaptive_batching._loop.step import AdaptiveStep
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory

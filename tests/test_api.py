@@ -34,7 +34,7 @@ AdaptiveStep.num_recoveries
 AdaptiveStep.__call__(self, samples)
 AdaptiveStep.gradients(self, samples)
 AdaptiveStep.find_maximum_batch_size(self, sample, *, upper, in_parts=..., settings=...)
-BatchController(batch_size, maximum, maximum_reason=..., increase=..., name=..., accumulation=..., ask=...)
+BatchController(batch_size, maximum, maximum_reason=..., increase=..., name=..., accumulation=...)
 BatchController.decides_early
 BatchController.without_growth(self)
 BatchController.decide(self, state, room=...)
@@ -46,8 +46,6 @@ Course.accumulation
 Course.lr_scale
 Course.steps_per_epoch
 Course.epoch_is_over
-Course.seen_in_epoch
-Course.steps_in_epoch
 Course.run_is_over
 Course.start_epoch(self, number, observe=...)
 Course.progress(self)
@@ -77,7 +75,7 @@ ProbeResult.num_steps
 ProbeResult.num_out_of_memory
 ProbeResult.to_dict(self)
 ProbeResult.from_dict(cls, values)
-RunShape(epochs, samples, accumulation=..., replicas=..., max_steps=..., decisions=..., reference_steps=..., reference_samples=..., run_samples=...)
+RunShape(epochs, samples, replicas=..., max_steps=..., decisions=..., reference_steps=..., reference_samples=..., run_samples=...)
 find_maximum_batch_size(model, optimizer, loss, make_batch, *, upper, config=...)
 growth (module)
 is_out_of_memory(error)

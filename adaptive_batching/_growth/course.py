@@ -1,7 +1,7 @@
 """The course of a run whose batch grows: sizes, steps, and where the learning-rate schedule stands.
 
 Everything here is arithmetic on samples and steps. The course is gone through once before training, as far as it can be
-known then, and followed while training. It imports nothing but the standard library.
+known then, and followed while training.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from adaptive_batching._growth.epoch import EpochProgress, RunShape
 from adaptive_batching._growth.increase import (
     BatchController,
     Decision,
@@ -24,20 +23,47 @@ from adaptive_batching._growth.increase import (
 )
 
 
+@dataclass(frozen=True)
+class RunShape:
+    """The size of a run. Samples are those of one replica: a device that sees different samples from the others.
+
+    Attributes:
+        samples: Samples of an epoch.
+        max_steps: Optimizer steps after which an epoch is cut short.
+        decisions: How often the batch size is decided in an epoch, at equal distances.
+        reference_steps: Optimizer steps of an epoch in the stock run, at the configured sizes; the schedule is laid out
+            for these.
+        reference_samples: Samples of each of them.
+        run_samples: Samples after which the run ends, be it within an epoch; None to train on all epochs.
+
+    Raises:
+        ValueError: If a number that has to be at least 1 is less.
+    """
+
+    epochs: int
+    samples: int
+    replicas: int = 1
+    max_steps: int | None = None
+    decisions: int = 1
+    reference_steps: int = 0
+    reference_samples: int = 1
+    run_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "samples", "replicas", "decisions", "reference_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
 @dataclass
 class PlannedEpoch:
     epoch: int
     batch_sizes: list[int]
-    """One after the other."""
-
     global_batch_sizes: list[int]
     steps: int
-    samples: int
-    """Of all replicas."""
-
+    samples: int  # of all replicas
     dropped_samples: int
     last_lr: float
-    """At its end."""
 
 
 class Course:
@@ -62,31 +88,42 @@ class Course:
         initial_batch_size: int | None = None,
         grows_in_warmup: bool = True,
     ) -> None:
-        self.controller = controller
-        self.shape = shape
+        self.controller, self.shape = controller, shape
         self.initial_batch_size = initial_batch_size or controller.batch_size
         self.samples_seen = 0
         self.steps = 0
         self.history: list[tuple[float, int]] = []
         """Where the size changed, in epochs, and to what; the first size included."""
 
-        self._rates = rates
-        self._scale = scale
+        self._rates, self._scale = rates, scale
         peak = max(rates)
         self._warmup = rates.index(peak) if rates[0] < peak and not grows_in_warmup else 0
-        self._number = 0
-        self._epoch = EpochProgress(shape, shape.samples)
         self._decisions: dict[float, Decision] = {}
+        self._begin(0, shape.samples)
+
+    def _begin(self, number: int, samples: int, seen: int = 0, steps: int = 0, used: Fraction = Fraction(0)) -> None:
+        """Begin an epoch of ``samples``, or go on after ``steps`` in which it has ``seen`` some."""
+        self._number, self._samples = number, samples
+        self.seen_in_epoch = seen
+        """Samples of this epoch that are behind, on one replica."""
+
+        self.steps_in_epoch = steps
+        """Optimizer steps of this epoch that are behind."""
+
+        self._used = used  # samples of the stock run that are used up, and steps of it
+        self._used_steps = int(used / self.shape.reference_samples)
+        self._rate = Fraction(1)  # samples of the stock run for each sample
+        self._decided = 1  # decisions of this epoch, the one at its start included
 
     @property
     def window(self) -> int:
         """Samples of an optimizer step on one replica."""
-        return self.shape.accumulation.window(self.controller.batch_size)
+        return self.controller.accumulation.window(self.controller.batch_size)
 
     @property
     def accumulation(self) -> int:
         """Batches of an optimizer step."""
-        return self.shape.accumulation.batches_at(self.controller.batch_size)
+        return self.controller.accumulation.batches_at(self.controller.batch_size)
 
     @property
     def lr_scale(self) -> float:
@@ -96,21 +133,11 @@ class Course:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of this epoch, if the size does not change any more."""
-        return self._epoch.steps + self._epoch.steps_left(self.window)
+        return self.steps_in_epoch + self._steps_to_come
 
     @property
     def epoch_is_over(self) -> bool:
-        return self._epoch.steps_left(self.window) <= 0
-
-    @property
-    def seen_in_epoch(self) -> int:
-        """Samples of this epoch that are behind, on one replica."""
-        return self._epoch.seen
-
-    @property
-    def steps_in_epoch(self) -> int:
-        """Optimizer steps of this epoch that are behind."""
-        return self._epoch.steps
+        return self._steps_to_come <= 0
 
     @property
     def run_is_over(self) -> bool:
@@ -124,6 +151,19 @@ class Course:
             return math.inf
         return max(self.shape.run_samples - self.samples_seen // self.shape.replicas, 0)
 
+    @property
+    def _steps_to_come(self) -> int:
+        left = (self._samples - self.seen_in_epoch) // self.window
+        return left if self.shape.max_steps is None else min(left, self.shape.max_steps - self.steps_in_epoch)
+
+    @property
+    def _due(self) -> int:
+        """Number of the latest decision of this epoch that is due."""
+        number = self.shape.decisions * self.seen_in_epoch // self.shape.samples
+        if self.shape.max_steps is not None:
+            number = max(number, self.shape.decisions * self.steps_in_epoch // self.shape.max_steps)
+        return number
+
     def start_epoch(self, number: int, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision:
         """Decide on the size that an epoch starts with.
 
@@ -131,8 +171,7 @@ class Course:
             number: The epoch, from 0.
             observe: Gives values for the fields of :class:`GrowthState` that training alone can tell.
         """
-        self._number = number
-        self._epoch = EpochProgress(self.shape, int(min(self.shape.samples, self._run_samples_left)))
+        self._begin(number, int(min(self.shape.samples, self._run_samples_left)))
         return self._decide(number, observe)
 
     def progress(self) -> dict[str, Any] | None:
@@ -143,10 +182,10 @@ class Course:
         if self.epoch_is_over:
             return None
         whole = self.shape.reference_steps * self.shape.reference_samples
-        used = min(self._epoch.exact / whole, Fraction(1)) if whole else Fraction(0)
+        used = min(self._used / whole, Fraction(1)) if whole else Fraction(0)
         return {
-            "samples": self._epoch.seen * self.shape.replicas,
-            "steps": self._epoch.steps,
+            "samples": self.seen_in_epoch * self.shape.replicas,
+            "steps": self.steps_in_epoch,
             "schedule": list(used.as_integer_ratio()),
         }
 
@@ -160,36 +199,39 @@ class Course:
         Returns:
             How many steps the schedule takes at once: all of the epoch's, if another size leaves no room for a step.
         """
-        self._number = number
         shape = self.shape
-        used = Fraction(*progress["schedule"]) * shape.reference_steps
         seen = min(-(-progress["samples"] // shape.replicas), shape.samples)
-        self._epoch = epoch = EpochProgress(
-            shape, int(min(shape.samples, self._run_samples_left + seen)), seen, progress["steps"],
-            reference=int(used), exact=used * shape.reference_samples,
-        )  # fmt: skip
-        epoch.decided = epoch.due + 1
+        used = Fraction(*progress["schedule"]) * shape.reference_steps * shape.reference_samples
+        self._begin(number, int(min(shape.samples, self._run_samples_left + seen)), seen, progress["steps"], used)
+        self._decided = self._due + 1
         self._use_size(number + seen / shape.samples)
-        return shape.reference_steps - epoch.reference if self.epoch_is_over else 0
+        return shape.reference_steps - self._used_steps if self.epoch_is_over else 0
 
     def take_step(self) -> int:
         """Record an optimizer step and return how many steps the schedule takes with it."""
+        before, reference_steps = self._used_steps, self.shape.reference_steps
         self.samples_seen += self.window * self.shape.replicas
         self.steps += 1
-        return self._epoch.advance(self.window)
+        self.seen_in_epoch += self.window
+        self.steps_in_epoch += 1
+        self._used += self.window * self._rate
+        self._used_steps = min(int(self._used / self.shape.reference_samples), reference_steps)
+        if self.epoch_is_over:
+            self._used_steps = reference_steps  # dropped remainders do not add up
+        return self._used_steps - before
 
     def decide_if_due(self, observe: Callable[[], Mapping[str, Any]] = dict) -> Decision | None:
         """Decide on the size of the next steps if a decision is due; the end of an epoch is the start of the next."""
-        due = self._epoch.due
-        if due < self._epoch.decided or self.epoch_is_over:
+        due = self._due
+        if due < self._decided or self.epoch_is_over:
             return None
-        self._epoch.decided = due + 1
+        self._decided = due + 1
         return self._decide(self._number + due / self.shape.decisions, observe)
 
     def plan(self, first_epoch: int = 0) -> list[PlannedEpoch]:
         """Plan the rest of the run, with all decisions that can be made before training."""
         trial, planned = self._trial(), []
-        resumed = self._number if self._epoch.seen else None
+        resumed = self._number if self.seen_in_epoch else None
         for number in range(first_epoch, self.shape.epochs):
             if number == resumed or not trial.run_is_over:
                 planned.append(trial._plan_epoch(number, is_resumed=number == resumed))
@@ -203,12 +245,11 @@ class Course:
         """Count the optimizer steps left in the run, as far as it is decided."""
         later = self._trial()
         rest = sum(later._plan_epoch(number).steps for number in range(self._number + 1, self.shape.epochs))
-        return self.steps_per_epoch - self._epoch.steps + rest
+        return self._steps_to_come + rest
 
     def _trial(self) -> Course:
         """Return a copy to run ahead with; decisions that can be made early are made once, for both."""
         trial = copy.copy(self)
-        trial._epoch = copy.copy(self._epoch)
         trial.history = []
         if self.controller.decides_early:
             trial.controller = copy.copy(self.controller)
@@ -226,12 +267,11 @@ class Course:
             if self.decide_if_due() is not None and sizes[-1] != self.controller.batch_size:
                 sizes.append(self.controller.batch_size)
         replicas = self.shape.replicas
-        seen = self._epoch.seen * replicas
+        global_sizes = [self.controller.accumulation.window(size) * replicas for size in sizes]
+        seen, dropped = self.seen_in_epoch * replicas, (self._samples - self.seen_in_epoch) * replicas
         end = min((number + 1) * self.shape.reference_steps, len(self._rates) - 1)
-        return PlannedEpoch(
-            number, sizes, [self.shape.accumulation.window(size) * replicas for size in sizes], self._epoch.steps, seen,
-            self._epoch.samples * replicas - seen, self._rates[end] * self.lr_scale,
-        )  # fmt: skip
+        last_lr = self._rates[end] * self.lr_scale
+        return PlannedEpoch(number, sizes, global_sizes, self.steps_in_epoch, seen, dropped, last_lr)
 
     def _decide(self, epoch: float, observe: Callable[[], Mapping[str, Any]]) -> Decision:
         observed = observe()
@@ -244,14 +284,20 @@ class Course:
 
     def _use_size(self, epoch: float) -> None:
         """Take steps of the present size from ``epoch`` on."""
-        self._epoch.set_window(self.window)
-        size = self.controller.batch_size
+        shape, window, size = self.shape, self.window, self.controller.batch_size
+        # Where max_steps ends the epoch, more or fewer samples are to come than the stock run's epoch has left: what is
+        # left of its share in the schedule is spread evenly over them.
+        left = max(shape.reference_steps * shape.reference_samples - self._used, Fraction(0))
+        self._rate = left / max(self._steps_to_come * window, 1)
+        steps = math.inf if shape.max_steps is None else shape.max_steps - self.steps_in_epoch
+        if shape.samples - self.seen_in_epoch < window * steps:
+            self._rate = min(Fraction(1), self._rate)
         if not self.history or self.history[-1][1] != size:
             self.history.append((epoch, size))
 
     def _new_decision(self, epoch: float, observed: Mapping[str, Any]) -> Decision:
         size = self.controller.batch_size
-        used = min(self._number * self.shape.reference_steps + self._epoch.reference, len(self._rates) - 1)
+        used = min(self._number * self.shape.reference_steps + self._used_steps, len(self._rates) - 1)
         if used < self._warmup:
             return Decision(epoch, size, size, "kept: the learning rate is warming up")
         peak = max(self._rates[: used + 1])
@@ -268,18 +314,9 @@ class Course:
             history=tuple(self.history),
         )
         room = None
-        if self._epoch.seen > 0 or self._epoch.samples < self.shape.samples:
-            room = self.shape.accumulation.room(self._epoch.samples - self._epoch.seen)
+        if self.seen_in_epoch > 0 or self._samples < self.shape.samples:
+            room = self.controller.accumulation.room(self._samples - self.seen_in_epoch)
         return self.controller.decide(dataclasses.replace(state, **observed), room)
-
-
-def learning_rate_scale(rule: str, growth: float, at_most: float) -> float:
-    """Return the factor of the learning rate where the global batch is ``growth`` times the configured one.
-
-    Linear: Goyal et al. 2017, arXiv:1706.02677, for SGD. Sqrt: Malladi et al. 2022, arXiv:2205.10287, for Adam.
-    """
-    scales = {"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}
-    return min(scales[rule], at_most)
 
 
 def plan_batch_sizes(

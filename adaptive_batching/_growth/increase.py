@@ -1,14 +1,12 @@
 """Increase functions: their signature, what they may read, how a config names one, and batch sizes decided by one.
 
-An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add; 0
-adds none. It is called at the start of every epoch with an ``int``. If ``increase_every`` is a fraction, it is also
-called at these parts of an epoch with a ``float``: 1.25 is a quarter into the second epoch.
+An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add. It
+is called at the start of every epoch with an ``int``; if ``increase_every`` is a fraction, also at these parts of an
+epoch with a ``float``: 1.25 is a quarter into the second epoch.
 
 A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are assumed to depend
-on their arguments alone. They are called for the whole run before training begins, so that the run is known up front.
-A function that takes ``state`` is called during training, unless it is marked as :func:`planned`.
-
-This module imports only the standard library.
+on their arguments alone, and are called for the whole run before training begins, so that it is known up front. A
+function that takes ``state`` is called during training, unless it is marked as :func:`planned`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal
 from adaptive_batching._values import AdaptiveBatchingError
 
 log = logging.getLogger(__name__)
@@ -41,49 +38,39 @@ class GrowthState:
     """State of a run when it decides on a batch size.
 
     The fields without a default are also known before training, when functions marked as :func:`planned` are called.
+
+    Attributes:
+        epoch: Epochs that the run has completed, including the fraction of the current one.
+        total_epochs: Epochs of the whole run.
+        batch_size: Current number of samples in a batch on one device.
+        initial_batch_size: Number of samples in a batch on one device when the run began.
+        maximum: Upper bound of ``batch_size``.
+        global_batch_size: Number of samples that the optimizer currently sees in a step.
+        samples_seen: Samples that the optimizer has seen so far.
+        steps: Optimizer steps taken so far.
+        lr_decay: Scheduled learning rate as a fraction of its highest value so far; 1 without a schedule or during
+            warm-up.
+        losses: Mean training loss of the samples between two decisions, one value per decision so far.
+        val_losses: Loss of the last validation before each decision so far that had one since the decision before it.
+        noise_scale: Smoothed gradient noise scale in samples; None if not known yet or not measured.
+        history: (epoch, new batch size) of each change of ``batch_size``, including the initial size.
+        seconds_per_step: Maps a batch size to the expected seconds of an optimizer step; None if not known yet.
     """
 
     epoch: float
-    """Epochs that the run has completed, including the fraction of the current one."""
-
     total_epochs: int
-    """Epochs of the whole run."""
-
     batch_size: int
-    """Current number of samples in a batch on one device."""
-
     initial_batch_size: int
-    """Number of samples in a batch on one device when the run began."""
-
     maximum: int
-    """Upper bound of ``batch_size``."""
-
     global_batch_size: int
-    """Number of samples that the optimizer currently sees in a step."""
-
     samples_seen: int
-    """Samples that the optimizer has seen so far."""
-
     steps: int
-    """Optimizer steps taken so far."""
-
     lr_decay: float
-    """Scheduled learning rate as a fraction of its highest value so far; 1 without a schedule or during warm-up."""
-
     losses: tuple[float, ...] = ()
-    """Mean training loss of the samples between two decisions, one value per decision so far."""
-
     val_losses: tuple[float, ...] = ()
-    """Loss of the last validation before each decision so far that had one since the decision before it."""
-
     noise_scale: float | None = None
-    """Smoothed gradient noise scale in samples; None if not known yet or not measured."""
-
     history: tuple[tuple[float, int], ...] = ()
-    """(epoch, new batch size) of each change of ``batch_size``, including the initial size."""
-
     seconds_per_step: Callable[[int], float] | None = None
-    """Maps a batch size to the expected seconds of an optimizer step; None if not known yet."""
 
 
 def planned(function: IncreaseFunction) -> IncreaseFunction:
@@ -198,15 +185,76 @@ def check_signature(key: str, function: Callable[..., Any]) -> None:
 
 
 @dataclass(frozen=True)
+class FixedAccumulation:
+    """Every optimizer step takes ``batches`` batches; the global batch grows with the batch size."""
+
+    batches: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batches < 1:
+            raise ValueError(f"batches={self.batches} must be at least 1")
+
+    def batches_at(self, batch_size: int) -> int:
+        """Return the batches of an optimizer step."""
+        return self.batches
+
+    def window(self, batch_size: int) -> int:
+        """Return the samples of an optimizer step on one replica."""
+        return batch_size * self.batches
+
+    def allowed(self, batch_size: int) -> int:
+        """Return the largest possible size that is at most ``batch_size``."""
+        return batch_size
+
+    def room(self, samples: int) -> int | None:
+        """Return the largest size for which ``samples`` fill an optimizer step; None for no limit."""
+        return self.allowed(samples // self.batches)
+
+
+@dataclass(frozen=True)
+class InParts(FixedAccumulation):
+    """Every step takes one batch, which is divided into ``parts`` of equal size."""
+
+    parts: int = 1
+
+    def allowed(self, batch_size: int) -> int:
+        return batch_size // self.parts * self.parts
+
+
+@dataclass(frozen=True)
+class KeepGlobal:
+    """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
+
+    samples: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"samples={self.samples} must be at least 1")
+
+    def batches_at(self, batch_size: int) -> int:
+        return self.samples // batch_size
+
+    def window(self, batch_size: int) -> int:
+        return self.samples
+
+    def allowed(self, batch_size: int) -> int:
+        """Return the largest possible size that is at most ``batch_size``: a divisor of the samples of a step."""
+        return next(size for size in range(min(batch_size, self.samples), 0, -1) if self.samples % size == 0)
+
+    def room(self, samples: int) -> int | None:
+        return None
+
+
+Accumulation = FixedAccumulation | KeepGlobal
+
+
+@dataclass(frozen=True)
 class Decision:
     epoch: float
-    """Time of the decision, in epochs."""
-
     previous: int
     batch_size: int
     reason: str
-    warning: str = ""
-    """Why the size is not the one asked for, if the user should know."""
+    warning: str = ""  # why the size is not the one asked for, if the user should know
 
 
 class BatchController:
@@ -218,8 +266,7 @@ class BatchController:
         maximum_reason: Where the maximum comes from, for messages.
         increase: The increase function; None keeps the size.
         name: The increase function's name in messages.
-        accumulation: Says which sizes are possible.
-        ask: Calls the function; on several ranks only one of them does.
+        accumulation: The batches of an optimizer step, which say what sizes are possible.
 
     Raises:
         ValueError: If ``batch_size`` is not among the sizes that are possible up to ``maximum``.
@@ -233,23 +280,17 @@ class BatchController:
         maximum_reason: str = "",
         increase: IncreaseFunction | None = None,
         name: str = "",
-        accumulation: Accumulation = FixedAccumulation(),  # noqa: B008 (immutable)
-        ask: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+        accumulation: Accumulation = FixedAccumulation(),
     ) -> None:
         if not 1 <= batch_size <= maximum:
             raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
-        if accumulation.allowed(batch_size) != batch_size:
-            allowed = accumulation.allowed(batch_size)
+        if (allowed := accumulation.allowed(batch_size)) != batch_size:
             raise ValueError(f"batch_size={batch_size} does not go with {accumulation}; start with {allowed}")
         if increase is not None:
             check_signature(f"increase={name or getattr(increase, '__qualname__', repr(increase))}", increase)
-        self.batch_size = batch_size
-        self.maximum = maximum
-        self.maximum_reason = maximum_reason
-        self.name = name
+        self.batch_size, self.maximum, self.maximum_reason = batch_size, maximum, maximum_reason
+        self.name, self.accumulation = name, accumulation
         self._increase = increase
-        self.accumulation = accumulation
-        self._ask_one = ask
         self._warned = False
 
     @property
@@ -274,7 +315,7 @@ class BatchController:
             IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
         """
         previous = self.batch_size
-        increase = self._ask(state) if self._increase is not None else 0
+        increase = 0 if self._increase is None else self._ask(self._increase, state)
         asked = previous + increase
         wanted = self.accumulation.allowed(asked)
         note = warning = ""
@@ -305,22 +346,20 @@ class BatchController:
         elif not decision.warning and decision.reason != "kept":
             log.info("batch size stays at %d at epoch %g: %s", decision.previous, decision.epoch, decision.reason)
 
-    def _ask(self, state: GrowthState) -> int:
+    def _ask(self, increase: IncreaseFunction, state: GrowthState) -> int:
         call = f"batch_increase_function {self.name}(epoch={state.epoch:g}, current_batch_size={self.batch_size})"
-        increase = self._increase
-        assert increase is not None
         known = {"state": state} if takes_state(increase) else {}
         try:
-            answer = self._ask_one(lambda: increase(state.epoch, self.batch_size, **known))
+            answer = increase(state.epoch, self.batch_size, **known)
         except Exception as error:
             raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
         refusal = f"{call} returned {answer!r}; it must return how many samples to add, a whole number >= 0"
-        if isinstance(answer, bool):
-            raise IncreaseFunctionError(refusal)
         try:
-            number = operator.index(answer)  # int and the integer types of numpy and torch, but no float
+            number = None if isinstance(answer, bool) else operator.index(answer)  # numpy's and torch's, too
         except TypeError:
-            raise IncreaseFunctionError(refusal) from None
+            number = None
+        if number is None:
+            raise IncreaseFunctionError(refusal)
         if number < 0:
             raise IncreaseFunctionError(f"{refusal} (a batch never shrinks)")
         return number

@@ -1,7 +1,7 @@
 """The gradient noise scale: how large a batch has to be for its gradient to be more signal than noise.
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162), appendix A.1, for samples of
-unequal weight: each is weighted by its target tokens. Plain Python, for numbers measured elsewhere.
+unequal weight: each is weighted by its target tokens.
 
 Below, ``s_i`` is the gradient of the summed loss of a group of samples with ``n_i`` target tokens. All groups are drawn
 at random in the same way, and targets are assumed independent, even within a sample. Then
@@ -21,33 +21,20 @@ MIN_MEASUREMENTS = 5
 class NoiseEstimate:
     """Estimates from one optimizer step. They are unbiased but noisy, and can be negative."""
 
-    variance: float
-    """Estimate of S, the trace of the covariance of a token's gradient."""
-
-    norm_squared: float
-    """Estimate of ``|G|^2``, the squared norm of the true mean gradient."""
-
-    tokens: float
-    """N, the number of target tokens in the step."""
-
-    samples: int
-    """Number of samples in the step, on all devices."""
+    variance: float  # of S
+    norm_squared: float  # of |G|^2
+    tokens: float  # N, the target tokens of the step
+    samples: int  # of the step, on all devices
 
     @classmethod
     def of_groups(cls, groups: int, small: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
-        """Estimate from the norms of all groups, of which there are at least 2.
-
-        ``small`` is ``sum(|s_i|^2 / n_i) / N``; ``big`` is ``|sum(s_i)|^2 / N^2``, before gradients are clipped.
-        """
+        """Estimate from 2 groups or more: ``small`` is ``sum(|s_i|^2 / n_i) / N``, ``big`` ``|sum(s_i)|^2 / N^2``."""
         variance = tokens * (small - big) / (groups - 1)
         return cls(variance, (groups * big - small) / (groups - 1), tokens, samples)
 
     @classmethod
     def of_part(cls, part: float, part_tokens: float, big: float, tokens: float, samples: int) -> NoiseEstimate:
-        """Estimate from the norms of one group and of the whole step; less certain than from all groups.
-
-        ``part`` is ``|s_1|^2 / n_1^2``, and ``part_tokens`` is ``n_1``, between 0 and N; ``big`` is as for all groups.
-        """
+        """Estimate from one group of ``0 < n_1 < N``: less certain. ``part`` is ``|s_1|^2 / n_1^2``."""
         variance = (part - big) / (1 / part_tokens - 1 / tokens)
         return cls(variance, (tokens * big - part_tokens * part) / (tokens - part_tokens), tokens, samples)
 

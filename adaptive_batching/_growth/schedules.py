@@ -3,8 +3,6 @@
 The functions below are factories that return an increase function. Sizes are those of a batch on one device. A schedule
 counts from the size at the start of the run, not from the current one, so that clipping at the maximum does not
 compound and a resumed run continues where it was. It never shrinks a batch.
-
-This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,6 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, planned
+
+__all__ = [
+    "constant", "cosine", "fixed_increase", "goodput", "gradient_noise_scale", "late_switch", "linear", "multistep",
+    "norm_test", "on_plateau", "polynomial", "replace_lr_decay", "staged", "step",
+]  # fmt: skip
 
 _ROUNDING = 1e-9  # 2 ** 3 computed from a third of an epoch may come out as 7.999999999999998
 
@@ -88,9 +91,8 @@ def polynomial(end: int | None = None, ramp_epochs: float | None = None, power: 
         ramp_epochs: Length of the ramp in epochs; None for the whole run.
         power: Exponent; below 1 the batch grows early, above 1 late.
     """
-    _require_ramp(end, ramp_epochs)
     _require("power", power, above=0)
-    return _schedule(lambda s: _ramp(s, end, _progress(s, ramp_epochs) ** power))
+    return _ramp(lambda s: _progress(s, ramp_epochs) ** power, end, ramp_epochs)
 
 
 def linear(end: int | None = None, ramp_epochs: float | None = None) -> IncreaseFunction:
@@ -100,8 +102,7 @@ def linear(end: int | None = None, ramp_epochs: float | None = None) -> Increase
 
 def cosine(end: int | None = None, ramp_epochs: float | None = None) -> IncreaseFunction:
     """Grow as ``end - (end - initial) * (1 + cos(pi * min(1, epoch / ramp_epochs))) / 2``; see :func:`polynomial`."""
-    _require_ramp(end, ramp_epochs)
-    return _schedule(lambda s: _ramp(s, end, (1 - math.cos(math.pi * _progress(s, ramp_epochs))) / 2))
+    return _ramp(lambda s: (1 - math.cos(math.pi * _progress(s, ramp_epochs))) / 2, end, ramp_epochs)
 
 
 def late_switch(fraction: float, end: int | None = None) -> IncreaseFunction:
@@ -109,8 +110,7 @@ def late_switch(fraction: float, end: int | None = None) -> IncreaseFunction:
     _require("fraction", fraction, above=0)
     if fraction >= 1:
         raise ValueError(f"fraction={fraction!r} must be below 1, the whole run")
-    _require_ramp(end, None)
-    return _schedule(lambda s: _ramp(s, end, float(s.epoch >= fraction * s.total_epochs - _ROUNDING)))
+    return _ramp(lambda s: float(s.epoch >= fraction * s.total_epochs - _ROUNDING), end)
 
 
 def replace_lr_decay(alpha: float = 2.0) -> IncreaseFunction:
@@ -212,18 +212,16 @@ def goodput(gain: float = 1.05) -> IncreaseFunction:
     _require("gain", gain, at_least=1)
 
     def wanted(state: GrowthState, noise_scale: float) -> float:
-        if state.seconds_per_step is None:
+        seconds, devices = state.seconds_per_step, state.global_batch_size / state.batch_size
+        if seconds is None:
             return 0
-        devices = state.global_batch_size / state.batch_size
+        larger = min(2 * state.batch_size, state.maximum)
 
         def progress(size: int) -> float:
-            assert state.seconds_per_step is not None
             efficiency = (noise_scale + devices * state.initial_batch_size) / (noise_scale + devices * size)
-            return devices * size / state.seconds_per_step(size) * efficiency
+            return devices * size / seconds(size) * efficiency
 
-        larger = min(2 * state.batch_size, state.maximum)
-        better = progress(larger) > gain * progress(state.batch_size)
-        return devices * larger if better else 0
+        return devices * larger if progress(larger) > gain * progress(state.batch_size) else 0
 
     return _from_noise(wanted, 1.0)
 
@@ -262,9 +260,20 @@ def _progress(state: GrowthState, ramp_epochs: float | None) -> float:
     return min(1.0, state.epoch / (ramp_epochs or state.total_epochs))
 
 
-def _ramp(state: GrowthState, end: int | None, progress: float) -> float:
-    end = state.maximum if end is None else end
-    return state.initial_batch_size + (end - state.initial_batch_size) * progress
+def _ramp(
+    progress: Callable[[GrowthState], float], end: int | None, ramp_epochs: float | None = None
+) -> IncreaseFunction:
+    """Return the increase function that goes from the initial size to ``end`` as ``progress`` goes from 0 to 1."""
+    if end is not None:
+        _require("end", end, at_least=1, whole=True)
+    if ramp_epochs is not None:
+        _require("ramp_epochs", ramp_epochs, above=0)
+
+    def size_at(state: GrowthState) -> float:
+        last = state.maximum if end is None else end
+        return state.initial_batch_size + (last - state.initial_batch_size) * progress(state)
+
+    return _schedule(size_at)
 
 
 def _require(
@@ -274,10 +283,3 @@ def _require(
     if not is_number or not at_least <= value < math.inf or value <= above:
         bound = f"of at least {at_least:g}" if above == -math.inf else f"above {above:g}"
         raise ValueError(f"{name}={value!r} must be a {'whole ' if whole else ''}number {bound}")
-
-
-def _require_ramp(end: int | None, ramp_epochs: float | None) -> None:
-    if end is not None:
-        _require("end", end, at_least=1, whole=True)
-    if ramp_epochs is not None:
-        _require("ramp_epochs", ramp_epochs, above=0)

@@ -1,6 +1,6 @@
-"""Events of a run: as watchers are told of them, and as a record holds them, a line of JSON each.
+"""Events of a run: as watchers are told of them, and as a record holds them (``docs/report.md``), a line of JSON each.
 
-``docs/report.md`` has the schema. Standard library only, so that a page is made in a process that loads nothing large.
+Standard library only, so that a page is made in a process that loads nothing large.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import bisect
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,22 +35,21 @@ Events = dict[str, list[Event]]
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of an optimizer step on this rank."""
+    """The cost of an optimizer step on this rank.
+
+    Attributes:
+        seconds: From the end of the step before, so that waiting for data counts.
+        forwards: Micro-batches; those of a step that ran again count once.
+        tokens: Tokens of its samples; None where samples hold more than text.
+        padded_tokens: Tokens that were computed, padding included; None where ``tokens`` is.
+        peak_bytes: Most memory that counted against a limit at once; None on a device that does not tell.
+    """
 
     seconds: float
-    """From the end of the step before, so that waiting for data counts."""
-
     forwards: int
-    """Micro-batches; those of a step that ran again count once."""
-
     tokens: int | None
-    """Tokens of its samples; None where samples hold more than text."""
-
     padded_tokens: int | None
-    """Tokens that were computed, padding included; None where ``tokens`` is."""
-
     peak_bytes: int | None
-    """Most memory that counted against a limit at once; None on a device that does not tell."""
 
 
 class Watcher:
@@ -86,8 +85,7 @@ class Run:
     number: int
     name: str
     path: Path
-    events: Events = field(repr=False)
-    """By kind, in order; see :func:`read_events`."""
+    events: Events
 
     def last(self, kind: str) -> Event | None:
         return self.events[kind][-1] if self.events[kind] else None
@@ -98,20 +96,15 @@ class Row:
     """A decision on the batch size, and sums over the optimizer steps until the next."""
 
     epoch: float
-    """Time of the decision, in epochs."""
-
     batch_size: int
     reason: str
     global_batch_size: int = 0
     steps: int = 0
     samples: int = 0
-    loss: float = 0.0
-    """Loss summed over samples."""
-
+    loss: float = 0.0  # summed over samples
     last_lr: float = 0.0
+    # Of the steps whose cost is known:
     timed_samples: int = 0
-    """Samples of the steps whose cost is known. The fields below count these alone."""
-
     seconds: float = 0.0
     tokens: int = 0
     padded_tokens: int = 0
@@ -162,23 +155,18 @@ def find_record(path: Path) -> Path:
 
 
 def read_runs(paths: list[Path]) -> list[Run]:
-    """Read the records of runs, each under a name that tells it from the others."""
-    records = [find_record(path) for path in paths]
-    named = enumerate(zip(_names(records), records, strict=True))
-    return [Run(number, name, path, read_events(path)) for number, (name, path) in named]
-
-
-def _names(records: list[Path]) -> list[str]:
-    """Return as many of the last folders of each path as it takes to tell them apart."""
-    folders = []
+    """Read the records of runs, each under as many of its last folders as it takes to tell it from the others."""
+    records, folders = [find_record(path) for path in paths], []
     for path in records:
         parts = path.resolve().parent.parts
         folders.append(parts[:-1] if parts[-1] == FOLDER and len(parts) > 2 else parts)
     for depth in range(1, max(map(len, folders)) + 1):
         names = ["/".join(parts[-depth:]) for parts in folders]
         if len(set(names)) == len(names):
-            return names
-    return [f"{name} ({number})" for number, name in enumerate(names, 1)]  # a record that is named twice
+            break
+    else:  # a record that is named twice
+        names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+    return [Run(number, names[number], path, read_events(path)) for number, path in enumerate(records)]
 
 
 def read_events(path: Path) -> Events:
@@ -207,7 +195,7 @@ def lines_that_count(path: Path) -> list[tuple[str, Event]]:
 
 
 def _came_before(start: Event, event: Event) -> bool:
-    """Return True if ``event`` came before an epoch, or what is resumed, with the event ``start``."""
+    """Return True if ``event`` came before ``start``, an epoch or what is resumed."""
     if "epoch" in start and "epoch" in event:
         return bool(event["epoch"] < start["epoch"])
     return bool(event["step"] <= start["step"])

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -52,10 +51,6 @@ def loss(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 0.1 or not math.isfinite(value) else f"{value:.3g}"
 
 
-def rate(value: float) -> str:
-    return f"{value:.3g}"
-
-
 def of(number: int, noun: str) -> str:
     return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
@@ -64,48 +59,40 @@ def from_to(first: str, last: str) -> str:
     return first if first == last else f"{first} → {last}"
 
 
-@dataclass(frozen=True)
-class Fact:
-    """A fact of a run, as one line of its summary."""
-
-    name: str
-    value: str = NOT_RECORDED
-    more: str = ""
-    """An addition in small print."""
-
-
-def facts(run: Run) -> list[Fact]:
-    """Return the facts that a run is known by; those of any two runs have the same names in the same order."""
+def facts(run: Run) -> list[tuple[str, str, str]]:
+    """Return (name, value, small print) of what a run is known by; names and order are the same for any two runs."""
     rows, steps, probe = rows_of(run.events), run.events["step"], run.last("probe")
     seconds, timed = sum(row.seconds for row in rows), sum(row.timed_samples for row in rows)
     tokens, padded = sum(row.tokens for row in rows), sum(row.padded_tokens for row in rows)
     peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]
     allowed = "" if probe is None else f"the probe allowed {size(probe['budget_bytes'])}"
+    unknown = NOT_RECORDED, ""
+    dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
+    epochs = of(len(run.events["epoch"]), "epoch") + (f"; {count(dropped)} left over at their ends" if dropped else "")
+    speed = (duration(seconds), f"{timed / seconds:,.1f} samples per second") if seconds else unknown
+    padding = (f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens else unknown
     return [
-        Fact("Batch size", *_batch_size(rows)),
-        Fact("Largest that fits", *_largest(probe, run.last("maximum"))),
-        Fact("Optimizer steps", count(len(steps)), state(run)),
-        Fact("Samples", count(sum(step["samples"] for step in steps)), _epochs(run)),
-        Fact("Loss", *_losses(rows, run.events["validation"])),
-        Fact("Time in steps", duration(seconds), f"{timed / seconds:,.1f} samples per second") if seconds
-        else Fact("Time in steps"),
-        Fact("Padding", f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens
-        else Fact("Padding"),
-        Fact("Peak memory", size(max(peaks)), allowed) if peaks else Fact("Peak memory"),
-        Fact("Out of memory", *_out_of_memory(run)),
-    ]  # fmt: skip
+        ("Batch size", *_batch_size(rows)),
+        ("Largest that fits", *_largest(probe, run.last("maximum"))),
+        ("Optimizer steps", count(len(steps)), _state(run)),
+        ("Samples", count(sum(step["samples"] for step in steps)), epochs),
+        ("Loss", *_losses(rows, run.events["validation"])),
+        ("Time in steps", *speed),
+        ("Padding", *padding),
+        ("Peak memory", *((size(max(peaks)), allowed) if peaks else unknown)),
+        ("Out of memory", *_out_of_memory(run)),
+    ]
 
 
-def state(run: Run) -> str:
+def _state(run: Run) -> str:
     """Return how far a run has come."""
     ended, plan, errors = run.last("end"), run.last("plan"), run.events["error"]
     if ended is not None:
         return f"ended {moment(ended['time'])}"
     if run.last("run") is None:
         return ""
-    early = "the record ends here: the run goes on, or was cut off"
-    if errors:
-        early = f"ended early, {moment(errors[0]['time'])}"
+    cut_off = "the record ends here: the run goes on, or was cut off"
+    early = f"ended early, {moment(errors[0]['time'])}" if errors else cut_off
     planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
     return early + (f"; about {count(planned)} planned" if planned else "")
 
@@ -130,12 +117,6 @@ def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
     if maximum is not None:
         return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
     return NOT_RECORDED, ""
-
-
-def _epochs(run: Run) -> str:
-    dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
-    epochs = of(len(run.events["epoch"]), "epoch")
-    return f"{epochs}; {count(dropped)} left over at their ends" if dropped else epochs
 
 
 def _losses(rows: list[Row], validations: list[Event]) -> tuple[str, str]:
@@ -165,9 +146,10 @@ def where(run: Run) -> str:
     begun = run.last("run")
     if begun is None:
         return ""
+    device = begun.get("device", "")
     said = [
         str(begun.get("recipe", "")),
-        f"{begun['ranks']} x {begun['device']}" if begun.get("ranks", 1) > 1 else str(begun.get("device", "")),
+        f"{begun['ranks']} x {device}" if begun.get("ranks", 1) > 1 else str(device),
         f"began {moment(begun['time'])}",
         "resumed" if begun.get("resumed") else "",
         f"adaptive-batching {begun.get('adaptive_batching', '')}",
@@ -211,7 +193,7 @@ def probe_in_words(probe: Event) -> list[str]:
 
 
 def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return (key, value in each run) where the runs' configs differ, but for the folders that they put files in."""
+    """Return (key, value in each run) where configs differ, but for the folders that files are put in."""
     flat = []
     for run in runs:
         config = dict(_flattened((run.last("run") or {}).get("config")))
@@ -227,16 +209,11 @@ def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
 def _flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not isinstance(values, dict):
         return [(prefix, "null" if values is None else str(values))] if prefix else []
-    return [
-        pair for key, value in values.items() for pair in _flattened(value, f"{prefix}.{key}" if prefix else str(key))
-    ]
+    return [pair for key in values for pair in _flattened(values[key], f"{prefix}.{key}" if prefix else str(key))]
 
 
 def snippet(run: Run) -> tuple[str, str] | None:
-    """Return the settings of a run with what it has found, as YAML, and a sentence on what they spare the next run.
-
-    None for a record that does not hold the settings of its run.
-    """
+    """Return a run's settings with what it has found, as YAML, and what they spare the next; None without a record."""
     begun = run.last("run")
     if begun is None or "config" not in begun:
         return None
@@ -246,46 +223,43 @@ def snippet(run: Run) -> tuple[str, str] | None:
     function = settings.get("batch_increase_function")
     if isinstance(function, Mapping) and function.get("_component_") is None:  # as a command line says null
         del settings["batch_increase_function"]
-    found, spared = _found(run, settings, section)
+    explored, probed = _explored(run), _probed(run, settings, section)
+    found = {**explored, **probed}
     for key, (value, _) in found.items():
         (settings if key in _FIELDS else section)[key] = value
     if section:
         settings["adaptive_batching"] = section
     said = "Nothing to change: what the probe found is kept in the folder of the record, and the next run reads it."
     if found:
+        spared = ["explores nothing"] * bool(explored) + ["needs no probe"] * bool(probed)
         said = f"With these settings the next run {' and '.join(spared)}."
     return "\n".join(_yaml(settings, {key: note for key, (_, note) in found.items()})), said
 
 
-def _found(
-    run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]
-) -> tuple[dict[str, tuple[Any, str]], list[str]]:
-    """Return the settings that the run has found, each with what to say of it, and what they spare."""
-    found: dict[str, tuple[Any, str]] = {}
-    spared: list[str] = []
-    explored, probed, epochs = run.last("exploration"), run.last("probe"), run.events["epoch"]
-    micro_batch_size = settings.get("micro_batch_size")
-    is_whole = micro_batch_size is None
-    if explored is not None:
-        best, base = explored["recommended"], explored["estimates"][0]["candidate"]
-        micro_batch_size = best["candidate"]
-        found["micro_batch_size"] = micro_batch_size, f"the fastest, {best['speedup']:.2f} times as fast as {base}"
-        spared.append("explores nothing")
+def _explored(run: Run) -> dict[str, tuple[Any, str]]:
+    """Return the setting that the run has explored, with what to say of it."""
+    if (explored := run.last("exploration")) is None:
+        return {}
+    best, base = explored["recommended"], explored["estimates"][0]["candidate"]
+    return {"micro_batch_size": (best["candidate"], f"the fastest, {best['speedup']:.2f} times as fast as {base}")}
+
+
+def _probed(run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return the settings that the run has probed for, each with what to say of it."""
+    probed, epochs = run.last("probe"), run.events["epoch"]
+    micro_batch_size, _ = _explored(run).get("micro_batch_size", (settings.get("micro_batch_size"), ""))
     grows, maximum = settings.get("batch_increase_function") is not None, settings.get("use_maximum_batch_size")
     kept = section.get("grow_beyond_memory") or section.get("keep_global_batch")
     if probed is None or not epochs or micro_batch_size == "auto" or kept:
-        return found, spared  # forwards are filled by what fits, which a probe has to say
+        return {}  # forwards are filled by what fits, which a probe has to say
+    found: dict[str, tuple[Any, str]] = {}
     if not grows and maximum:
-        was = settings.get("batch_size")
-        found["batch_size"] = epochs[0]["batch_size"], f"what this run trained with; was {was}"
-    elif grows and is_whole:
+        found["batch_size"] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get('batch_size')}"
+    elif grows and settings.get("micro_batch_size") is None:
         found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {probed['reason']}"
-    else:
-        return found, spared
-    spared.append("needs no probe")
-    if maximum:
+    if found and maximum:
         found["use_maximum_batch_size"] = False, "was True"
-    return found, spared
+    return found
 
 
 def _yaml(values: Mapping[str, Any], notes: Mapping[str, str], indent: str = "") -> list[str]:

@@ -1,7 +1,7 @@
 """The page of a run, or of several: one file of HTML that asks nothing of a network.
 
-Its words and tables stand in the HTML. The curves are data in it, which uPlot draws; see ``assets/``. The page of a run
-that trains is made in a process of its own, so that nothing about it can touch training.
+The curves are data in it, which uPlot draws; see ``assets/``. The page of a run that trains is made in a process of its
+own, so that nothing about it can touch training.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching._report.sections as sections
-from adaptive_batching._report.curves import MIB, Curves, curves_of
 from adaptive_batching._report.events import RecordError, Run, read_runs
 from adaptive_batching._report.facts import GIB, where
-from adaptive_batching._report.sections import Html, each_run, some, tag
+from adaptive_batching._report.sections import MIB, Curves, Html, curves_of, each_run, some, tag
 
 PAGE = "report.html"
 MOST_POINTS = 1200
@@ -70,8 +69,7 @@ def finish_page(process: subprocess.Popen[str], seconds: float) -> str:
 def write_page(paths: list[Path], output: Path | None = None) -> Path:
     """Write the page of runs, in place of an older one, all at once, and return its path.
 
-    ``paths`` are as for :func:`find_record`. Without ``output`` the page goes next to the record, of a single run.
-    RecordError if a record cannot be read, or holds nothing.
+    ``paths`` are as for :func:`find_record`. Without ``output`` the page goes next to the record of the first run.
     """
     runs = read_runs(paths)
     for run in runs:

@@ -25,8 +25,7 @@ from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
-# Free disk space required to begin a run: a record of some ten thousand steps, and the page.
-_BYTES_NEEDED = 4 * 2**20
+_BYTES_NEEDED = 4 * 2**20  # of disk, to begin a run: a record of some ten thousand steps, and the page
 _SECONDS_FOR_PAGE = 60
 _LONGEST_MESSAGE = 4000
 _INCOMPLETE = "the record of this run, {path}, is incomplete ({error}); training continues"
@@ -37,8 +36,7 @@ class Report(Watcher):
     """Collects the decisions of a run, and writes them to ``report.jsonl`` as they are made.
 
     With ``resume`` an existing record is appended to; otherwise the first event replaces it. The first rank writes the
-    record; another adds no more than the error that ends it. ``about`` is what the record says of the run before its
-    first event, in JSON's types. ConfigError if ``directory`` cannot be written.
+    record; another adds no more than the error that ends it. ``about`` is what the record says of the run.
     """
 
     def __init__(
@@ -50,72 +48,62 @@ class Report(Watcher):
         ranks: int = 1,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self.directory = directory
-        self.path = directory / RECORD
-        self._writes = rank == 0
-        self._rank = rank
-        self._is_alone = ranks == 1
+        self.directory, self.path = directory, directory / RECORD
+        self._rank, self._writes, self._is_alone = rank, rank == 0, ranks == 1
         self._about = {"resumed": resume, **(about or {})}
         self._began = False
-        self._warned_of: set[str] = set()
-        self._mode = "a" if resume else "w"
+        self._appends = resume
         self._cut_off = False
+        self._warned_of: set[str] = set()
         self._cost: dict[str, Any] = {}
         self._page: subprocess.Popen[str] | None = None
         self._rows: list[Row] = []
         self._found: list[tuple[str, str]] = []
         self._validations: list[Mapping[str, Any]] = []
         self._recoveries = 0
-        if self._writes:
-            self._check_room()
-        if self._writes and resume and self.path.exists():
-            self._note_all()
-            self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
-
-    def _check_room(self) -> None:
+        if not self._writes:
+            return
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
                 self.path.open("a").close()
-            room = self.directory / ".room"
+            room = directory / ".room"
             try:
                 room.write_bytes(bytes(_BYTES_NEEDED))
             finally:
                 room.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"adaptive_batching.report_dir={str(self.directory)!r} cannot be written ({error.strerror}); set it to "
-                f"a writable folder"
+                f"adaptive_batching.report_dir={str(directory)!r} cannot be written ({error.strerror}); set it to a "
+                f"writable folder"
             ) from None
+        if resume and self.path.exists():
+            self._note_all()
+            self._cut_off = not self.path.read_bytes().endswith(b"\n")  # the previous run was killed within a line
 
     def maximum(self, batch_size: int, reason: str) -> None:
-        """Record a maximum that needed no probe."""
         self._write("maximum", batch_size=batch_size, reason=reason)
         self._found.append(("maximum batch size", f"{batch_size} ({reason})"))
 
     def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size") -> None:
         """Record the result of a probe, ``of`` what the table is to say."""
         self._write("probe", sequence_length=sequence_length, **result.to_dict())
-        budget = f"{_mib(result.budget_bytes)} MiB"
+        budget, found = f"{_mib(result.budget_bytes)} MiB", self._found.append
         if result.enough is not None:
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
-            self._found += [
-                ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
-                ("memory", f"predicted {_mib(at)} of {budget}; it was not run at its fullest"),
-            ]
+            found(("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"))
+            found(("memory", f"predicted {_mib(at)} of {budget}; it was not run at its fullest"))
         else:
             larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
             beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
             peak = f"peak {_mib(result.peak_bytes)} of {budget}"
-            self._found += [
-                (of, f"{result.batch_size}, bound by {result.reason}"),
-                ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
-            ]
+            found((of, f"{result.batch_size}, bound by {result.reason}"))
+            found(("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"))
             if result.shorter:
                 points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
-                self._found.append(("shorter samples", points))
+                found(("shorter samples", points))
         runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
-        self._found.append(("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"))
+        found(("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"))
 
     def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
         """Record the result of a probe of rollouts, after that of training steps."""
@@ -133,41 +121,36 @@ class Report(Watcher):
     def plan(self, epochs: Sequence[PlannedEpoch], *, decided: bool) -> None:
         """Record and log what each remaining epoch is expected to do; unless ``decided``, the batch may grow."""
         self._write("plan", decided=decided, epochs=[dataclasses.asdict(epoch) for epoch in epochs])
-        header = ("epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr")
-        rows = [
-            (
-                str(epoch.epoch), _span(epoch.batch_sizes), _span(epoch.global_batch_sizes), str(epoch.steps),
-                str(epoch.samples), str(epoch.dropped_samples), f"{epoch.last_lr:.3g}",
-            )
-            for epoch in epochs
-        ]  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        table = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in (header, *rows)]
-        total = sum(epoch.steps for epoch in epochs)
+        if not self._writes:
+            return
+        rows = [["epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr"]]
+        for epoch in epochs:
+            spans = [f"{sizes[0]}-{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+                     for sizes in (epoch.batch_sizes, epoch.global_batch_sizes)]  # fmt: skip
+            counts = [str(number) for number in (epoch.steps, epoch.samples, epoch.dropped_samples)]
+            rows.append([str(epoch.epoch), *spans, *counts, f"{epoch.last_lr:.3g}"])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
         title = "the plan" if decided else "the plan if the batch does not grow, which is decided while training"
-        if self._writes:
-            log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
+        total = sum(epoch.steps for epoch in epochs)
+        log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
 
     def resume(self, step: int, *, epoch: float, batch_size: int, global_batch_size: int) -> None:
-        """Record that a run goes on after its ``step``-th optimizer step: later ones that are on record run again.
-
-        ``epoch`` is how far the run is. The sizes are those from here on, a change if they were others.
-        """
+        """Record that a run goes on after ``step`` steps, with these sizes: later ones on record run again."""
         self._write("resume", step=step)
         if not self._writes:
             return
         with self._only_warned():
             self._note_all()
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
-        last = self._rows[-1] if self._rows else None
-        if last is None or (last.batch_size, last.global_batch_size) != (batch_size, global_batch_size):
+        if not self._rows or (self._rows[-1].batch_size, self._rows[-1].global_batch_size) != (*sizes.values(),):
             self.change(epoch=epoch, step=step, reason="resumed with this size", **sizes)
 
     def epoch(self, **values: Any) -> None:
         """Record the decision at the start of an epoch, and show on the page the epochs before it."""
         has_trained = bool(self._rows and self._rows[-1].steps)
         self._write("epoch", **values)
-        if has_trained and self._writes and (self._page is None or self._page.poll() is not None):
+        if has_trained and (self._page is None or self._page.poll() is not None):
             with self._only_warned(_NO_PAGE):
                 self._page = start_page(self.directory)
 
@@ -175,8 +158,7 @@ class Report(Watcher):
         self._write("change", **values)
 
     def cost(self, cost: StepCost) -> None:
-        """Keep what a step took until :meth:`step` records it."""
-        self._cost = dataclasses.asdict(cost)
+        self._cost = dataclasses.asdict(cost)  # until the step is recorded
 
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         self._recoveries = recoveries
@@ -187,16 +169,14 @@ class Report(Watcher):
         self._write("validation", epoch=epoch, step=step, loss=loss)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
-        self._write(
-            "noise", step=step, tokens=shown.tokens, variance=shown.variance, norm_squared=shown.norm_squared,
-            noise_scale=noise_scale,
-        )  # fmt: skip
+        values = {"tokens": shown.tokens, "variance": shown.variance, "norm_squared": shown.norm_squared}
+        self._write("noise", step=step, **values, noise_scale=noise_scale)
 
     def end(self) -> None:
         self._write("end", time=_now())
 
     def finish(self) -> None:
-        """Record the end of the run, log the table of decisions and their reasons, then make the page."""
+        """Record the end of the run, log the table of decisions and make the page."""
         if not self._writes:
             return
         self.end()
@@ -207,25 +187,21 @@ class Report(Watcher):
 
     @contextlib.contextmanager
     def showing_errors(self) -> Iterator[None]:
-        """Record an error that ends the run inside the context, and make the page; the error goes on as it was.
+        """Record an error that ends the run inside, and make the page, not waited for where there are other ranks.
 
-        Where there are other ranks, the page is not waited for.
+        The error goes on as it was.
         """
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(KeyboardInterrupt):  # a second one: the page is not waited for any longer
-                self._break_off(error)
-            raise
-
-    def _break_off(self, error: BaseException) -> None:
-        if not self._began or not self.path.exists():  # as in finish
-            return
-        with self._only_warned():
             values = {"type": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE], "rank": self._rank}
-            with self.path.open("a") as file:  # at once, so that lines of several ranks do not mix
-                file.write(("\n" if self._cut_off else "") + written("error", {"time": _now(), **values}))
-        self._make_page(waits=self._is_alone)
+            with contextlib.suppress(KeyboardInterrupt):  # a second one: the page is not waited for any longer
+                if self._began and self.path.exists():  # as in finish
+                    with self._only_warned(), self.path.open("a") as file:
+                        # At once, so that lines of several ranks do not mix.
+                        file.write(("\n" if self._cut_off else "") + written("error", {"time": _now(), **values}))
+                    self._make_page(waits=self._is_alone)
+            raise
 
     def table(self) -> list[str]:
         """Return the lines of the summary: what was found, then every decision."""
@@ -241,7 +217,11 @@ class Report(Watcher):
             *(f"  {name:<20} {value}" for name, value in told),
             "",
             f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why",
-            *map(_line, self._rows),
+            *(
+                f"  {row.epoch:>5g} {row.batch_size:>10} {row.steps:>6} {row.samples:>8} {row.mean_loss:>7.3f} "
+                f"{row.last_lr:>9.2e}  {row.reason}"
+                for row in self._rows
+            ),
             "",
             f"  {'record':<20} {self.path}",
         ]
@@ -274,9 +254,9 @@ class Report(Watcher):
             if not self._began:
                 text += written("run", {"version": VERSION, "time": _now(), **self._about})
             self._cut_off = True  # until the line is complete; a full disk can cut it off
-            with self.path.open(self._mode) as file:
+            with self.path.open("a" if self._began or self._appends else "w") as file:
                 file.write(text + written(event, values))
-            self._cut_off, self._began, self._mode = False, True, "a"
+            self._cut_off, self._began = False, True
 
     def _note_all(self) -> None:
         """Make the table from the record."""
@@ -303,14 +283,3 @@ def _now() -> str:
 
 def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.0f}"
-
-
-def _span(sizes: Sequence[int]) -> str:
-    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]}-{sizes[-1]}"
-
-
-def _line(row: Row) -> str:
-    return (
-        f"  {row.epoch:>5g} {row.batch_size:>10} {row.steps:>6} {row.samples:>8} {row.mean_loss:>7.3f} "
-        f"{row.last_lr:>9.2e}  {row.reason}"
-    )

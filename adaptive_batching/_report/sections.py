@@ -1,15 +1,21 @@
-"""Sections of a page, and the pieces of HTML that they are made of."""
+"""Sections of a page, the pieces of HTML that they are made of, and the curves over the samples seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 
 import adaptive_batching._report.facts as say
-from adaptive_batching._report.curves import Curves
-from adaptive_batching._report.events import Event, Run, rows_of
+from adaptive_batching._report.events import Event, Events, Run, rows_of
 
+MIB = 2**20
 _COLOURS = 8  # of runs, and of kinds of memory
+# Steps from which a running mean of the loss is drawn, and the share of the steps that it covers.
+_STEPS_TO_SMOOTH = 40
+_SMOOTHED_SHARE = 20
 
 CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
     "loss": ("Loss", "mean of a step", (("loss", "loss"), ("trend", "running mean"), ("validation", "validation"))),
@@ -23,10 +29,79 @@ CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
 """Title, unit and (column, label) of the lines of each chart of the training. The first column is what it is about."""
 
 
+@dataclass(frozen=True)
+class Curves:
+    """Columns with a value for each point of a run, or None where it is not known."""
+
+    columns: dict[str, list[float | None]]  # by name, those alone of which something is known
+    steps_per_point: int
+    steps_of_trend: int  # that the running mean of the loss covers
+    epochs: list[int]  # samples seen at the beginning of each epoch but the first
+    recoveries: list[int]  # samples seen at the end of each step that had to run again
+
+
+def curves_of(events: Events, most_points: int) -> Curves:
+    steps = events["step"]
+    seen = list(accumulate(step["samples"] for step in steps))
+    size = max(1, math.ceil(len(steps) / most_points))
+    noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
+    validation = {event["step"]: event["loss"] for event in events["validation"]}
+    window = max(5, len(steps) // _SMOOTHED_SHARE)
+    finite = [step if math.isfinite(step["loss"]) else {"loss": 0.0, "samples": 0} for step in steps]
+    losses = [0.0, *accumulate(step["loss"] * step["samples"] for step in finite)]
+    samples = [0, *accumulate(step["samples"] for step in finite)]
+
+    def mean_loss(start: int, end: int) -> float | None:
+        return _ratio(losses[end] - losses[start], samples[end] - samples[start])
+
+    points: list[dict[str, float | None]] = []
+    for start in range(0, len(steps), size):
+        part, end = steps[start : start + size], min(start + size, len(steps))
+        last, seconds = part[-1], _known(part, "seconds")
+        has_trend = len(steps) >= _STEPS_TO_SMOOTH and end >= window
+        points.append({
+            "seen": seen[end - 1],  # samples
+            "step": last["step"],
+            "loss": mean_loss(start, end),
+            "trend": mean_loss(end - window, end) if has_trend else None,
+            "validation": _last(validation, part),
+            "batch": last["samples"],  # global
+            "noise": _last(noise, part),  # scale, in samples
+            "lr": last["lr"],
+            "padding": _ratio(sum(_known(part, "padded_tokens")), sum(_known(part, "tokens"))),
+            "seconds": _ratio(sum(seconds), len(seconds)),
+            "memory": max((peak / MIB for peak in _known(part, "peak_bytes")), default=None),  # peak, in MiB
+        })  # fmt: skip
+    columns = {name: [_rounded(point[name]) for point in points] for name in (points[0] if points else ())}
+    epochs = [at for at, step, after in zip(seen, steps, steps[1:], strict=False) if after["epoch"] != step["epoch"]]
+    before = [0, *(step.get("recoveries", 0) for step in steps)]
+    recoveries = [at for at, step, last in zip(seen, steps, before, strict=False) if step.get("recoveries", 0) > last]
+    known = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    return Curves(known, size, window, epochs, recoveries)
+
+
+def _ratio(value: float, other: float) -> float | None:
+    return value / other if other else None
+
+
+def _known(steps: Sequence[Event], key: str) -> list[float]:
+    return [step[key] for step in steps if step.get(key) is not None and math.isfinite(step[key])]
+
+
+def _last(by_step: Mapping[int, float | None], steps: Sequence[Event]) -> float | None:
+    known = (by_step.get(step["step"]) for step in reversed(steps))
+    return next((value for value in known if value is not None), None)
+
+
+def _rounded(value: float | None) -> float | None:
+    """Return a value with as many digits as can be seen."""
+    if value is None or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
 class Html(str):
     """Text that is HTML already."""
-
-    __slots__ = ()
 
 
 def tag(name: str, *contents: str, **attributes: str) -> Html:
@@ -34,37 +109,28 @@ def tag(name: str, *contents: str, **attributes: str) -> Html:
 
     ``class_`` is the attribute ``class``, ``data_run`` is ``data-run``; empty ones are left out.
     """
-    given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(value)}"' for key, value in attributes.items() if value
-    )
+    named = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value}
+    given = "".join(f' {key}="{escape(value)}"' for key, value in named.items())
     inside = "".join(each if isinstance(each, Html) else escape(each) for each in contents)
     return Html(f"<{name}{given}>{inside}</{name}>")
 
 
 def some(name: str, content: str) -> list[Html]:
-    """Return an element around contents that may be missing, or nothing."""
+    """Return an element around contents, or nothing where they are missing."""
     return [tag(name, content)] if content else []
 
 
 def _table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    words: Sequence[int] = (),
-    caption: str = "",
-    class_: str = "",
+    header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (), caption: str = "", **kind: str
 ) -> Html:
-    """Return a table, which scrolls by itself where it is too wide.
-
-    Columns in ``words`` hold words; the others hold numbers, and line up at the right.
-    """
+    """Return a table, which scrolls by itself where it is too wide; columns not in ``words`` line up at the right."""
 
     def cell(column: int, content: str, scope: str) -> Html:
         return tag("th" if scope else "td", content, class_="words" if column in words else "", scope=scope)
 
     head = tag("tr", *(cell(at, each, "col") for at, each in enumerate(header)))
     body = [tag("tr", *(cell(at, each, "" if at else "row") for at, each in enumerate(row))) for row in rows]
-    inside = tag("table", *some("caption", caption), tag("thead", head), tag("tbody", *body), class_=class_)
+    inside = tag("table", *some("caption", caption), tag("thead", head), tag("tbody", *body), **kind)
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption or "table")
 
 
@@ -73,16 +139,11 @@ def _coloured(number: int, name: str) -> Html:
     return tag("span", tag("span", class_=f"key c{number % _COLOURS}"), tag("span", name))
 
 
-def _value(fact: say.Fact) -> list[Html]:
-    return [tag("span", fact.value), *some("small", fact.more)]
-
-
 def each_run(runs: list[Run], section: Callable[[Run], list[Html]], class_: str = "cards") -> list[Html]:
     """Return what a section shows of each run, under its name where there are several; nothing if that is nothing."""
     cards = []
     for run in runs:
-        contents = section(run)
-        if contents:
+        if contents := section(run):
             heading = some("h3", _coloured(run.number, run.name) if len(runs) > 1 else "")
             cards.append(tag("article", *heading, *contents))
     return [tag("div", *cards, class_=class_)] if cards else []
@@ -90,14 +151,16 @@ def each_run(runs: list[Run], section: Callable[[Run], list[Html]], class_: str 
 
 def summary(runs: list[Run]) -> list[Html]:
     """Return what the runs are known by: tiles for one, columns of a table for several."""
+    facts = [
+        [(name, Html("".join([tag("span", value), *some("small", more)]))) for name, value, more in say.facts(run)]
+        for run in runs
+    ]
     if len(runs) == 1:
-        facts = say.facts(runs[0])
-        tiles = [tag("div", tag("dt", each.name), tag("dd", *_value(each)), class_="tile") for each in facts]
+        tiles = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in facts[0]]
         return [tag("dl", *tiles, class_="tiles")]
     header = ["", *(_coloured(run.number, run.name) for run in runs)]
     words = range(len(header))
-    same_facts = zip(*map(say.facts, runs), strict=True)
-    rows = [[same[0].name, *(Html("".join(_value(each))) for each in same)] for same in same_facts]
+    rows = [[same[0][0], *(value for _, value in same)] for same in zip(*facts, strict=True)]
     differ = [[name, *values] for name, values in say.differences(runs)]
     caption = "Settings that differ between these runs"
     settings = [_table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
@@ -110,8 +173,8 @@ def errors(run: Run) -> list[Html]:
     shown = []
     for error in run.events["error"]:
         where = f" on rank {error['rank']}" if begun.get("ranks", 1) > 1 else ""
-        steps = say.of(last.get("step", 0), "optimizer step")
-        shown.append(tag("p", f"{error['type']}{where}, {say.moment(error['time'])}, after {steps}."))
+        after = f"after {say.of(last.get('step', 0), 'optimizer step')}"
+        shown.append(tag("p", f"{error['type']}{where}, {say.moment(error['time'])}, {after}."))
         if error["message"]:
             shown.append(tag("pre", error["message"], class_="error", tabindex="0"))
     return shown
@@ -150,7 +213,7 @@ def _ends(name: str, column: list[float | None], chart: str) -> str:
 
     def show(value: float) -> str:
         if chart in ("loss", "lr"):
-            return say.loss(value) if chart == "loss" else say.rate(value)
+            return say.loss(value) if chart == "loss" else f"{value:.3g}"
         return f"{value:,.4g}" if value < 1000 else say.count(value)
 
     ends = say.from_to(show(known[0]), show(known[-1]))
@@ -166,7 +229,7 @@ def decisions(run: Run) -> list[Html]:
             "steps": say.count(row.steps),
             "samples": say.count(row.samples),
             "mean loss": say.loss(row.mean_loss) if row.steps else "",
-            "last rate": say.rate(row.last_lr) if row.steps else "",
+            "last rate": f"{row.last_lr:.3g}" if row.steps else "",
             "padding": f"{row.padded_tokens / row.tokens:.2f}" if row.tokens else "",
             "s / step": f"{row.seconds / row.steps:.3g}" if row.seconds else "",
             "why": row.reason,
@@ -188,15 +251,11 @@ def probe(run: Run) -> list[Html]:
     words = say.probe_in_words(found)
     plot = tag("div", class_="plot", data_probe=str(run.number), role="img", aria_label=words[0])
     picture = tag("figure", tag("figcaption", "Peak memory of a training step over the batch size"), plot)
-    rows = [
-        [
-            say.count(each["batch_size"]),
-            "out of memory" if each["peak_bytes"] is None else say.size(each["peak_bytes"]),
-            "yes" if each["fits"] else "no",
-            say.duration(each["seconds"]),
-        ]
-        for each in found["measurements"]
-    ]
+    rows = []
+    for each in found["measurements"]:
+        peak = "out of memory" if each["peak_bytes"] is None else say.size(each["peak_bytes"])
+        fits = "yes" if each["fits"] else "no"
+        rows.append([say.count(each["batch_size"]), peak, fits, say.duration(each["seconds"])])
     ran = _table(["batch size", "peak memory", "fits", "first step"], rows, caption="Sizes that ran, in order")
     return [tag("p", " ".join(words)), picture, *_what_sets_the_peak(found), ran]
 
@@ -209,14 +268,11 @@ def _what_sets_the_peak(probe: Event) -> list[Html]:
         return []
     at = say.of(probe.get("enough") or probe["batch_size"], "sample")
     heading = f"What sets the peak at {at}: the {probe['peak_moment']}. What is alive then, as traced:"
-    parts = [
-        tag("i", class_=f"c{number % _COLOURS}", style=f"width:{100 * (alive[kind] / whole):.3f}%")
-        for number, kind in enumerate(kinds)
-    ]
-    rows = [
-        [_coloured(number, kind), say.size(alive[kind]), f"{100 * alive[kind] / whole:.0f} %"]
-        for number, kind in enumerate(kinds)
-    ]
+    parts, rows = [], []
+    for number, kind in enumerate(kinds):
+        share = 100 * (alive[kind] / whole)
+        parts.append(tag("i", class_=f"c{number % _COLOURS}", style=f"width:{share:.3f}%"))
+        rows.append([_coloured(number, kind), say.size(alive[kind]), f"{share:.0f} %"])
     bar = tag("div", *parts, class_="bar", aria_hidden="true")
     return [tag("h4", heading), bar, _table(["kind", "bytes", "share"], rows, words=[0])]
 
@@ -255,17 +311,13 @@ def exploration(run: Run) -> list[Html]:
 def _interval(span: Sequence[float], first: float, last: float) -> Html:
     """Return a picture of (low, value, high) on an axis from ``first`` to ``last``, with a line at 1."""
     low, middle, high, base = (f"{4 + 192 * (value - first) / (last - first):.1f}" for value in (*span, 1.0))
-    lines = Html(
-        f'<line class="base" x1="{base}" x2="{base}" y1="0" y2="20"/>'
-        f'<line class="whisker" x1="{low}" x2="{high}" y1="10" y2="10"/>'
-        f'<circle cx="{middle}" cy="10" r="4"/>'
-    )
-    return tag("svg", lines, viewBox="0 0 200 20", class_="interval", aria_hidden="true")
+    lines = f'<line class="base" x1="{base}" x2="{base}" y1="0" y2="20"/>'
+    lines += f'<line class="whisker" x1="{low}" x2="{high}" y1="10" y2="10"/><circle cx="{middle}" cy="10" r="4"/>'
+    return tag("svg", Html(lines), viewBox="0 0 200 20", class_="interval", aria_hidden="true")
 
 
 def config(run: Run) -> list[Html]:
-    found = say.snippet(run)
-    if found is None:
+    if (found := say.snippet(run)) is None:
         return []
     yaml, spares = found
     return [tag("p", spares), tag("pre", tag("code", yaml), tabindex="0")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +16,25 @@ from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._growth.course import Course, learning_rate_scale
-from adaptive_batching._growth.epoch import Accumulation, FixedAccumulation, KeepGlobal, RunShape
-from adaptive_batching._growth.increase import BatchController, Decision, IncreaseFunction, reads_noise_scale, resolve
+from adaptive_batching._growth.course import Course, RunShape
+from adaptive_batching._growth.increase import (
+    Accumulation,
+    BatchController,
+    Decision,
+    FixedAccumulation,
+    IncreaseFunction,
+    KeepGlobal,
+    is_planned,
+    planned,
+    reads_noise_scale,
+    resolve,
+)
 from adaptive_batching._growth.noise_scale import NoiseEstimate
+from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.cutting import Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.learning_rate import LearningRate, SecondMoment, rule_for
+from adaptive_batching._torchtune.learning_rate import LearningRate, SecondMoment, learning_rate_scale
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.probing import Probed
 from adaptive_batching._values import ByLength, ConfigError
@@ -34,8 +46,9 @@ _STEPS_BETWEEN_MEASUREMENTS = 5
 
 @dataclass(frozen=True)
 class Increase:
-    """An increase function, by name, and the measurements that it needs."""
+    """The settings of growth, the increase function that they name, and the measurements that it needs."""
 
+    settings: AdaptiveBatchingConfig
     name: str = ""
     function: IncreaseFunction | None = None
     noise_scale_every: int | None = None
@@ -51,7 +64,7 @@ def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
     """Import the increase function of a config; one that decides on the global batch is refused where that is kept."""
     every = settings.noise_scale_every if settings.enabled else None
     if settings.batch_increase_function is None:
-        return Increase(noise_scale_every=every)
+        return Increase(settings, noise_scale_every=every)
     name, function = resolve(settings.batch_increase_function)
     if reads_noise_scale(function):
         if settings.keep_global_batch:
@@ -60,7 +73,7 @@ def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
                 f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
             )
         every = every or _STEPS_BETWEEN_MEASUREMENTS
-    return Increase(name, function, every)
+    return Increase(settings, name, function, every)
 
 
 def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumulation:
@@ -68,26 +81,20 @@ def accumulation_of(settings: AdaptiveBatchingConfig, run: StockRun) -> Accumula
 
 
 def make_controller(
-    host: Host,
-    run: StockRun,
-    settings: AdaptiveBatchingConfig,
-    increase: Increase,
-    accumulation: Accumulation,
-    probed: Probed,
-    stored: Mapping[str, Any],
+    host: Host, run: StockRun, increase: Increase, accumulation: Accumulation, probed: Probed, stored: Mapping[str, Any]
 ) -> BatchController:
     """Return what decides on batch sizes within the maximum, from where a resumed run has been.
 
     The next increase adds to the stored size, unless the user has changed the configured one.
     """
-    configured, reason = run.batch_size, probed.reason
-    maximum = accumulation.allowed(probed.maximum)
+    configured, reason, uses_maximum = run.batch_size, probed.reason, increase.settings.use_maximum_batch_size
+    maximum, function = accumulation.allowed(probed.maximum), None
     if increase.function is None:
-        start = maximum = maximum if settings.use_maximum_batch_size else configured
+        start = maximum = maximum if uses_maximum else configured
         if start != configured:
             log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
     else:
-        start = configured
+        function, start = _on_first_rank(increase.function, host.ranks), configured
         if stored and stored["configured_batch_size"] == configured:
             start = int(stored["batch_size"])
         elif stored:
@@ -101,29 +108,33 @@ def make_controller(
         if start > maximum:
             log.warning("batch size %d is above the maximum of %d, bound by %s; starting there", start, maximum, reason)
             start = maximum
-        elif settings.use_maximum_batch_size:
+        elif uses_maximum:
             log.info("batch size starts at %d and grows to at most %d, bound by %s", start, maximum, reason)
-    _warn_of_lora(host, accumulation.window(maximum), run.window)
-    # One rank alone is asked: a function that is random or keeps a state cannot split them.
-    return BatchController(start, maximum, reason, increase.function, increase.name, accumulation, host.ranks.on_first)
-
-
-def _warn_of_lora(host: Host, largest: int, configured: int) -> None:
-    """Say what is known of LoRA where steps on this device will have more samples than configured."""
-    if largest > configured and get_adapter_params(host.model):
+    largest = accumulation.window(maximum)
+    if largest > run.window and get_adapter_params(host.model):
         log.warning(
             "the batch grows to as much as %.3g times the configured one, and LoRA loses more to a large batch than "
             "training all weights does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the loss on "
             "held-out samples with that of a run at the configured size",
-            largest / configured,
+            largest / run.window,
         )
+    return BatchController(start, maximum, reason, function, increase.name, accumulation)
+
+
+def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction:
+    """Have one rank alone asked: a function that is random or keeps a state cannot split them."""
+
+    @functools.wraps(function)
+    def asked(*arguments: Any, **known: Any) -> int:
+        return ranks.on_first(lambda: function(*arguments, **known))
+
+    return planned(asked) if is_planned(function) else asked
 
 
 def _course_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController) -> Course:
     shape = RunShape(
         epochs=run.epochs,
         samples=host.samples_per_rank,
-        accumulation=controller.accumulation,
         replicas=host.num_replicas,
         max_steps=run.max_steps_per_epoch,
         decisions=settings.decisions_per_epoch,
@@ -131,12 +142,12 @@ def _course_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, cont
         reference_samples=run.window,
         run_samples=run.samples,
     )
-    rule = rule_for(settings.lr_scaling, host.optimizers[0])
+    rule, optimizer, at_most = settings.lr_scaling, host.optimizers[0], settings.max_lr_scale
     return Course(
         controller,
         shape,
         run.rates,
-        lambda window: learning_rate_scale(rule, window / run.window, settings.max_lr_scale),
+        lambda window: learning_rate_scale(rule, optimizer, window / run.window, at_most),
         initial_batch_size=min(run.batch_size, controller.maximum),
         grows_in_warmup=settings.grow_during_warmup,
     )
@@ -147,20 +158,13 @@ class _Interval:
     """Sums on this rank since the last decision."""
 
     samples: int = 0
-    loss: float = 0.0
-    """Sum over samples."""
-
-    val_loss: float | None = None
-    """Of the last validation."""
-
+    loss: float = 0.0  # summed over samples
+    val_loss: float | None = None  # of the last validation
+    # The first step of the run pays for one-time set-up. What follows counts the others alone.
     timed_steps: int = 0
-    """All steps but the first of the run, which pays for one-time set-up. The fields below count these alone."""
-
     timed_samples: int = 0
     forwards: int = 0
-    tokens: int = 0
-    """Padded."""
-
+    tokens: int = 0  # padded
     seconds: float = 0.0
 
 
@@ -173,33 +177,31 @@ class Growth:
         self,
         host: Host,
         run: StockRun,
-        settings: AdaptiveBatchingConfig,
         increase: Increase,
         controller: BatchController,
         execution: Execution,
         stored: Mapping[str, Any],
     ) -> None:
-        stored = stored.get("growth", {})
-        self.course = _course_of(host, run, settings, controller)
+        self._host, self._execution = host, execution
+        self._is_warm = False
+        self.course = _course_of(host, run, increase.settings, controller)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
         every = increase.noise_scale_every
         self.noise = None if every is None else NoiseMeter(host, every, run.steps_per_epoch)
+        stored = stored.get("growth", {})
+        keeps, moment = increase.settings.keep_beta2_half_life, stored.get("second_moment")
         self._second_moment: SecondMoment | None = None
-        moment = stored.get("second_moment")
-        if settings.keep_beta2_half_life or moment is not None:
-            self._second_moment = SecondMoment(host.optimizers, moment or {}, follows=settings.keep_beta2_half_life)
-        self._host = host
-        self._execution = execution
-        self._is_warm = False
+        if keeps or moment is not None:
+            self._second_moment = SecondMoment(host.optimizers, moment or {}, follows=keeps)
         self._losses: list[float] = list(stored.get("losses", []))
         self._val_losses: list[float] = list(stored.get("val_losses", []))
         self._interval = _Interval(**stored.get("interval", {}))
         self.course.samples_seen, self.course.steps = stored.get("samples_seen", 0), run.first_step
         self.course.history = [(epoch, size) for epoch, size in stored.get("history", [])]
         within_epoch = stored.get("within_epoch")
-        self._resumes_epoch = within_epoch is not None
         if within_epoch is not None:
             self.learning_rate.advance(self.course.resume(run.first_epoch, within_epoch))
+        self._resumes_epoch = within_epoch is not None
         if self.noise is not None and "noise_scale" in stored:
             self.noise.scale.load_state_dict(stored["noise_scale"])
 
@@ -218,9 +220,7 @@ class Growth:
             )  # fmt: skip
             self._follow()
             return None
-        decision = self.course.start_epoch(number, self._observe)
-        self._apply(decision)
-        return decision
+        return self._applied(self.course.start_epoch(number, self._observe))
 
     def batches(self) -> Iterator[list[Sample]]:
         """Return the batches of this epoch that are left."""
@@ -239,20 +239,18 @@ class Growth:
 
     def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> Decision | None:
         """Take note of a step that is over, and return what is decided for those that follow, if anything is."""
-        interval = self._interval
-        interval.samples += self.course.window
-        interval.loss += loss * self.course.window
+        interval, window = self._interval, self.course.window
+        interval.samples += window
+        interval.loss += loss * window
         if self._is_warm:
             interval.timed_steps += 1
-            interval.timed_samples += self.course.window
+            interval.timed_samples += window
             interval.forwards += len(micro_batches)
             interval.tokens += sum(micro_batch.tokens for micro_batch in micro_batches)
             interval.seconds += seconds
         self._is_warm = True
         decision = self.course.decide_if_due(self._observe)
-        if decision is not None:
-            self._apply(decision)
-        return decision
+        return None if decision is None else self._applied(decision)
 
     def note_validation(self, loss: float) -> None:
         """Take note of the loss of a validation, before :meth:`record_step` of the step that it follows."""
@@ -267,12 +265,15 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        noise_scale = None if self.noise is None else self.noise.scale.samples
-        return {
-            "batch_size_samples": self.course.controller.batch_size,
-            "global_batch_size_samples": self.global_batch_size,
-            **({} if noise_scale is None else {"gradient_noise_scale_samples": noise_scale}),
-        }
+        found: dict[str, float] = {"batch_size_samples": self.course.controller.batch_size}
+        found["global_batch_size_samples"] = self.global_batch_size
+        if self._noise_scale is not None:
+            found["gradient_noise_scale_samples"] = self._noise_scale
+        return found
+
+    @property
+    def _noise_scale(self) -> float | None:
+        return None if self.noise is None else self.noise.scale.samples
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -286,11 +287,12 @@ class Growth:
             **({} if self._second_moment is None else {"second_moment": self._second_moment.state_dict()}),
         }
 
-    def _apply(self, decision: Decision) -> None:
+    def _applied(self, decision: Decision) -> Decision:
         self.course.controller.announce(decision)
         self._follow()
         if decision.batch_size != decision.previous and not self.course.controller.decides_early:
             log.info("about %d optimizer steps are left, if the size stays", self.course.steps_left())
+        return decision
 
     def _follow(self) -> None:
         self._host.loader.set_batch_size(self.course.controller.batch_size)
@@ -299,25 +301,22 @@ class Growth:
             self._second_moment.follow(self.course.window / self.course.shape.reference_samples)
 
     def _observe(self) -> dict[str, Any]:
-        interval = self._interval
-        seconds_per_step = self._seconds_per_step(interval)
+        interval, self._interval = self._interval, _Interval()
         if interval.samples:
             self._losses.append(interval.loss / interval.samples)
         if interval.val_loss is not None:
             self._val_losses.append(interval.val_loss)
-        self._interval = _Interval()
         return {
             "losses": tuple(self._losses),
             "val_losses": tuple(self._val_losses),
-            "noise_scale": None if self.noise is None else self.noise.scale.samples,
-            "seconds_per_step": seconds_per_step,
+            "noise_scale": self._noise_scale,
+            "seconds_per_step": self._seconds_per_step(interval),
         }
 
     def _seconds_per_step(self, interval: _Interval) -> Callable[[int], float] | None:
-        """Return seconds of an optimizer step as a function of the batch size, or None while that is not known.
+        """Return batch size -> seconds of an optimizer step, or None while that is not known.
 
-        The time of a step is a fixed part, for the optimizer, and the forwards and backwards, each with a fixed part of
-        its own and a part for its tokens.
+        A step takes a fixed time, for the optimizer, and one for each forward and backward and for each token of it.
         """
         line = self._execution.cost.line()
         if line is None or interval.timed_steps == 0:
@@ -327,7 +326,7 @@ class Growth:
         tokens_per_forward = interval.tokens / interval.forwards
         in_forwards = interval.forwards * per_forward + interval.tokens * per_token
         fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
-        accumulation = self.course.shape.accumulation
+        accumulation = self.course.controller.accumulation
         by_length = isinstance(self._execution.size, ByLength)
 
         def seconds_at(batch_size: int) -> float:
@@ -340,3 +339,57 @@ class Growth:
             return fixed + forwards * per_forward + window * tokens_per_sample * per_token
 
         return seconds_at
+
+
+class StockSchedule:
+    """Batches and learning rates of a run with all fields unset, and their course; ``total_steps`` end it, if given.
+
+    Methods are those of ``Growth`` and ``Course``.
+    """
+
+    adapts = False
+    noise = None
+    global_batch_size = 0
+
+    def __init__(self, host: Host, run: StockRun, total_steps: int | None = None) -> None:
+        self.accumulation, self.steps_per_epoch = run.accumulation, run.steps_per_epoch
+        self.steps_in_epoch = 0
+        self._steps, self._total, self._most_in_epoch = run.first_step, total_steps, run.max_steps_per_epoch
+        self._loader, self._scheduler = host.loader, run.scheduler
+
+    @property
+    def course(self) -> StockSchedule:
+        return self
+
+    @property
+    def run_is_over(self) -> bool:
+        return self._steps == self._total
+
+    @property
+    def epoch_is_over(self) -> bool:
+        return self.run_is_over or self.steps_in_epoch == self._most_in_epoch
+
+    def steps_left(self) -> int:
+        return (self._total or 0) - self._steps
+
+    def start_epoch(self, number: int) -> None:
+        self.steps_in_epoch = 0
+
+    def batches(self) -> Iterator[list[Sample]]:
+        return iter(self._loader)
+
+    def take_step(self, num_tokens: torch.Tensor) -> None:
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._steps += 1
+        self.steps_in_epoch += 1
+
+    def record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> None: ...
+
+    def note_validation(self, loss: float) -> None: ...
+
+    def unscaled(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -78,11 +79,15 @@ def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial
     return rates
 
 
-def rule_for(lr_scaling: str, optimizer: Optimizer) -> str:
-    """Return ``lr_scaling`` with ``auto`` decided: linear for SGD, and sqrt for optimizers that normalize gradients."""
-    if lr_scaling != "auto":
-        return lr_scaling
-    return "linear" if "sgd" in type(optimizer).__name__.lower() else "sqrt"
+def learning_rate_scale(rule: str, optimizer: Optimizer, growth: float, at_most: float) -> float:
+    """Return the factor of the learning rate where the global batch is ``growth`` times the configured one.
+
+    Linear: Goyal et al. 2017, arXiv:1706.02677, for SGD. Sqrt: Malladi et al. 2022, arXiv:2205.10287, for optimizers
+    that normalize gradients, such as Adam.
+    """
+    if rule == "auto":
+        rule = "linear" if "sgd" in type(optimizer).__name__.lower() else "sqrt"
+    return min({"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[rule], at_most)
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:
@@ -102,17 +107,16 @@ def scheduled_steps(epochs_run: int, stored: Mapping[str, Any], steps_per_epoch:
 class SecondMoment:
     """Sets beta2 of optimizers by the growth of the global batch: its half-life stays the same number of samples.
 
-    Adam averages squared gradients with a decay of beta2 a step. A step on a batch that is g times the configured one
-    sees g times the samples, and the average would reach back over g times as many. With ``beta2 ** g`` it reaches back
-    as far as in the configured run. The rule is that of Marek et al. 2025, "Small Batch Size Training for Language
-    Models" (arXiv 2507.07101), who find it to matter more than the learning rate where batches are small.
+    Adam averages squared gradients with a decay of beta2 a step. On a batch that is g times the configured one, the
+    average would reach back over g times the samples; with ``beta2 ** g`` it reaches back as far as in the configured
+    run: Marek et al. 2025, "Small Batch Size Training for Language Models" (arXiv 2507.07101), who find it to matter
+    more than the learning rate where batches are small.
 
     What divides the gradient is the average over ``1 - beta2 ** steps``, which undoes that the average began at zero.
-    When beta2 changes, the average is scaled so that this quotient stays what it was. A change of beta2 alone, from
-    0.999 to ``0.999 ** 4`` after 50 steps, would make the next ones 1.9 times as large.
+    When beta2 changes, the average, which checkpoints hold as it is, is scaled so that this quotient stays what it was:
+    a change from 0.999 to ``0.999 ** 4`` after 50 steps would make the next ones 1.9 times as large.
 
-    Checkpoints hold the average as it is. A run that is resumed without the setting goes back to the configured beta2,
-    if ``follows`` is False.
+    ``follows`` is False for a run resumed without the setting, which goes back to the configured beta2.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], stored: Mapping[str, Any], *, follows: bool = True) -> None:
@@ -128,7 +132,11 @@ class SecondMoment:
         if growth == self._growth:
             return
         for optimizer, group, _, beta2 in self._groups:
-            _keep_quotient(optimizer, group["params"], beta2**self._growth, beta2**growth)
+            before, after = beta2**self._growth, beta2**growth
+            for state in (optimizer.state.get(parameter, {}) for parameter in group["params"]):
+                steps = float(state.get("step", 0))
+                for name in {"exp_avg_sq", "max_exp_avg_sq"} & state.keys() if steps else ():
+                    state[name].mul_((1 - after**steps) / (1 - before**steps))
         self._growth = growth
         self._set_betas(growth)
 
@@ -156,13 +164,3 @@ def check_that_beta2_can_follow(optimizers: Sequence[Optimizer]) -> None:
                 f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}; take one of these, or set "
                 f"keep_beta2_half_life=False"
             )
-
-
-def _keep_quotient(optimizer: Optimizer, parameters: Sequence[Any], before: float, after: float) -> None:
-    for parameter in parameters:
-        state = optimizer.state.get(parameter, {})
-        steps = float(state.get("step", 0))
-        if steps == 0:
-            continue
-        for name in {"exp_avg_sq", "max_exp_avg_sq"} & state.keys():
-            state[name].mul_((1 - after**steps) / (1 - before**steps))

@@ -19,13 +19,12 @@ from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
-from adaptive_batching._torchtune.growing import Growth
+from adaptive_batching._torchtune.growing import Growth, StockSchedule
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.step_cost import StepCosts, recorded_memory
-from adaptive_batching._torchtune.stock_schedule import StockSchedule
 from adaptive_batching._torchtune.validating import Validation
 
 log = logging.getLogger(__name__)

@@ -27,16 +27,13 @@ class NoiseMeter:
     """Takes the norms of gradients every few optimizer steps.
 
     Micro-batches that hold the samples as they come are groups drawn alike. On one device, hooks see the gradient of
-    each parameter before it is added to those of earlier micro-batches. Where FSDP2 shards the model, a rank's gradient
-    is the input of its reduce-scatters.
-
-    Micro-batches cut by length are not alike. There the first samples of the step run before the rest, each of the two
-    parts cut by length, and the gradient gathered up to then is compared with the whole.
+    each parameter before it is added to earlier ones; where FSDP2 shards the model, a rank's gradient is the input of
+    its reduce-scatters. Micro-batches cut by length are not alike: the first samples of the step run before the rest,
+    each of the two parts cut by length, and the gradient gathered up to then is compared with the whole.
     """
 
     def __init__(self, host: Host, every: int, steps_per_epoch: int) -> None:
-        self._host = host
-        self._every = every
+        self._host, self._every = host, every
         # 0.99 for each step, as is usual, and less where an epoch has so few steps that it would be over before
         self.scale = NoiseScale(window=max(min(100, steps_per_epoch / 5) / every, 5))
         self._warned = False
@@ -73,8 +70,7 @@ class NoiseMeter:
             yield
             return
         collectives = self._host.collectives
-        norms = _squared_norms(self._host.model) if collectives is None else collectives.squared_norms()
-        with norms as squares:
+        with _squared_norms(self._host.model) if collectives is None else collectives.squared_norms() as squares:
             yield
         weight = micro_batch.weight
         if weight is None:
@@ -84,8 +80,7 @@ class NoiseMeter:
 
     def see_part(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Measure the part that runs before the others; it has run, in these ``micro_batches`` on this rank."""
-        # FSDP has taken the mean over ranks
-        square = self._gradient_here() * self._host.ranks.size**2
+        square = self._gradient_here() * self._host.ranks.size**2  # FSDP has taken the mean over ranks
         self._part = (square, sum(micro_batch.weight or 0.0 for micro_batch in micro_batches))
 
     def see_gradient(self) -> None:
@@ -137,16 +132,11 @@ def check_that_noise_can_be_measured(cfg: DictConfig, reader: str) -> None:
 def _squared_norms(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Collect the squared norms of the gradients that backward gives each parameter inside."""
     squares: list[torch.Tensor] = []
-    hooks: list[Any] = [
-        parameter.register_hook(lambda grad: squares.append(_square(grad)))  # type: ignore[no-untyped-call]
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            hook: Any = parameter.register_hook(lambda grad: squares.append(_square(grad)))  # type: ignore[no-untyped-call]
+            hooks.callback(hook.remove)
         yield squares
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:

@@ -139,10 +139,10 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
             by = reason if found == sizes[-1] else "memory"
             probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
         accumulation = accumulation_of(settings, run)
-        controller = make_controller(host, run, settings, increase, accumulation, probed, {})
+        controller = make_controller(host, run, increase, accumulation, probed, {})
         decides_early = controller.decides_early and increase.noise_scale_every is None
         execution = Execution(is_stock=not settings.enabled)
-        growth = Growth(host, run, settings, replace(increase, noise_scale_every=None), controller, execution, {})
+        growth = Growth(host, run, increase, controller, execution, {})
         return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import random_state, set_random_state
-from adaptive_batching._growth.epoch import Accumulation
+from adaptive_batching._growth.increase import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit
@@ -27,14 +27,13 @@ from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
-from adaptive_batching._torchtune.growing import Growth, Increase, accumulation_of, make_controller
+from adaptive_batching._torchtune.growing import Growth, Increase, StockSchedule, accumulation_of, make_controller
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
 from adaptive_batching._torchtune.probing import Circumstances, Probed, find_maximum
 from adaptive_batching._torchtune.recovery import Recovery
-from adaptive_batching._torchtune.stock_schedule import StockSchedule
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation, execution_of
 from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, Whole
@@ -105,7 +104,7 @@ class Session:
         host, run, settings, stored, execution = self.host, self.run, self.settings, self.stored, self.execution
         accumulation = self._accumulation()
         self._probed = probed = self._find_maximum(circumstances, report)
-        controller = make_controller(host, run, settings, self.increase, accumulation, probed, stored)
+        controller = make_controller(host, run, self.increase, accumulation, probed, stored)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
@@ -116,7 +115,7 @@ class Session:
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
         else:
             execution.size = probed.micro_batch_size
-        self.growth = Growth(host, run, settings, self.increase, controller, execution, stored)
+        self.growth = Growth(host, run, self.increase, controller, execution, stored)
         course = self.growth.course
         if course.seen_in_epoch:
             at = run.first_epoch + course.seen_in_epoch / course.shape.samples

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,49 +8,38 @@ import pytest
 from adaptive_batching._growth.noise_scale import MIN_MEASUREMENTS, NoiseEstimate, NoiseScale
 
 
-def gradients(rng: np.random.Generator, mean: np.ndarray, deviation: np.ndarray, tokens: list[int]) -> list[np.ndarray]:
-    """The summed gradients, [dimensions] each, of groups of these numbers of tokens, drawn independently."""
-    return [(mean + deviation * rng.standard_normal((n, len(mean)))).sum(0) for n in tokens]
-
-
-def of_groups(sums: list[np.ndarray], tokens: list[int]) -> NoiseEstimate:
+def estimate_of(rng: np.random.Generator, mean: Any, deviation: Any, tokens: list[int], *, part: bool) -> NoiseEstimate:
+    """Estimate from the summed gradients of groups of these numbers of tokens, drawn independently."""
+    sums = [(mean + deviation * rng.standard_normal((n, len(mean)))).sum(0) for n in tokens]
     total, whole = sum(tokens), np.sum(sums, axis=0)
-    small = sum(float(s @ s) / n for s, n in zip(sums, tokens, strict=True)) / total
-    return NoiseEstimate.of_groups(len(tokens), small, float(whole @ whole) / total**2, total, len(tokens))
+    squares, big = [float(s @ s) for s in sums], float(whole @ whole) / total**2
+    if part:
+        return NoiseEstimate.of_part(squares[0] / tokens[0] ** 2, tokens[0], big, total, len(tokens))
+    small = sum(square / n for square, n in zip(squares, tokens, strict=True)) / total
+    return NoiseEstimate.of_groups(len(tokens), small, big, total, len(tokens))
 
 
-def of_part(sums: list[np.ndarray], tokens: list[int]) -> NoiseEstimate:
-    total, whole, part = sum(tokens), np.sum(sums, axis=0), float(sums[0] @ sums[0]) / tokens[0] ** 2
-    return NoiseEstimate.of_part(part, tokens[0], float(whole @ whole) / total**2, total, len(tokens))
-
-
-@pytest.mark.parametrize("estimate", [of_groups, of_part])
+@pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("tokens", [[50, 50], [10, 90, 40], [3, 200, 50, 7, 90]], ids=str)
-def test_the_estimates_are_right_on_average_however_unequal_the_groups(
-    tokens: list[int], estimate: Callable[[list[np.ndarray], list[int]], NoiseEstimate]
+def test_estimates_are_right_on_average_however_unequal_the_groups_in_tokens_and_in_samples(
+    tokens: list[int], part: bool
 ) -> None:
     rng = np.random.default_rng(0)
     mean, deviation = rng.standard_normal(40) * 0.2, rng.uniform(0.5, 1.5, 40)
-    shown = [estimate(gradients(rng, mean, deviation, tokens), tokens) for _ in range(4000)]
-    assert np.mean([each.variance for each in shown]) == pytest.approx(float(deviation @ deviation), rel=0.03)
-    assert np.mean([each.norm_squared for each in shown]) == pytest.approx(float(mean @ mean), rel=0.05)
-
-
-def test_the_noise_scale_comes_out_in_tokens_and_in_samples_and_survives_a_checkpoint() -> None:
-    rng = np.random.default_rng(1)
-    mean, deviation = rng.standard_normal(40) * 0.2, rng.uniform(0.5, 1.5, 40)
-    truth = float(deviation @ deviation) / float(mean @ mean)
+    shown = [estimate_of(rng, mean, deviation, tokens, part=part) for _ in range(4000)]
+    variance, norm_squared = float(deviation @ deviation), float(mean @ mean)
+    assert np.mean([each.variance for each in shown]) == pytest.approx(variance, rel=0.03)
+    assert np.mean([each.norm_squared for each in shown]) == pytest.approx(norm_squared, rel=0.05)
     scale = NoiseScale(window=1000)
-    for i in range(3000):
-        assert i >= MIN_MEASUREMENTS or scale.tokens is None
-        scale.add(of_groups(gradients(rng, mean, deviation, [10, 90, 40]), [10, 90, 40]))
-        if i == 1500:
-            restored = NoiseScale(window=1000)
-            restored.load_state_dict(scale.state_dict())
-            scale = restored
-    assert scale.tokens == pytest.approx(truth, rel=0.1)
+    for number, each in enumerate(shown):
+        assert number >= MIN_MEASUREMENTS or scale.tokens is None
+        scale.add(each)
+        if number == 2000:
+            before, scale = scale, NoiseScale(window=1000)
+            scale.load_state_dict(before.state_dict())
+    assert scale.tokens == pytest.approx(variance / norm_squared, rel=0.1)
     assert scale.tokens is not None
-    assert scale.samples == pytest.approx(scale.tokens * 3 / 140)
+    assert scale.samples == pytest.approx(scale.tokens * len(tokens) / sum(tokens))
 
 
 def test_it_is_not_known_while_noise_hides_the_gradient() -> None:

@@ -2,24 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from adaptive_batching import growth
-from adaptive_batching._growth.increase import (
-    GrowthState,
-    IncreaseFunction,
-    IncreaseFunctionError,
-    is_planned,
-    reads_noise_scale,
-    reads_val_loss,
-    resolve,
-    takes_state,
-)
+from adaptive_batching._growth import increase
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, is_planned, resolve
 from tests.support.examples import STATE
+
+HERE = "tests.growth.test_schedules"
+OURS = "adaptive_batching.growth"
 
 
 def two_arguments(start: int, gamma: float) -> Any:
@@ -28,10 +22,6 @@ def two_arguments(start: int, gamma: float) -> Any:
 
 def other_names(e: int, b: int) -> int:
     return 1
-
-
-def add_two(epoch: int, current_batch_size: int) -> int:
-    return 2
 
 
 def one_argument(epoch: int) -> int:
@@ -46,13 +36,10 @@ def broken_factory(every: int) -> None:
     raise RuntimeError("no")
 
 
-not_callable = 3
-
-
 def size(function: IncreaseFunction, **known: Any) -> int:
     """What the batch is after ``function`` was asked."""
     state = dataclasses.replace(STATE, **known)
-    arguments = {"state": state} if takes_state(function) else {}
+    arguments = {"state": state} if increase.takes_state(function) else {}
     return state.batch_size + function(state.epoch, state.batch_size, **arguments)
 
 
@@ -84,37 +71,6 @@ def test_each_schedule_follows_its_formula(name: str) -> None:
         current = expected
 
 
-@given(
-    name=st.sampled_from([*FORMULAS, "replace_lr_decay", "on_plateau", "noise", "norm_test"]),
-    initial=st.integers(1, 500), maximum=st.integers(1, 5000), total=st.integers(1, 50),
-    decays=st.lists(st.floats(0, 1), min_size=1, max_size=30), losses=st.lists(st.floats(0.1, 10), max_size=30),
-    noise=st.one_of(st.none(), st.floats(0, 1e6)),
-)  # fmt: skip
-def test_whatever_is_asked_a_schedule_never_shrinks_nor_exceeds_the_maximum_nor_compounds_what_was_clipped(
-    name: str, initial: int, maximum: int, total: int, decays: list[float], losses: list[float], noise: float | None
-) -> None:
-    others = {
-        "replace_lr_decay": growth.replace_lr_decay(),
-        "on_plateau": growth.on_plateau(),
-        "noise": growth.gradient_noise_scale(),
-        "norm_test": growth.norm_test(0.5),
-    }
-    function = others[name] if name in others else FORMULAS[name][0]
-    initial = min(initial, maximum)
-    current = initial
-    for i, decay in enumerate(sorted(decays, reverse=True)):
-        known = dict(
-            epoch=i * total / len(decays), total_epochs=total, initial_batch_size=initial, maximum=maximum,
-            global_batch_size=2 * current, lr_decay=decay, losses=tuple(losses[:i]), noise_scale=noise,
-        )  # fmt: skip
-        grown = size(function, batch_size=current, **known)
-        assert current <= grown <= maximum
-        if name not in ("noise", "norm_test"):
-            fresh = size(function, batch_size=initial, **known)
-            assert grown == max(fresh, current), "it depends on where the run is, not on how it came there"
-        current = grown
-
-
 def test_a_fixed_increase_adds_at_the_start_of_epochs() -> None:
     every, some = growth.fixed_increase(3), growth.fixed_increase(3, epochs=[0, 2])
     assert [every(epoch, 2) for epoch in (0, 0.5, 1, 1.5, 2)] == [0, 0, 3, 0, 3]
@@ -127,31 +83,30 @@ def test_the_batch_grows_where_the_rate_would_have_fallen() -> None:
     assert [size(function, lr_decay=decay) for decay in (1, 0.51, 0.5, 0.25, 0.2, 0.03, 0)] == [4, 4, 8, 16, 16, 64, 64]
 
 
-def test_the_batch_grows_when_the_loss_has_stopped_to_fall() -> None:
-    def sizes(losses: list[float], **arguments: Any) -> list[int]:
-        function = growth.on_plateau(**arguments)
-        assert not is_planned(function)
-        return [size(function, losses=tuple(losses[: i + 1])) for i in range(len(losses))]
-
-    assert sizes([5, 4, 3, 2], patience=1) == [4, 4, 4, 4]
-    assert sizes([5, 4, 4, 4, 4, 4], patience=2) == [4, 4, 4, 8, 8, 16]
-    assert sizes([5, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2) == [4, 4, 4, 8, 8, 8, 8]
-    assert sizes([5, 4, 4, 4, 4, 4, 4, 4], patience=2, cooldown=2)[-1] == 16
-    assert sizes([5, 4.999, 4.998], patience=1, min_delta=0.01, rate=3) == [4, 12, 36]
-    assert sizes([5, 4, 4, 3, 3], patience=2) == [4, 4, 4, 4, 4], "a better loss begins anew"
-
-
-def test_the_batch_grows_when_the_loss_of_validations_has_stopped_to_fall() -> None:
-    function = growth.on_plateau(patience=1, metric="val_loss")
-    assert reads_val_loss(function) and not reads_val_loss(growth.on_plateau())
-    assert size(function, losses=(5, 5, 5)) == 4, "no validation yet"
-    assert size(function, losses=(5, 4, 3), val_losses=(5, 4)) == 4
-    assert size(function, losses=(5, 4, 3), val_losses=(5, 5)) == 8
+@pytest.mark.parametrize(
+    ("losses", "arguments", "sizes"),
+    [
+        ([5, 4, 3, 2], {"patience": 1}, [4, 4, 4, 4]),
+        ([5, 4, 4, 4, 4, 4], {"patience": 2}, [4, 4, 4, 8, 8, 16]),
+        ([5, 4, 4, 4, 4, 4, 4, 4], {"patience": 2, "cooldown": 2}, [4, 4, 4, 8, 8, 8, 8, 16]),
+        ([5, 4.999, 4.998], {"patience": 1, "min_delta": 0.01, "rate": 3}, [4, 12, 36]),
+        ([5, 4, 4, 3, 3], {"patience": 2}, [4, 4, 4, 4, 4]),  # a better loss begins anew
+    ],
+)
+@pytest.mark.parametrize("metric", ["loss", "val_loss"])
+def test_the_batch_grows_when_the_loss_has_stopped_to_fall(
+    metric: str, losses: list[float], arguments: dict[str, Any], sizes: list[int]
+) -> None:
+    function = growth.on_plateau(**arguments, metric=metric)
+    assert not is_planned(function) and increase.reads_val_loss(function) == (metric == "val_loss")
+    name, other = ("losses", "val_losses") if metric == "loss" else ("val_losses", "losses")
+    seen = [tuple(losses[: i + 1]) for i in range(len(losses))]
+    assert [size(function, **{name: each, other: (5.0,) * 9}) for each in seen] == sizes
 
 
 def test_growth_by_the_noise_scale_is_held_back() -> None:
     function = growth.gradient_noise_scale(multiplier=0.5, hysteresis=1.25)
-    assert reads_noise_scale(function) and not is_planned(function)
+    assert increase.reads_noise_scale(function) and not is_planned(function)
     assert size(function, noise_scale=None) == 4
     assert size(function, noise_scale=9.8) == 4, "below the hysteresis"
     assert size(function, noise_scale=10) == 5
@@ -174,73 +129,57 @@ def test_goodput_weighs_speed_against_what_a_sample_contributes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "arguments", "message"),
+    ("factory", "name", "value", "shown"),
     [
-        ("step", {"every": 0}, "every=0"),
-        ("step", {"every": "2"}, "every='2'"),
-        ("step", {"every": True}, "every=True"),
-        ("step", {"gamma": 1}, "gamma=1"),
-        ("fixed_increase", {"increase": -1}, "increase=-1"),
-        ("fixed_increase", {"increase": 1, "epochs": [2, -1]}, "epochs=-1"),
-        ("multistep", {"milestones": 3}, "milestones=3"),
-        ("multistep", {"milestones": [1, -2]}, "milestones=-2"),
-        ("staged", {"stages": {}}, "stages="),
-        ("staged", {"stages": {"first": 2}}, "'first'"),
-        ("staged", {"stages": {0: 2.5}}, "stages=2.5"),
-        ("linear", {"end": 0}, "end=0"),
-        ("cosine", {"ramp_epochs": 0}, "ramp_epochs=0"),
-        ("polynomial", {"power": -1}, "power=-1"),
-        ("late_switch", {"fraction": 1}, "fraction=1"),
-        ("replace_lr_decay", {"alpha": 1.0}, "alpha=1.0"),
-        ("on_plateau", {"patience": 0}, "patience=0"),
-        ("on_plateau", {"min_delta": -0.1}, "min_delta=-0.1"),
-        ("gradient_noise_scale", {"multiplier": math.nan}, "multiplier=nan"),
-        ("gradient_noise_scale", {"hysteresis": 0.9}, "hysteresis=0.9"),
-        ("norm_test", {"eta": 0}, "eta=0"),
-        ("goodput", {"gain": 0.5}, "gain=0.5"),
+        *((growth.step, "every", value, f"every={value!r}") for value in (0, "2", True)),
+        (growth.step, "gamma", 1, "gamma=1"), (growth.fixed_increase, "increase", -1, "increase=-1"),
+        (partial(growth.fixed_increase, 1), "epochs", [2, -1], "epochs=-1"),
+        (growth.multistep, "milestones", 3, "milestones=3"), (growth.multistep, "milestones", [1, -2], "milestones=-2"),
+        (growth.staged, "stages", {}, "stages="), (growth.staged, "stages", {"first": 2}, "'first'"),
+        (growth.staged, "stages", {0: 2.5}, "stages=2.5"), (growth.linear, "end", 0, "end=0"),
+        (growth.cosine, "ramp_epochs", 0, "ramp_epochs=0"), (growth.polynomial, "power", -1, "power=-1"),
+        (growth.late_switch, "fraction", 1, "fraction=1"), (growth.replace_lr_decay, "alpha", 1.0, "alpha=1.0"),
+        (growth.on_plateau, "patience", 0, "patience=0"), (growth.on_plateau, "min_delta", -0.1, "min_delta=-0.1"),
+        (growth.gradient_noise_scale, "multiplier", math.nan, "multiplier=nan"),
+        (growth.gradient_noise_scale, "hysteresis", 0.9, "hysteresis=0.9"), (growth.norm_test, "eta", 0, "eta=0"),
+        (growth.goodput, "gain", 0.5, "gain=0.5"),
     ],
-)
-def test_factories_check_their_arguments(factory: str, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        getattr(growth, factory)(**arguments)
+)  # fmt: skip
+def test_factories_check_their_arguments(factory: Any, name: str, value: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
+        factory(**{name: value})
 
 
-def test_functions_and_factories_are_resolved_by_dotted_path() -> None:
-    assert resolve("tests.growth.test_schedules.add_two")[1](0, 4) == 2
-    assert not is_planned(resolve("tests.growth.test_schedules.with_state")[1])
-    name, function = resolve({"_component_": "adaptive_batching.growth.fixed_increase", "increase": 3})
-    assert name == "adaptive_batching.growth.fixed_increase"
-    assert function(1, 5) == 3
-
-
-@pytest.mark.parametrize("name", ["add_two", "with_state", "other_names"])
+@pytest.mark.parametrize("name", ["with_state", "other_names"])
 def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As ``batch_increase_function=path`` on the command line arrives, over a component in the YAML."""
-    path = f"tests.growth.test_schedules.{name}"
-    assert resolve({"_component_": path, "every": 1})[1] is resolve(path)[1]
+    assert resolve(f"{HERE}.{name}") == (f"{HERE}.{name}", globals()[name])
+    assert resolve({"_component_": f"{HERE}.{name}"})[1] is globals()[name] and not caplog.text
+    assert resolve({"_component_": f"{HERE}.{name}", "every": 1})[1] is globals()[name]
     assert "dropped arguments: every" in caplog.text
-    caplog.clear()
-    assert resolve({"_component_": path})[1] is resolve(path)[1]
-    assert not caplog.text
+    resolved, function = resolve({"_component_": f"{OURS}.fixed_increase", "increase": 3})
+    assert (resolved, function(1, 5)) == (f"{OURS}.fixed_increase", 3)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("path", "arguments", "message"),
     [
-        ("no_such_package.f", "cannot be imported"),
-        ("tests.growth.test_schedules.no_such_function", "cannot be imported"),
-        ("not a path", "cannot be imported"),
-        ("tests.growth.test_schedules.not_callable", "not callable but of type int"),
-        ("tests.growth.test_schedules.one_argument", r"cannot be called with \(epoch, current_batch_size\)"),
-        ("adaptive_batching.growth.step", r"a factory.*_component_"),
-        ({"_component_": "tests.growth.test_schedules.broken_factory", "every": 2}, "failed with the arguments"),
-        ({"_component_": "tests.growth.test_schedules.two_arguments", "start": 1, "gama": 2}, "argument 'gama'"),
-        ({"_component_": "adaptive_batching.growth.step", "evry": 2}, "evry"),
-        ({"_component_": "builtins.dict"}, "must return a function"),
+        ("no_such_package.f", None, "cannot be imported"),
+        (f"{HERE}.no_such_function", None, "cannot be imported"),
+        ("not a path", None, "cannot be imported"),
+        (f"{HERE}.HERE", None, "not callable but of type str"),
+        (f"{HERE}.one_argument", None, r"cannot be called with \(epoch, current_batch_size\)"),
+        (f"{OURS}.step", None, r"a factory.*_component_"),
+        (f"{HERE}.broken_factory", {"every": 2}, "failed with the arguments"),
+        (f"{HERE}.two_arguments", {"start": 1, "gama": 2}, "argument 'gama'"),
+        (f"{OURS}.step", {"evry": 2}, "evry"),
+        ("builtins.dict", {}, "must return a function"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_refused_before_training(value: Any, message: str) -> None:
-    with pytest.raises(IncreaseFunctionError, match=message):
-        resolve(value)
+def test_a_function_that_cannot_be_used_is_refused_before_training(
+    path: str, arguments: dict[str, Any] | None, message: str
+) -> None:
+    with pytest.raises(increase.IncreaseFunctionError, match=message):
+        resolve(path if arguments is None else {"_component_": path, **arguments})

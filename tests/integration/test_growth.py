@@ -39,46 +39,21 @@ def test_the_batch_follows_the_function_and_everything_follows_the_batch(
     assert len(warnings) == 1 and "32" in warnings[0] and "max_batch_size=16" in warnings[0]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_the_learning_rate_is_that_of_the_stock_run_at_the_same_number_of_samples(kind: str, tune_run: TuneRun) -> None:
-    data = ["dataset.split=train[:64]", "epochs=3"]
-    stock = tune_run(kind, *data, name="stock", stock=True)
-    grown = tune_run(kind, *data, *DOUBLE, *BOUND, name="grown")
-    expected = {4 * (i + 1): step["lr"] for i, step in enumerate(stock.metrics)}
-    seen, rates = 0, []
-    for step in grown.metrics:
-        seen += int(step["global_batch_size_samples"])
-        rates.append((step["lr"], expected[seen]))
-    assert len(rates) == 16 + 8 + 4
-    assert all(ours == theirs for ours, theirs in rates)
-    assert seen == 3 * 64
-
-
-def test_the_schedule_ends_where_it_should_although_samples_are_dropped(tune_run: TuneRun) -> None:
-    run = tune_run("full", *DOUBLE, *BOUND, "epochs=3", "dataset.split=train[:61]")
-    assert [e["dropped_samples"] for e in events(run, "epoch")] == [1, 5, 13]
-    assert run.metrics[-1]["lr"] == 0.0
-    assert run.metrics[-2]["lr"] > 0.0
-
-
 def test_growth_under_optimizer_in_backward_and_max_steps(tune_run: TuneRun) -> None:
-    run = tune_run(
-        "full",
-        *DOUBLE,
-        *BOUND,
-        "optimizer_in_bwd=True",
-        "clip_grad_norm=null",
-        "max_steps_per_epoch=2",
-        "lr_scheduler.num_warmup_steps=1",
-    )
+    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null", "max_steps_per_epoch=2"]
+    run = tune_run("full", *DOUBLE, *BOUND, *in_backward, "lr_scheduler.num_warmup_steps=1")
     assert [s["batch_size_samples"] for s in run.metrics] == [4, 4, 8, 8]
     assert run.metrics[-1]["lr"] == 0.0
 
 
-def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(tune_run: TuneRun) -> None:
-    run = tune_run("full", *DOUBLE, "adaptive_batching.memory_limit=8GiB", "batch_size=6", "epochs=4")
-    assert events(run, "probe")[0]["batch_size"] == 32
-    assert [e["batch_size"] for e in events(run, "epoch")] == [6, 12, 24, 32]
+@pytest.mark.parametrize(("size", "sizes"), [(6, [6, 12, 24, 32]), (40, [40])])
+def test_growth_alone_probes_its_bound_and_starts_at_the_configured_size(
+    size: int, sizes: list[int], tune_run: TuneRun
+) -> None:
+    limit = "adaptive_batching.memory_limit=8GiB"
+    run = tune_run("full", *DOUBLE, limit, f"batch_size={size}", f"epochs={len(sizes)}")
+    assert events(run, "probe")[0]["batch_size"] == (32 if size == 6 else 40)
+    assert [e["batch_size"] for e in events(run, "epoch")] == sizes
 
 
 @pytest.mark.parametrize(("micro_batch_size", "batch_size"), [(3, 15), (40, 16)])
@@ -155,46 +130,45 @@ def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, m
     assert_close(grown, whole, epoch=1)
 
 
+FIRST = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
+RESUME = ["resume_from_checkpoint=True"]
+
+
+def interrupt(kind: str, common: list[str], tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the power go out after two epochs of the run called "broken"."""
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.support.power_cut.fail_at_epoch", 2)
+        with pytest.raises(
+            SystemExit, match=r"factory\(epoch=2, current_batch_size=8\) raised RuntimeError: the power"
+        ):
+            tune_run(kind, *common, name="broken")
+
+
 @pytest.mark.parametrize("kind", ["full", "lora", "lora_dpo", "kd"])
 def test_a_resumed_run_equals_the_uninterrupted_one(
     kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Batches, learning rates, losses and weights, dropout included; with the probe's stored result."""
     common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
-    if kind != "full":
-        common += ["model.lora_dropout=0.1"]
-    else:
-        common += ["adaptive_batching.keep_beta2_half_life=True"]
+    common += ["adaptive_batching.keep_beta2_half_life=True"] if kind == "full" else ["model.lora_dropout=0.1"]
     whole = tune_run(kind, *common, name="whole")
-
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 2)
-    with pytest.raises(SystemExit, match=r"factory\(epoch=2, current_batch_size=8\) raised RuntimeError: the power"):
-        tune_run(kind, *common, name="broken")
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
-    resume = ["resume_from_checkpoint=True"]
-    if kind == "full":
-        resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]")
+    interrupt(kind, common, tune_run, monkeypatch)
     caplog.set_level(logging.INFO, "adaptive_batching")
     caplog.clear()
-    resumed = tune_run(kind, *common, *resume, name="broken")
-
+    resumed = tune_run(kind, *common, *RESUME, *([FIRST] if kind == "full" else []), name="broken")
     assert "from the stored probe" in caplog.text and "trial step" not in caplog.text
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(epoch=3), whole.weights(epoch=3))
-    assert [e["batch_size"] for e in events(resumed, "epoch")] == [4, 8, 16, 32]
-    assert [e["epoch"] for e in events(resumed, "epoch")] == [0, 1, 2, 3]
+    epochs = events(resumed, "epoch")
+    assert [(e["epoch"], e["batch_size"]) for e in epochs] == [(0, 4), (1, 8), (2, 16), (3, 32)]
 
 
 def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     common = ["epochs=4", *BOUND, *FUNCTION]
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 2)
-    with pytest.raises(SystemExit):
-        tune_run("full", *common, name="run")
-    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
+    interrupt("full", common, tune_run, monkeypatch)
     caplog.set_level(logging.INFO, "adaptive_batching")
-    files = "checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]"
-    resumed = tune_run("full", *common, "resume_from_checkpoint=True", files, "batch_size=5", name="run")
+    resumed = tune_run("full", *common, *RESUME, FIRST, "batch_size=5", name="broken")
     assert [s["batch_size_samples"] for s in resumed.metrics[-5:]] == [10] * 5
     assert "batch_size=5 was 4 in the run that is resumed" in caplog.text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from tests.conftest import Run, TuneRun, assert_same_weights
@@ -17,6 +15,9 @@ GROW = [
     "dataset.split=train[:64]",
     "epochs=3",
 ]
+MAXIMUM = [
+    "use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16", "adaptive_batching.memory_limit=8GiB",
+]  # fmt: skip
 
 
 def by_samples(run: Run) -> dict[int, float]:
@@ -28,18 +29,19 @@ def by_samples(run: Run) -> dict[int, float]:
     return rates
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SCHEDULES, "cosine in backward"])
 def test_the_rate_depends_on_the_samples_seen_alone_and_scaling_multiplies_it(name: str, tune_run: TuneRun) -> None:
-    schedule = {"lr_scheduler": SCHEDULES[name]}
-    stock = by_samples(tune_run("full", *GROW[-2:], name="stock", replaced=schedule, stock=True))
-    grown = tune_run("full", *GROW, name="grown", replaced=schedule)
+    schedule = {"lr_scheduler": SCHEDULES[name.split()[0]]}
+    how = ["optimizer_in_bwd=True", "clip_grad_norm=null"] if "backward" in name else []
+    stock = by_samples(tune_run("full", *GROW[-2:], *how, name="stock", replaced=schedule, stock=True))
+    grown = tune_run("full", *GROW, *how, name="grown", replaced=schedule)
     rates = by_samples(grown)
     sizes = [step["global_batch_size_samples"] for step in grown.metrics]
     assert sizes == [4] * 8 + [8] * 4 + [16] * 8
     assert rates == {seen: stock[seen] for seen in rates}
 
     scaling = ["adaptive_batching.lr_scaling=linear", "adaptive_batching.max_lr_scale=3"]
-    scaled = by_samples(tune_run("full", *GROW, *scaling, name="scaled", replaced=schedule))
+    scaled = by_samples(tune_run("full", *GROW, *how, *scaling, name="scaled", replaced=schedule))
     expected = {seen: rate * min(size / 4, 3) for (seen, rate), size in zip(rates.items(), sizes, strict=True)}
     assert scaled == pytest.approx(expected, rel=1e-12)
 
@@ -47,20 +49,9 @@ def test_the_rate_depends_on_the_samples_seen_alone_and_scaling_multiplies_it(na
 @pytest.mark.parametrize(("optimizer", "scale"), [("torch.optim.SGD", 4), ("torch.optim.AdamW", 2)])
 def test_auto_scales_as_the_optimizer_needs(optimizer: str, scale: int, tune_run: TuneRun) -> None:
     common = ["dataset.split=train[:64]", "epochs=1", f"optimizer._component_={optimizer}", "optimizer.lr=0.01"]
-    maximum = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16"]
-    maximum += ["adaptive_batching.memory_limit=8GiB", "adaptive_batching.lr_scaling=auto"]
     plain = by_samples(tune_run("full", *common, name="plain"))
-    scaled = by_samples(tune_run("full", *common, *maximum, name="scaled"))
+    scaled = by_samples(tune_run("full", *common, *MAXIMUM, "adaptive_batching.lr_scaling=auto", name="scaled"))
     assert scaled == pytest.approx({seen: scale * plain[seen] for seen in (16, 32, 48, 64)}, rel=1e-12)
-
-
-def test_scaling_reaches_optimizers_in_the_backward_pass(tune_run: TuneRun) -> None:
-    in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
-    grown = by_samples(tune_run("full", *GROW, *in_backward, name="grown"))
-    scaled = tune_run("full", *GROW, *in_backward, "adaptive_batching.lr_scaling=sqrt", name="scaled")
-    sizes = [step["global_batch_size_samples"] for step in scaled.metrics]
-    expected = {seen: rate * math.sqrt(size / 4) for (seen, rate), size in zip(grown.items(), sizes, strict=True)}
-    assert by_samples(scaled) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_first_step_that_the_schedule_does_not_move_with_leaves_one_rate_in_the_backward_pass(
@@ -81,9 +72,7 @@ def test_a_kept_half_life_of_beta2_is_stocks_run_with_that_beta2(tune_run: TuneR
     data = ["dataset.split=train[:64]", "epochs=2"]
     beta2 = f"optimizer.betas=[0.9,{0.95**4!r}]"
     stock = tune_run("full", *data, beta2, "batch_size=16", name="stock", replaced=constant, stock=True)
-    maximum = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16"]
-    maximum += ["adaptive_batching.memory_limit=8GiB", "optimizer.betas=[0.9,0.95]"]
-    kept = ["adaptive_batching.keep_beta2_half_life=True"]
-    ours = tune_run("full", *data, *maximum, *kept, name="ours", replaced=constant)
+    kept = ["optimizer.betas=[0.9,0.95]", "adaptive_batching.keep_beta2_half_life=True"]
+    ours = tune_run("full", *data, *MAXIMUM, *kept, name="ours", replaced=constant)
     assert [step["loss"] for step in ours.metrics] == [step["loss"] for step in stock.metrics]
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))

@@ -15,6 +15,7 @@ from tests.integration.one_target import NOISE, mean_of, truth
 from tests.support.records import events
 
 DATA = {"dataset": {"_component_": "tests.integration.one_target.OneTarget"}}
+NEVER = {"batch_increase_function": "tests.integration.test_noise_scale.never"}
 
 
 def never(epoch: float, current_batch_size: int, state: GrowthState) -> int:
@@ -67,9 +68,8 @@ def test_the_estimate_is_right_on_average(
 
 def test_measuring_changes_no_gradient(tune_run: TuneRun) -> None:
     common = ["batch_size=6", "epochs=1", "dataset.split=train[:120]", "adaptive_batching.max_batch_size=6"]
-    function = {"batch_increase_function": "tests.integration.test_noise_scale.never"}
-    plain = tune_run("full", *common, replaced=function, name="plain")
-    noisy = tune_run("full", *common, "adaptive_batching.noise_scale_every=2", replaced=function, name="noisy")
+    plain = tune_run("full", *common, replaced=NEVER, name="plain")
+    noisy = tune_run("full", *common, "adaptive_batching.noise_scale_every=2", replaced=NEVER, name="noisy")
     assert [step["loss"] for step in noisy.metrics] == pytest.approx([step["loss"] for step in plain.metrics], rel=1e-4)
     assert [event["step"] for event in events(noisy, "noise")] == list(range(1, 21, 2))
 
@@ -78,8 +78,7 @@ def test_a_step_that_runs_out_of_memory_is_not_measured(tune_run: TuneRun) -> No
     disarm()
     plan.update(where="backward", layer=0, calls=0, call=5, times=1)  # two forwards in a step
     settings = ["adaptive_batching.max_batch_size=4", "adaptive_batching.noise_scale_every=1", "epochs=1"]
-    function = {"batch_increase_function": "tests.integration.test_noise_scale.never"}
-    run = tune_run("full", "model._component_=tests.integration.faults.full_model", *settings, replaced=function)
+    run = tune_run("full", "model._component_=tests.integration.faults.full_model", *settings, replaced=NEVER)
     disarm()
     steps = [event["step"] for event in events(run, "noise")]
     assert run.metrics[-1]["out_of_memory_recoveries"] == 1
@@ -90,7 +89,7 @@ def test_a_step_that_runs_out_of_memory_is_not_measured(tune_run: TuneRun) -> No
     ("settings", "message"),
     [
         ({}, "optimizer_in_bwd=True: a step has one gradient"),
-        ({"batch_increase_function": "tests.integration.test_noise_scale.never"}, "which .*never needs"),
+        (NEVER, "which .*never needs"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], message: str, tune_run: TuneRun) -> None:

@@ -43,21 +43,13 @@ class Shell:
     """A command that a shell runs as it stands, with overrides added for a small model."""
 
     says: str = TABLE
-    """What it has to print."""
-    added: str | None = None
-    """What is added to it, where not overrides of a config."""
-    instead: Mapping[str, str] = field(default_factory=dict)
-    """What stands for other hosts, for more devices than two, and for the dots of a page."""
-    folder: str = "."
-    """Where it runs, in a checkout."""
-    installed: bool = False
-    """Run in an empty folder, in an environment that the package is installed into, rather than in a checkout."""
-    first: str = "true"
-    """What makes what it needs."""
-    agents: int = 1
-    """Shells that run it at the same time, as nodes do."""
-    interrupted: bool = False
-    """Run without resuming at first, until a power cut in the third epoch."""
+    added: str | None = None  # to it, where not overrides of a config
+    instead: Mapping[str, str] = field(default_factory=dict)  # of other hosts, of more than two devices, of dots
+    folder: str = "."  # where it runs, in a checkout
+    installed: bool = False  # in an empty folder, where the package is installed, rather than in a checkout
+    first: str = "true"  # makes what it needs
+    agents: int = 1  # that run it at the same time, as nodes do
+    interrupted: bool = False  # run without resuming at first, until a power cut in the third epoch
     slow: bool = True
 
 
@@ -70,46 +62,37 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Printed:
-    """A target of make: what it would run is looked at, and not run, for a reason."""
-
-    why: str
-
-
-@dataclass(frozen=True)
 class Elsewhere:
     """A command that the test of this name runs."""
 
     test: str
 
 
-# One of each kind is not slow.
-COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
+RUN = "adaptive-batching run"
+LORA = "lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
+FULL = "full_finetune_single_device --config quickstart/full_single_device"
+MANY = "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True"
+PLAN = "adaptive-batching plan --config"
+REPORTS = "test_reports_are_made_as_shown"
+# One of each kind is not slow. A text is why a target of make is not run: what it would run is looked at.
+COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching ls": Here("lora_finetune_distributed"),
     "adaptive-batching cat quickstart/lora_single_device": Here("lora_rank: 8"),
     "adaptive-batching cat llama3_1/8B_lora_single_device_adaptive": Here("micro_batch_size: auto"),
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
-    "adaptive-batching validate my_config.yaml": Here(
-        "Config is well-formed!", first="adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml"
-    ),
-    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", added=""),
+    "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
+    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", ""),
     # tests/torchtune/test_plan_command.py has one that is not slow.
-    "adaptive-batching plan --config llama3_1/8B_lora_single_device --gpu 'RTX 4090' --sequence-length 2048": Shell(
-        "fits: a forward of 2 x 2,048 tokens needs at most", added=""
+    f"{PLAN} llama3_1/8B_lora_single_device --gpu 'RTX 4090' --sequence-length 2048": Shell(
+        "fits: a forward of 2 x 2,048 tokens needs at most", ""
     ),
-    "adaptive-batching plan --config llama3_2/1B_lora_single_device --memory 24GiB --sequence-length 2048": Shell(
-        "What would help", added=""
-    ),
+    f"{PLAN} llama3_2/1B_lora_single_device --memory 24GiB --sequence-length 2048": Shell("What would help", ""),
     "adaptive-batching quickstart": Shell(
-        "Next, with a config of your own", added="epochs=1 dataset.split=train[:24]", slow=False
+        "Next, with a config of your own", "epochs=1 dataset.split=train[:24]", slow=False
     ),
-    "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device "
-    "use_maximum_batch_size=True": Shell(slow=False),
-    "adaptive-batching run full_finetune_single_device --config quickstart/full_single_device epochs=2": Shell(
-        installed=True
-    ),
-    "tune run adaptive_batching/recipes/lora_finetune_single_device.py --config llama3_2/1B_lora_single_device "
-    "use_maximum_batch_size=True": Shell(installed=True),
+    f"{RUN} {LORA}": Shell(slow=False),
+    f"{RUN} {FULL} epochs=2": Shell(installed=True),
+    f"tune run adaptive_batching/recipes/{LORA.replace(' ', '.py ', 1)}": Shell(installed=True),
     "tune run adaptive_batching/recipes/full_finetune_single_device.py --config ...": Shell(
         installed=True, first=MY_CONFIG, instead={"...": "my_config.yaml"}
     ),
@@ -119,42 +102,37 @@ COMMANDS: dict[str, Shell | Here | Printed | Elsewhere] = {
     "tune run full_finetune_single_device.py --config ...": Shell(
         instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes", slow=False
     ),
-    "adaptive-batching run full_finetune_single_device --config quickstart/full_single_device "
-    "resume_from_checkpoint=True": Shell(interrupted=True),
-    "adaptive-batching run full_finetune_single_device --config quickstart/full_single_device "
-    "resume_from_checkpoint=True 'checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]'": Shell(
-        interrupted=True
+    f"{RUN} {FULL} resume_from_checkpoint=True": Shell(interrupted=True),
+    f"{RUN} {FULL} resume_from_checkpoint=True "
+    "'checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]'": Shell(interrupted=True),
+    f"{RUN} --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora use_maximum_batch_size=True": Shell(
+        slow=False
     ),
-    "adaptive-batching run --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora "
-    "use_maximum_batch_size=True": Shell(slow=False),
     "PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py "
     "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": Shell(),
-    "adaptive-batching run --nproc_per_node 8 full_finetune_distributed --config llama3_1/8B_full "
-    "use_maximum_batch_size=True": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}),
-    "adaptive-batching run --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 "
-    "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True": Shell(
+    f"{RUN} --nproc_per_node 8 {MANY}": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}),
+    f"{RUN} --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 {MANY}": Shell(
         instead={"--nproc_per_node 8": "--nproc_per_node 1", "node0:29500": "127.0.0.1:{port}"}, agents=2
     ),
     "pip install '.[torchtune]'": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
     "pip install '.[examples]'": Elsewhere("test_an_example_runs"),
     "pip install '.[eval]'": Elsewhere("test_an_evaluation_runs"),
-    "adaptive-batching run eleuther_eval --config llama3_2/evaluation use_maximum_batch_size=True "
-    "'tasks=[hellaswag,gsm8k]'": Elsewhere("test_an_evaluation_runs"),
-    "python examples/hugging_face_trainer.py": Elsewhere("test_an_example_runs"),
-    "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere("test_reports_are_made_as_shown"),
-    "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(
-        "test_reports_are_made_as_shown"
+    f"{RUN} eleuther_eval --config llama3_2/evaluation use_maximum_batch_size=True 'tasks=[hellaswag,gsm8k]'": (
+        Elsewhere("test_an_evaluation_runs")
     ),
+    "python examples/hugging_face_trainer.py": Elsewhere("test_an_example_runs"),
+    "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere(REPORTS),
+    "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(REPORTS),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
     "PYTHONPATH=. python benchmarks/growth_quality.py": Elsewhere("test_a_benchmark_is_repeated"),
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
-    "make test": Printed("this test is one of those that it runs"),
-    "make test-emulated": Printed("this takes an environment of its own, with a CUDA build of torch"),
-    "make test-all": Printed("this test is one of those that it runs"),
-    "make bench": Printed("takes more than an hour"),
-    "make bench DEVICE=cuda": Printed("needs a GPU"),
-    "make test-cuda": Shell("SKIPPED", added=""),
+    "make test": "this test is one of those that it runs",
+    "make test-emulated": "this takes an environment of its own, with a CUDA build of torch",
+    "make test-all": "this test is one of those that it runs",
+    "make bench": "takes more than an hour",
+    "make bench DEVICE=cuda": "needs a GPU",
+    "make test-cuda": Shell("SKIPPED", ""),
 }
 
 
@@ -324,10 +302,7 @@ def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.xdist_group("harness")
 def test_an_evaluation_runs(
-    inputs: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
     make_harness_inputs(tmp_path, inputs)

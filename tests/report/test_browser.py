@@ -12,6 +12,19 @@ from adaptive_batching._report.record import Report
 from tests.support.browser import Browser, browser, chromium
 from tests.support.runs import FIRST_VERSION, about, write_run
 
+OVERLAPPING = """
+    (() => {
+      const boxes = [...document.querySelectorAll("figcaption > *, dt, dd > *, h1, h2, th, td, .u-legend tr, p")]
+        .filter(each => each.textContent.trim() && each.getClientRects().length === 1)
+        .map(each => [each, each.getBoundingClientRect(), each.closest(".scroll")?.getBoundingClientRect()])
+        .map(([each, box, scroll]) => [each, {  // a table that is too wide scrolls
+          left: box.left, top: box.top, bottom: box.bottom, right: Math.min(box.right, scroll?.right ?? box.right),
+        }]);
+      return boxes.flatMap(([a, one]) => boxes.filter(([b, other]) => a !== b && !a.contains(b) && !b.contains(a)
+        && one.left + 1 < other.right && other.left + 1 < one.right
+        && one.top + 1 < other.bottom && other.top + 1 < one.bottom).map(([b]) => [a.textContent, b.textContent]));
+    })()
+"""
 DESK, PHONE = (1280, 900), (390, 844)
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium (Debian: apt-get install chromium)")
@@ -42,9 +55,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_it_is_drawn_without_a_complaint_or_a_request(
     name: str, size: tuple[int, int], dark: bool, window: Browser, pages: dict[str, Path]
 ) -> None:
-    seen = window.open(pages[name], width=size[0], height=size[1], dark=dark)
-    assert seen.complaints == []
-    assert seen.requests == [pages[name].resolve().as_uri()]
+    window.open(pages[name], size, dark=dark)
+    assert window.complaints == []
+    assert window.requests == [pages[name].resolve().as_uri()]
     assert window.run("performance.getEntriesByType('resource').length") == 0
     drawn = window.run("[...document.querySelectorAll('.plot')].map(plot => plot.querySelectorAll('canvas').length)")
     assert drawn == [1] * len(drawn) and len(drawn) == {"run": 8, "old": 4, "both": 9}[name]
@@ -57,30 +70,11 @@ def test_it_is_drawn_without_a_complaint_or_a_request(
     widths = window.run("[...document.querySelectorAll('.charts .plot')].map(plot => plot.clientWidth)")
     in_columns = len({round(width / 10) for width in widths}) > 1
     assert in_columns == (size == DESK), "one column on a phone"
-
-
-def test_no_text_lies_over_another(window: Browser, pages: dict[str, Path]) -> None:
-    overlapping = """
-        (() => {
-          const boxes = [...document.querySelectorAll("figcaption > *, dt, dd > *, h1, h2, th, td, .u-legend tr, p")]
-            .filter(each => each.textContent.trim() && each.getClientRects().length === 1)
-            .map(each => [each, each.getBoundingClientRect(), each.closest(".scroll")?.getBoundingClientRect()])
-            .map(([each, box, scroll]) => [each, {  // a table that is too wide scrolls
-              left: box.left, top: box.top, bottom: box.bottom, right: Math.min(box.right, scroll?.right ?? box.right),
-            }]);
-          return boxes.flatMap(([a, one]) => boxes.filter(([b, other]) => a !== b && !a.contains(b) && !b.contains(a)
-            && one.left + 1 < other.right && other.left + 1 < one.right
-            && one.top + 1 < other.bottom && other.top + 1 < one.bottom).map(([b]) => [a.textContent, b.textContent]));
-        })()
-    """
-    for name, path in pages.items():
-        for width, height in (DESK, PHONE):
-            window.open(path, width=width, height=height, dark=False)
-            assert window.run(overlapping) == [], (name, width)
+    assert window.run(OVERLAPPING) == [], "no text lies over another"
 
 
 def test_colours_follow_the_scheme_while_the_page_is_open(window: Browser, pages: dict[str, Path]) -> None:
-    window.open(pages["run"], width=DESK[0], height=DESK[1], dark=False)
+    window.open(pages["run"], DESK)
     pixels = "[...document.querySelector('.loss canvas').getContext('2d').getImageData(0, 0, 60, 300).data].join()"
     light = window.run(pixels)
     window.set_scheme(dark=True)
@@ -92,7 +86,7 @@ def test_colours_follow_the_scheme_while_the_page_is_open(window: Browser, pages
 
 
 def test_charts_are_zoomed_and_read_together(window: Browser, pages: dict[str, Path]) -> None:
-    window.open(pages["run"], width=DESK[0], height=DESK[1], dark=False)
+    window.open(pages["run"], DESK)
     box = window.run(
         "(() => { const over = document.querySelector('.loss .u-over'); over.scrollIntoView({block: 'center'});"
         " const box = over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
@@ -115,8 +109,8 @@ def test_charts_are_zoomed_and_read_together(window: Browser, pages: dict[str, P
 
 def test_it_can_be_read_without_javascript(window: Browser, pages: dict[str, Path]) -> None:
     window.run_scripts(on=False)
-    seen = window.open(pages["run"], width=DESK[0], height=DESK[1], dark=False, draws=False)
+    window.open(pages["run"], DESK, draws=False)
     words = window.run("document.body.innerText")
     window.run_scripts(on=True)
-    assert seen.complaints == [] and "The curves need JavaScript" in words
+    assert window.complaints == [] and "The curves need JavaScript" in words
     assert "max_batch_size: 8" in words and "A step of 16 would take about 2 MiB" in words

@@ -36,28 +36,32 @@ def settings(values: dict[str, Any]) -> AdaptiveBatchingConfig:
     return AdaptiveBatchingConfig.from_mapping(values.pop("adaptive_batching", None), **values)
 
 
-def test_the_largest_batch_needs_no_probe_again(tmp_path: Path) -> None:
-    values, yaml, spares = pasted(tmp_path, batch_increase_function=None, batch_size=2)
-    assert values == {"batch_size": 4, "use_maximum_batch_size": False, "adaptive_batching": {"memory_limit": "1.5GiB"}}
-    assert not settings(values).probes
-    assert spares == "With these settings the next run needs no probe." and "was 2" in yaml
+LIMIT = {"memory_limit": "1.5GiB"}
+ONE_SIZE = {"batch_size": 4, "use_maximum_batch_size": False}
+OF_NO_GROWTH = {"use_maximum_batch_size": False, "batch_increase_function": None}
 
 
-def test_growth_gets_the_bound_that_the_probe_found(tmp_path: Path) -> None:
-    values, _, _ = pasted(tmp_path, batch_increase_function=FUNCTION)
-    assert values == {
-        "batch_size": 4, "use_maximum_batch_size": False, "batch_increase_function": FUNCTION,
-        "adaptive_batching": {"memory_limit": "1.5GiB", "max_batch_size": 8},
-    }  # fmt: skip
-    assert settings(values).grows and not settings(values).probes
-
-
-def test_what_was_explored_is_taken(tmp_path: Path) -> None:
-    explored = {"micro_batch_size": "explore", "use_maximum_batch_size": False, "batch_increase_function": None}
-    values, _, spares = pasted(tmp_path, explores=True, **explored)
-    assert values["micro_batch_size"] == 4 and values["batch_size"] == 4
-    assert not settings(values).probes
-    assert spares == "With these settings the next run explores nothing."
+@pytest.mark.parametrize(
+    ("config", "expected", "spared"),
+    [
+        ({"batch_increase_function": None, "batch_size": 2}, {**ONE_SIZE, "adaptive_batching": LIMIT},
+         "needs no probe"),
+        ({"batch_increase_function": {"_component_": None, "every": 1}}, {**ONE_SIZE, "adaptive_batching": LIMIT},
+         "needs no probe"),  # as a command line takes a function away
+        ({"batch_increase_function": FUNCTION},
+         {**ONE_SIZE, "batch_increase_function": FUNCTION, "adaptive_batching": {**LIMIT, "max_batch_size": 8}},
+         "needs no probe"),
+        ({"micro_batch_size": "explore", **OF_NO_GROWTH},
+         {**ONE_SIZE, "micro_batch_size": 4, "adaptive_batching": LIMIT}, "explores nothing"),
+    ],
+    ids=["the largest batch", "function taken away", "growth", "explored"],
+)  # fmt: skip
+def test_what_was_found_is_taken(config: dict[str, Any], expected: dict[str, Any], spared: str, tmp_path: Path) -> None:
+    values, yaml, said = pasted(tmp_path, explores="micro_batch_size" in config, **config)
+    assert values == expected and not settings(values).probes
+    assert settings(values).grows == ("batch_increase_function" in expected)
+    assert said == f"With these settings the next run {spared}."
+    assert ("was 2" in yaml) == (config.get("batch_size") == 2)
 
 
 @pytest.mark.parametrize(
@@ -73,11 +77,6 @@ def test_what_has_to_know_the_memory_is_left_as_it_is(config: dict[str, Any], tm
     before = {**about()["config"], **config}
     assert settings(values) == settings({key: before[key] for key in values})
     assert spares.startswith("Nothing to change")
-
-
-def test_a_function_that_the_command_line_has_taken_away_stays_away(tmp_path: Path) -> None:
-    values, _, _ = pasted(tmp_path, batch_increase_function={"_component_": None, "every": 1})
-    assert "batch_increase_function" not in values and values["batch_size"] == 4 and not settings(values).probes
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import subprocess
@@ -13,10 +14,10 @@ import pytest
 
 from adaptive_batching._cli.main import main
 from adaptive_batching._report import page as pages
-from adaptive_batching._report.curves import MIB
 from adaptive_batching._report.events import read_events
 from adaptive_batching._report.page import finish_page, start_page, stop_page, write_page
 from adaptive_batching._report.record import Report
+from adaptive_batching._report.sections import MIB
 from tests.conftest import ROOT
 from tests.support.html import UPLOT, Page, check_that_it_asks_for_nothing, read_page
 from tests.support.runs import EXPLORED, FIRST_VERSION, about, start_epoch, write_run
@@ -33,20 +34,36 @@ def page_of(*records: Path, output: Path | None = None) -> Page:
     return read_page(write_page(list(records), output))
 
 
-def test_the_page_asks_nothing_of_a_network_and_is_small(run: Path) -> None:
-    check_that_it_asks_for_nothing(page_of(run))
-    check_that_it_asks_for_nothing(page_of(FIRST_VERSION, run, output=run / "both.html"))
+def test_all_that_the_page_says_is_what_the_record_holds(run: Path) -> None:
+    page, record = page_of(run), read_events(run / "report.jsonl")
+    check_that_it_asks_for_nothing(page)
+    check_decisions(page.tables["decisions"][0], record)
+    check_curves(page.data["runs"][0], record)
+    assert page.facts == {
+        "Batch size": "4 → 16", "Largest that fits": "8", "Optimizer steps": "12", "Samples": "224", "Loss": "5.375",
+        "Time in steps": "7.0 s", "Padding": "1.30", "Peak memory": "112 MiB", "Out of memory": "once",
+    }  # fmt: skip
+    assert "validation 45.000, least 9.000 after step 6" in page.words["summary"]
+    assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
+        ["2", "0.3 KiB", "yes"], ["8", "0.9 KiB", "yes"], ["16", "out of memory", "no"],
+    ]  # fmt: skip
+    [drawn] = page.data["probes"]
+    assert drawn["chosen"] == 8 and drawn["failed"] == [16]
+    assert len(drawn["predicted"]) == len(record["probe"][0]["predicted"])
+    assert "A step of 16 would take about 2 MiB" in page.words["probe"]
+    [[_, *rows]] = page.tables["exploration"]
+    assert [(row[0], row[2]) for row in rows] == [(str(each.candidate), f"{each.speedup:.2f}") for each in EXPLORED]
+    assert [row[3] for row in rows] == ["", "1.61 to 1.79", "1.38 to 1.55"]
+    assert "micro_batch_size 4 is the fastest" in page.words["exploration"]
 
 
-def test_the_decisions_are_those_of_the_record(run: Path) -> None:
-    [[header, *rows]] = page_of(run).tables["decisions"]
-    assert header == [
+def check_decisions(table: list[list[str]], record: dict[str, Any]) -> None:
+    assert table[0] == [
         "epoch", "batch size", "global batch", "steps", "samples", "mean loss", "last rate", "padding", "s / step",
         "why",
     ]  # fmt: skip
-    events = read_events(run / "report.jsonl")
-    for row, epoch in zip(rows, events["epoch"], strict=True):
-        steps = [step for step in events["step"] if step["epoch"] == epoch["epoch"]]
+    for row, epoch in zip(table[1:], record["epoch"], strict=True):
+        steps = [step for step in record["step"] if step["epoch"] == epoch["epoch"]]
         samples = sum(step["samples"] for step in steps)
         loss = sum(step["loss"] * step["samples"] for step in steps) / samples
         assert row == [
@@ -56,46 +73,20 @@ def test_the_decisions_are_those_of_the_record(run: Path) -> None:
         ]  # fmt: skip
 
 
-def test_the_curves_are_the_steps_of_the_record(run: Path) -> None:
-    [drawn] = page_of(run).data["runs"]
-    events, columns = read_events(run / "report.jsonl"), drawn["columns"]
-    steps = events["step"]
+def check_curves(drawn: dict[str, Any], record: dict[str, Any]) -> None:
+    columns, steps = drawn["columns"], record["step"]
     assert columns["step"] == [step["step"] for step in steps]
-    assert columns["seen"] == [sum(each["samples"] for each in steps[: number + 1]) for number in range(len(steps))]
+    assert columns["seen"] == [*itertools.accumulate(each["samples"] for each in steps)]
     for column, key, unit in (
         ("loss", "loss", 1), ("batch", "samples", 1), ("lr", "lr", 1), ("seconds", "seconds", 1),
         ("memory", "peak_bytes", MIB),
     ):  # fmt: skip
         assert columns[column] == pytest.approx([step[key] / unit for step in steps], rel=1e-5), column
     assert columns["padding"] == pytest.approx([1.3] * len(steps))
-    noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
+    noise = {event["step"]: event["noise_scale"] for event in record["noise"]}
     assert columns["noise"] == [noise.get(step["step"]) for step in steps]
     assert columns["validation"] == [None, None, 18.0, None, None, 9.0, None, None, 18.0, None, None, 45.0]
     assert drawn["epochs"] == [32, 96] and drawn["recoveries"] == [48], "the first step of the second epoch"
-
-
-def test_the_facts_are_those_of_the_record(run: Path) -> None:
-    page = page_of(run)
-    assert page.facts == {
-        "Batch size": "4 → 16", "Largest that fits": "8", "Optimizer steps": "12", "Samples": "224", "Loss": "5.375",
-        "Time in steps": "7.0 s", "Padding": "1.30", "Peak memory": "112 MiB", "Out of memory": "once",
-    }  # fmt: skip
-    assert "validation 45.000, least 9.000 after step 6" in page.words["summary"]
-
-
-def test_the_probe_and_the_exploration_are_those_of_the_record(run: Path) -> None:
-    page = page_of(run)
-    [probe] = read_events(run / "report.jsonl")["probe"]
-    assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
-        ["2", "0.3 KiB", "yes"], ["8", "0.9 KiB", "yes"], ["16", "out of memory", "no"],
-    ]  # fmt: skip
-    [drawn] = page.data["probes"]
-    assert drawn["chosen"] == 8 and drawn["failed"] == [16] and len(drawn["predicted"]) == len(probe["predicted"])
-    assert "A step of 16 would take about 2 MiB" in page.words["probe"]
-    [[_, *rows]] = page.tables["exploration"]
-    assert [(row[0], row[2]) for row in rows] == [(str(each.candidate), f"{each.speedup:.2f}") for each in EXPLORED]
-    assert [row[3] for row in rows] == ["", "1.61 to 1.79", "1.38 to 1.55"]
-    assert "micro_batch_size 4 is the fastest" in page.words["exploration"]
 
 
 def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
@@ -115,12 +106,13 @@ def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     assert page.facts["Optimizer steps"] == str(len(read_events(record)["step"])) != "12"
 
 
-def test_a_record_of_the_first_version_has_a_page(tmp_path: Path) -> None:
+def test_a_record_of_the_first_version_has_a_page(run: Path, tmp_path: Path) -> None:
     page = page_of(FIRST_VERSION, output=tmp_path / "old.html")
     assert page.facts["Batch size"] == "8 → 32" and page.facts["Out of memory"] == "once"
     assert page.facts["Time in steps"] == page.facts["Padding"] == page.facts["Peak memory"] == "not recorded"
     assert "config" not in page.tables and "exploration" not in page.tables
     assert len(page.data["runs"][0]["columns"]["trend"]) == 84
+    check_that_it_asks_for_nothing(page_of(FIRST_VERSION, run, output=tmp_path / "both.html"))
 
 
 def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
@@ -136,24 +128,17 @@ def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
     assert len(page.tables["decisions"]) == 2 and page.data["probes"][1] is None
 
 
-def test_what_a_record_says_is_no_html(tmp_path: Path) -> None:
+def test_what_a_record_says_is_no_html_and_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
     bad = "</script><script>alert(1)</script><b onclick=x>"
     report = Report(tmp_path / bad.replace("/", "-"), about=about(batch_size=bad))
-    write_run(report)
-    report.change(epoch=2.5, step=12, batch_size=32, global_batch_size=64, reason=bad)
-    page = page_of(report.path)
-    assert page.tables["decisions"][0][-1][-1] == bad
-    assert len(page.scripts) == 2 and not any(name == "onclick" for _, name, _ in page.attributes)
-
-
-def test_a_loss_that_is_no_number_is_shown_as_such(tmp_path: Path) -> None:
-    report = Report(tmp_path)
     start_epoch(report, 0, 4, steps=3)
     for step, loss in enumerate([2.0, math.nan, math.inf], 1):
         report.step(0, step, 4, loss, 0.1)
-    page = page_of(tmp_path)
+    report.change(epoch=0.5, step=12, batch_size=32, global_batch_size=64, reason=bad)
+    page = page_of(report.path)
+    assert page.tables["decisions"][0][-1][-1] == bad and page.tables["decisions"][0][1][5] == "nan"
+    assert len(page.scripts) == 2 and not any(name == "onclick" for _, name, _ in page.attributes)
     assert page.data["runs"][0]["columns"]["loss"] == [2.0, None, None]
-    assert page.tables["decisions"][0][1][5] == "nan"
 
 
 def test_a_long_run_is_drawn_in_few_points_that_keep_its_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,24 +37,20 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_table_says_what_was_decided_and_why(report: Report) -> None:
+    report.maximum(16, "max_batch_size=16")
+    assert report.table()[-1].endswith("report.jsonl"), "a run that had nothing to do has a table"
     report.probe(RESULT, sequence_length=64)
     write_run(report, range(2))
+    report.change(epoch=1.5, step=4, batch_size=8, global_batch_size=8, reason="added")
+    report.step(1, 5, 4, 4.5, 0.1)
     table = "\n".join(report.table())
     for words in (
         "8, bound by memory", "20 of 32 tokens, 45 of 16 tokens", "3 training steps, 1 out of memory",
         "64 tokens per sample; 16 would take about 2 MiB", *MEAN_LOSSES, str(report.path),
     ):  # fmt: skip
         assert words in table
-
-
-def test_a_change_within_an_epoch_has_a_line_of_its_own(report: Report) -> None:
-    start_epoch(report, 0, 4, steps=2)
-    report.step(0, 1, 4, 5.0, 0.1)
-    report.change(epoch=0.5, step=1, batch_size=8, global_batch_size=8, reason="added")
-    report.step(0, 2, 4, 4.5, 0.1)
-    lines = [line.split() for line in report.table()]
-    assert ["0", "4", "1", "4", "5.000", "1.00e-01", "kept"] in lines
-    assert ["0.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in lines
+    assert ["1.5", "8", "1", "4", "4.500", "1.00e-01", "added"] in [line.split() for line in report.table()]
+    assert kinds(report) == ["run", "maximum", "probe", *["epoch", "step", "step"] * 2, "change", "step"]
 
 
 @pytest.mark.parametrize("has_record", [True, False])
@@ -92,32 +88,20 @@ def test_the_plan_is_logged_as_a_table(report: Report, caplog: pytest.LogCapture
     assert ["1", "4-16", "8-32", "5", "80", "3", "0"] in [line.split() for line in message.splitlines()]
 
 
-def test_a_resumed_run_replaces_the_epochs_that_it_runs_again(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_epochs_that_it_runs_again_and_a_new_one_the_record(tmp_path: Path) -> None:
     write_run(Report(tmp_path), range(3))
     write_run(Report(tmp_path, resume=True), range(1, 4))
     resumed = Report(tmp_path, resume=True)
     write_run(resumed, range(3, 4))
     events = read_events(tmp_path / "report.jsonl")
-    assert [e["epoch"] for e in events["epoch"]] == [0, 1, 2, 3]
-    assert len(events["step"]) == 8
+    assert [e["epoch"] for e in events["epoch"]] == [0, 1, 2, 3] and len(events["step"]) == 8
     whole = Report(tmp_path / "whole")
     write_run(whole, range(4))
     assert resumed.table()[:-1] == whole.table()[:-1], "the table is that of the uninterrupted run"
-
-
-def test_the_first_event_of_a_new_run_replaces_the_record(tmp_path: Path) -> None:
-    write_run(Report(tmp_path), range(3))
-    report = Report(tmp_path)
-    assert len(read_events(report.path)["epoch"]) == 3, "a run that does not begin takes nothing"
-    write_run(report, range(1))
-    assert len(read_events(report.path)["epoch"]) == 1
-
-
-def test_every_line_of_the_record_is_json_and_a_run_that_had_nothing_to_do_has_a_table(report: Report) -> None:
-    report.maximum(16, "max_batch_size=16")
-    assert report.table()[-1].endswith("report.jsonl")
-    write_run(report, range(1))
-    assert kinds(report) == ["run", "maximum", "epoch", "step", "step"]
+    new = Report(tmp_path)
+    assert len(read_events(new.path)["epoch"]) == 4, "a run that does not begin takes nothing"
+    write_run(new, range(1))
+    assert len(read_events(new.path)["epoch"]) == 1
 
 
 @pytest.mark.parametrize("cut_off", ['{"event": "step", "epoch": 0, "st', "\x00\x00", "[]", '{"event": "other"}'])
@@ -128,7 +112,6 @@ def test_lines_that_were_cut_off_are_passed_over_and_stay_alone(cut_off: str, tm
     report = Report(tmp_path, resume=True)
     write_run(report, range(1, 2))
     assert [e["epoch"] for e in read_events(report.path)["epoch"]] == [0, 1]
-    report.finish()
 
 
 @pytest.mark.parametrize("directory", ["/proc/nowhere", "/dev/null/report"])
@@ -152,31 +135,29 @@ def test_a_full_disk_is_one_warning_and_the_summary_still_comes(
     assert len(read_events(report.path)["step"]) == 2, "it goes on when there is room again"
 
 
-def test_a_page_that_cannot_be_made_is_one_warning(report: Report, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_made_is_one_warning(
+    report: Report, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO")
     page = report.directory / "report.html"
     page.mkdir()
     write_run(report, range(1))
     report.finish()
-    report.finish()
-    [warning] = warnings(caplog)
-    assert "what was decided, and why" in caplog.text
-    assert "no page of this run (IsADirectoryError" in warning
-    assert f"'adaptive-batching report {report.directory}' makes it" in warning
+    with monkeypatch.context() as without:
+        without.setattr("sys.executable", "/nowhere/python")
+        report.finish()
+        other = Report(report.directory / "other")
+        write_run(other, range(3))
+        other.finish()
     page.rmdir()
     report.finish()
+    here, without_python = warnings(caplog)
+    assert "what was decided, and why" in caplog.text
+    assert "no page of this run (IsADirectoryError" in here
+    assert f"'adaptive-batching report {report.directory}' makes it" in here
+    assert "no page of this run ([Errno 2] No such file" in without_python
+    assert len(read_events(other.path)["step"]) == 6
     assert f"the page of this run: {page}" in caplog.text
-
-
-def test_no_process_for_the_page_is_one_warning(
-    report: Report, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.executable", "/nowhere/python")
-    write_run(report, range(3))
-    report.finish()
-    [warning] = warnings(caplog)
-    assert "no page of this run ([Errno 2] No such file" in warning
-    assert len(read_events(report.path)["step"]) == 6
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("sample 7 is <b>bad</b> \ud800")], ids=repr)
@@ -200,35 +181,20 @@ def test_an_error_that_ends_a_run_is_on_its_page_and_goes_on_as_it_was(error: Ba
     assert "error" not in page.words and "ended 20" in page.words["summary"]
 
 
-@pytest.mark.parametrize(("epochs", "often"), [(1, "at the end"), (2, "once, and at the end")])
-def test_a_run_that_memory_has_ended_does_not_say_that_it_never_ran_out(
-    epochs: int, often: str, report: Report
-) -> None:
-    with pytest.raises(RuntimeError), report.showing_errors():
-        write_run(report, range(epochs))
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
-    assert read_page(write_page([report.path])).facts["Out of memory"] == often
-
-
-def test_an_error_before_the_first_decision_takes_nothing(report: Report, tmp_path: Path) -> None:
-    write_run(report, range(1))
-    before = report.path.read_bytes()
-    with pytest.raises(ValueError, match="no"), Report(tmp_path).showing_errors():
-        raise ValueError("no")
-    assert list(tmp_path.iterdir()) == [report.path] and report.path.read_bytes() == before
-
-
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, subprocess.TimeoutExpired("page", 60), MemoryError])
-def test_no_trouble_with_the_page_hides_the_error(
-    trouble: type[BaseException], report: Report, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("epochs", "often"), [(1, "at the end"), (2, "once, and at the end")])
+def test_no_trouble_with_the_page_hides_the_error_nor_that_memory_ran_out(
+    epochs: int, often: str, trouble: type[BaseException], report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> str:
         raise trouble
 
+    monkeypatch.setattr("adaptive_batching._report.record.start_page", lambda directory: None)
     monkeypatch.setattr("adaptive_batching._report.record.finish_page", fail)
-    with pytest.raises(ZeroDivisionError), report.showing_errors():
-        write_run(report, range(1))
-        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="CUDA"), report.showing_errors():
+        write_run(report, range(epochs))
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert read_page(write_page([report.path])).facts["Out of memory"] == often
 
 
 def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
@@ -252,13 +218,18 @@ def test_ranks_that_wait_for_a_failed_one_do_not_wait_for_its_page(
     assert "ZeroDivisionError on rank 1" in words and "RuntimeError on rank 0" in words and "a bug" in words
 
 
-def test_a_rank_that_fails_before_the_first_has_begun_takes_nothing(tmp_path: Path) -> None:
-    for begins in (False, True):
-        other = Report(tmp_path, rank=1, ranks=2)
-        with pytest.raises(ZeroDivisionError), other.showing_errors():
-            write_run(other, range(int(begins)))
-            raise ZeroDivisionError
-        assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(("rank", "begins", "has_record"), [(0, False, True), (1, False, False), (1, True, False)])
+def test_an_error_before_the_first_decision_takes_nothing(
+    rank: int, begins: bool, has_record: bool, tmp_path: Path
+) -> None:
+    if has_record:
+        write_run(Report(tmp_path), range(1))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    failing = Report(tmp_path, rank=rank, ranks=2)
+    with pytest.raises(ZeroDivisionError), failing.showing_errors():
+        write_run(failing, range(int(begins)))
+        raise ZeroDivisionError
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_the_page_shows_each_epoch_once_it_is_over(report: Report, tmp_path: Path) -> None:

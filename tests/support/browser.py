@@ -1,11 +1,7 @@
-"""A page in headless Chromium: what it asks for, what it complains of, and what it looks like.
-
-Chromium is driven by its DevTools protocol over two pipes, which takes no library.
-"""
+"""A page in headless Chromium, driven by its DevTools protocol over two pipes, which takes no library."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -13,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +24,26 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-@dataclass
-class Seen:
-    """What a page has done since it was opened."""
-
-    requests: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
-
-
 class Browser:
-    """A running Chromium with one page."""
+    """A running Chromium with one page, and what that asked for and complained of since it was opened."""
 
     def __init__(self, to: int, back: int) -> None:
         self._to, self._back = os.fdopen(to, "wb", buffering=0), os.fdopen(back, "rb", buffering=0)
         self._number = 0
         self._session: str | None = None
         self._left = b""
-        self.seen = Seen()
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
         self._loaded = False
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
 
-    def open(self, path: Path, *, width: int, height: int, dark: bool, draws: bool = True) -> Seen:
-        """Open a file of HTML, wait until it has loaded and (if it ``draws``) drawn, and return what it did."""
-        self.seen, self._loaded = Seen(), False
+    def open(self, path: Path, size: tuple[int, int], *, dark: bool = False, draws: bool = True) -> None:
+        """Open a file of HTML, and wait until it has loaded and (if it ``draws``) drawn."""
+        self.requests, self.complaints, self._loaded = [], [], False
+        width, height = size
         is_phone = width < 600
         self._ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if is_phone else 1,
@@ -66,10 +55,8 @@ class Browser:
             self._take(self._receive())
         if draws:
             self.settle()
-        return self.seen
 
     def set_scheme(self, *, dark: bool) -> None:
-        """Switch between the light and the dark scheme."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -84,19 +71,11 @@ class Browser:
         return answer["result"].get("value")
 
     def run_scripts(self, *, on: bool) -> None:
-        """Switch the scripts of pages that are opened on or off."""
         self._ask("Emulation.setScriptExecutionDisabled", value=not on)
 
-    def press(self, kind: str, x: float, y: float, clicks: int = 1) -> None:
+    def press(self, kind: str, x: float, y: float) -> None:
         """Send an event of the mouse: ``mousePressed``, ``mouseMoved`` or ``mouseReleased``."""
-        self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=clicks)
-
-    def picture(self, path: Path) -> None:
-        """Write a picture of the whole page."""
-        size = self._ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        answer = self._ask("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
+        self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
         self._number += 1
@@ -125,13 +104,9 @@ class Browser:
         if method == "Page.loadEventFired":
             self._loaded = True
         elif method == "Network.requestWillBeSent":
-            self.seen.requests.append(values["request"]["url"])
-        elif method == "Runtime.exceptionThrown":
-            self.seen.complaints.append(str(values["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled":
-            self.seen.complaints.append(f"{values['type']}: {values['args']}")
-        elif method == "Log.entryAdded":
-            self.seen.complaints.append(f"{values['entry']['level']}: {values['entry']['text']}")
+            self.requests.append(values["request"]["url"])
+        elif method in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            self.complaints.append(f"{method}: {values}")
 
 
 @contextlib.contextmanager

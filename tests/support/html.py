@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,23 @@ UPLOT = Path(__file__).parents[2] / "adaptive_batching" / "_report" / "assets" /
 _VOID = {"meta", "link", "line", "circle"}
 
 
-@dataclass
 class Page(HTMLParser):
     """The parts of a page that a test looks at."""
 
-    text: str
-    tables: dict[str, list[list[list[str]]]] = field(default_factory=dict)
-    """Of each section, by its anchor: rows of cells."""
-
-    words: dict[str, str] = field(default_factory=dict)
-    """All text of each section."""
-
-    facts: dict[str, str] = field(default_factory=dict)
-    codes: list[str] = field(default_factory=list)
-    data: Any = None
-    scripts: list[str] = field(default_factory=list)
-    attributes: list[tuple[str, str, str]] = field(default_factory=list)
-    """(element, attribute, value) of all there is."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
+        self.text = text
+        self.tables: dict[str, list[list[list[str]]]] = {}  # of each section, by its anchor: rows of cells
+        self.words: dict[str, str] = {}  # of each section
+        self.facts: dict[str, str] = {}
+        self.codes: list[str] = []
+        self.scripts: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []  # (element, attribute, value)
         self._open: list[str] = []
         self._section = ""
-        self.feed(self.text)
+        self.feed(text)
         assert not self._open, f"not closed: {self._open}"
-        self.data = json.loads(self.scripts.pop(0), parse_constant=lambda name: 1 / 0)  # NaN is not JSON
+        self.data: Any = json.loads(self.scripts.pop(0), parse_constant=lambda name: 1 / 0)  # NaN is not JSON
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value or "") for name, value in attrs]
@@ -83,7 +74,6 @@ class Page(HTMLParser):
 
 
 def read_page(path: Path) -> Page:
-    """Take a page apart."""
     return Page(path.read_text(encoding="utf-8"))
 
 

@@ -123,7 +123,7 @@ def test_preferences_are_probed_cut_and_recovered_as_a_plain_loop_trains(
     )
     run = StockRun(batch_size=2, accumulation=2, epochs=2, steps_per_epoch=12)
     circumstances = Circumstances(OmegaConf.create({"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1}}))
-    session = Session(host, run, settings, Increase(), Report(tmp_path))
+    session = Session(host, run, settings, Increase(settings), Report(tmp_path))
     session.settle(circumstances)
     assert session.growth is not None and session.growth.course.controller.maximum == 8, "as many as it may be"
     forwards = 0

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adaptive_batching._growth.epoch import Accumulation, InParts
+from adaptive_batching._growth.increase import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.cutting import Cutter
+from adaptive_batching._torchtune.growing import StockSchedule
+from adaptive_batching._torchtune.probing import Circumstances
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.phases import find_sizes
@@ -20,7 +22,6 @@ from adaptive_batching._torchtune.ppo.trajectories import Trajectories
 from adaptive_batching._torchtune.probing import Circumstances, Probed
 from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.session import Session
-from adaptive_batching._torchtune.stock_schedule import StockSchedule
 
 
 @dataclass
@@ -32,7 +33,7 @@ class PPOSession(Session):
     _rollout_limit: TokenLimit = field(default_factory=TokenLimit, init=False)
 
     def _accumulation(self) -> Accumulation:
-        return InParts(self.stock.sizes.parts)
+        return InParts(parts=self.stock.sizes.parts)
 
     def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
         found = find_sizes(self.host, self.stock, self.run, self.settings, circumstances, report)
