@@ -11,7 +11,6 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.cutting import Cutter
 from adaptive_batching._torchtune.growing import StockSchedule
-from adaptive_batching._torchtune.probing import Circumstances
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.phases import find_sizes
