@@ -20,7 +20,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
-from adaptive_batching._cli.main import COMMANDS
+from adaptive_batching.__main__ import COMMANDS
 from adaptive_batching._growth.increase import resolve
 from adaptive_batching._torchtune.next_token import next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
@@ -281,4 +281,4 @@ def check_run(args: Any, known: dict[str, Any], *, ours: bool) -> None:
 
 def test_the_command_of_the_pages_is_installed() -> None:
     scripts = re.search(r"^\[project.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
-    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching._cli.main:main"'
+    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching.__main__:main"'

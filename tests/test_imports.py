@@ -131,7 +131,7 @@ def test_importing_the_package_imports_nothing_that_records_a_trace() -> None:
 
 
 def test_importing_the_package_does_not_import_torchtune_nor_does_its_command_for_pages() -> None:
-    code = "import sys, adaptive_batching._cli.main as cli; sys.argv[1:] = ['report', '--help']\n"
+    code = "import sys, adaptive_batching.__main__ as cli; sys.argv[1:] = ['report', '--help']\n"
     code += "try: cli.main()\nexcept SystemExit: sys.exit('torchtune' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

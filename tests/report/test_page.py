@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._cli.main import main
+from adaptive_batching.__main__ import main
 from adaptive_batching._report import page as pages
 from adaptive_batching._report.curves import MIB
 from adaptive_batching._report.events import read_events
