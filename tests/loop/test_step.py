@@ -430,7 +430,9 @@ def test_mistakes_are_told_before_anything_runs() -> None:
     model.zero_grad()
     uneven = AdaptiveStep(model, optimizer, loss, collate, length=lambda sample: 2.5)  # type: ignore[arg-type, return-value]
     uneven.max_tokens = 4
-    with pytest.raises(ConfigError, match=r"length returned 2\.5; it must return the tokens of a sample before padding"):
+    with pytest.raises(
+        ConfigError, match=r"length returned 2\.5; it must return the tokens of a sample before padding"
+    ):
         uneven(SAMPLES)
 
 
