@@ -188,24 +188,15 @@ class AdaptiveBatchingConfig:
 
     @classmethod
     def from_mapping(
-        cls,
-        section: Mapping[str, Any] | None,
-        *,
-        use_maximum_batch_size: Any = False,
-        batch_increase_function: Any = None,
-        micro_batch_size: Any = None,
-        save_every_n_steps: Any = None,
-        batch_size: Any = 1,
+        cls, section: Mapping[str, Any] | None, *, batch_size: Any = 1, **fields: Any
     ) -> AdaptiveBatchingConfig:
         """Validate the top-level fields and the ``adaptive_batching`` section of a config.
 
         Args:
             section: The ``adaptive_batching`` section, or None. A null in it means the default.
-            use_maximum_batch_size: The top-level field.
-            batch_increase_function: The top-level field.
-            micro_batch_size: The top-level field.
-            save_every_n_steps: The top-level field.
             batch_size: The configured batch size, which bounds are checked against.
+            fields: The top-level fields: ``use_maximum_batch_size``, ``batch_increase_function``, ``micro_batch_size``
+                and ``save_every_n_steps``.
 
         Raises:
             ConfigError: On an unknown key, a wrong type or a value out of range.
@@ -218,10 +209,7 @@ class AdaptiveBatchingConfig:
         for key in section or {}:
             if key not in SECTION:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
-        settings = cls(
-            use_maximum_batch_size, batch_increase_function, micro_batch_size, save_every_n_steps,
-            **{key: value for key, value in (section or {}).items() if value is not None},
-        )  # fmt: skip
+        settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
         size, maximum = settings.micro_batch_size, settings.max_batch_size
         is_constant = not (settings.use_maximum_batch_size or settings.grows)
         if isinstance(size, Fixed) and is_constant and batch_size % size.samples:

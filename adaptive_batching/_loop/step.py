@@ -114,11 +114,7 @@ class AdaptiveStep(Generic[Sample]):
     def __call__(
         self, samples: Sequence[Sample], backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     ) -> torch.Tensor:
-        """Take one optimizer step on ``samples``, and leave no gradients behind.
-
-        Args:
-            samples: All samples of the step, not collated.
-            backward: Runs the backward pass of a scalar loss, such as ``accelerator.backward``.
+        """Take one optimizer step on ``samples``, and leave no gradients behind; arguments as for :meth:`gradients`.
 
         Returns:
             The mean loss before the step: a scalar on the model's device, without a graph.

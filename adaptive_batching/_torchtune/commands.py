@@ -62,28 +62,29 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
     parser = subparsers.add_parser("quickstart", prog=f"{prog} quickstart", help=text, description=text)
     parser.add_argument("--data_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
-    parser.set_defaults(func=lambda args: _quickstart(args, parser, prog))
 
+    def run(args: argparse.Namespace) -> None:
+        folder = recipes_folder()
+        try:
+            quickstart.build(args.data_dir)
+        except FileExistsError as error:
+            parser.error(str(error))
+        overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
+        command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
+        print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
+        sys.argv = [parser.prog, "--config", f"{folder}/configs/quickstart/full_single_device.yaml", *overrides]
+        try:
+            runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        print(
+            f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
+            f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device "
+            f"use_maximum_batch_size=True"
+        )
 
-def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog: str) -> None:
-    folder = recipes_folder()
-    try:
-        quickstart.build(args.data_dir)
-    except FileExistsError as error:
-        parser.error(str(error))
-    overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
-    command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
-    print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
-    sys.argv = [parser.prog, "--config", f"{folder}/configs/quickstart/full_single_device.yaml", *overrides]
-    try:
-        runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
-    print(
-        f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
-        f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
-    )
+    parser.set_defaults(func=run)
 
 
 def _ours() -> list[Any]:

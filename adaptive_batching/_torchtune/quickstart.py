@@ -134,7 +134,7 @@ def _extract_pairs(stdlib: Path, seed: int) -> list[dict[str, str]]:
     unique = []
     for instruction, output in sorted(pairs):
         if taken.isdisjoint((instruction, output)):
-            taken.update((instruction, output))
+            taken |= {instruction, output}
             unique.append({"instruction": instruction, "output": output})
     random.Random(seed).shuffle(unique)
     return unique

@@ -85,17 +85,13 @@ def recipe(name: str, objective: MakeObjective | None = None) -> Any:
     if objective is not None and name in _COMPUTES_ITS_OWN:
         raise ConfigError(f"recipe {name!r} takes no objective, as it has no loss to replace; leave objective=None")
     if name == _EVALUATION:
-        return _evaluation()
+        stock = load_stock_evaluation()
+        wrapper = type("_LLMEvalWrapper", (BatchesThatFit, stock._LLMEvalWrapper), {"__module__": __name__})
+        attributes = {"__doc__": "Stock's evaluation.", "__module__": __name__, "stock": stock, "wrapper": wrapper}
+        return type("EleutherEvalRecipe", (AdaptiveEvaluation, stock.EleutherEvalRecipe), attributes)
     stock_class, about, mixins, attributes = _RECIPES[name]
     attributes = {"__doc__": f"Stock's {about}.", "__module__": __name__, **attributes}
     if objective is not None:
         attributes["make_objective"] = objective
     attributes |= {key: staticmethod(value) for key, value in attributes.items() if callable(value)}
     return type(stock_class, (*mixins, getattr(load_stock(name), stock_class)), attributes)
-
-
-def _evaluation() -> Any:
-    stock = load_stock_evaluation()
-    wrapper = type("_LLMEvalWrapper", (BatchesThatFit, stock._LLMEvalWrapper), {"__module__": __name__})
-    attributes = {"__doc__": "Stock's evaluation.", "__module__": __name__, "stock": stock, "wrapper": wrapper}
-    return type("EleutherEvalRecipe", (AdaptiveEvaluation, stock.EleutherEvalRecipe), attributes)
