@@ -129,8 +129,9 @@ class AdaptiveBatchingConfig:
                 f"in; write less, such as '2%' or '1GiB'"
             )
         if (limit := self.memory_limit) is not None:
-            self._set("memory_limit", MemoryAmount.parse("adaptive_batching.memory_limit", limit))
-            if self.memory_limit.of(2**50) == 0:
+            amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
+            self._set("memory_limit", amount)
+            if amount.of(2**50) == 0:
                 raise ConfigError(
                     f"adaptive_batching.memory_limit={limit!r} leaves no memory to train in; write what training may "
                     f"take, such as '40GiB' or '90%'"

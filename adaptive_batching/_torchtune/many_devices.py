@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 def _without_statistics(name: str) -> Callable[..., Any]:
     """Return stock's method of that name, kept from reading and logging the memory of an accelerator not there."""
-    no_stats = {"get_memory_stats": lambda *_, **__: {}, "log_memory_stats": lambda *_, **__: None}
+    no_stats: dict[str, Callable[..., Any]] = {
+        "get_memory_stats": lambda *_, **__: {},
+        "log_memory_stats": lambda *_, **__: None,
+    }
 
     def set_up(recipe: ManyDevices, *args: Any, **kwargs: Any) -> Any:
         with replaced_in_torchtune(**no_stats if recipe._device.type == "cpu" else {}):

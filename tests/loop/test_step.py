@@ -57,7 +57,7 @@ def collate(samples: list[Text]) -> dict[str, torch.Tensor]:
     }
 
 
-def loss(model: nn.Module, batch: Any, reduction: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
+def loss(model: Any, batch: Any, reduction: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
     logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
     return cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction), (labels != IGNORED).sum()
 

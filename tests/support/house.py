@@ -100,9 +100,9 @@ def _is_private(name: str) -> bool:
 def retry_loops(tree: ast.Module) -> Iterator[int]:
     """Yield the lines of loops that go on because something has failed."""
     for node in ast.walk(tree):
-        inside = ast.walk(node) if isinstance(node, ast.While) else []
-        if any(isinstance(each, ast.Attribute) and each.attr == "failed" for each in inside):
-            yield node.lineno
+        if isinstance(node, ast.While):
+            inside = ast.walk(node)
+            yield from [node.lineno] if any(getattr(each, "attr", "") == "failed" for each in inside) else []
 
 
 def count() -> dict[str, Any]:
