@@ -52,7 +52,8 @@ test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt
 	@mkdir -p outputs
-	PYTHONUNBUFFERED=1 $(RUN) -m tests.support.within $(MINUTES) -m pytest tests/integration/test_cuda.py \
+	PYTHONUNBUFFERED=1 timeout --verbose --signal INT --kill-after 15 $(MINUTES)m \
+		env $(RUN) -m pytest tests/integration/test_cuda.py \
 		tests/integration/test_cuda_memory.py -m cuda -v -rs | tee outputs/test-cuda.txt
 
 lint: ruff-check ruff-format  ## Lint and types

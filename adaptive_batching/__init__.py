@@ -26,23 +26,8 @@ from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveBatchingConfig",
-    "AdaptiveBatchingError",
-    "AdaptiveStep",
-    "BatchController",
-    "ConfigError",
-    "Course",
-    "DoesNotFitError",
-    "FixedAccumulation",
-    "GrowthState",
-    "IncreaseFunction",
-    "IncreaseFunctionError",
-    "KeepGlobal",
-    "ProbeResult",
-    "RunShape",
-    "find_maximum_batch_size",
-    "growth",
-    "is_out_of_memory",
-    "memory_meter",
-    "plan_batch_sizes",
-]
+    "AdaptiveBatchingConfig", "AdaptiveBatchingError", "AdaptiveStep", "BatchController", "ConfigError", "Course",
+    "DoesNotFitError", "FixedAccumulation", "GrowthState", "IncreaseFunction", "IncreaseFunctionError", "KeepGlobal",
+    "ProbeResult", "RunShape", "find_maximum_batch_size", "growth", "is_out_of_memory",
+    "memory_meter", "plan_batch_sizes",
+]  # fmt: skip

@@ -115,31 +115,27 @@ class AdaptiveBatchingConfig:
     """Folder for the record, the page and the probe's result."""
 
     def __post_init__(self) -> None:
-        require_bool("use_maximum_batch_size", self.use_maximum_batch_size)
         _check_increase_field(self.batch_increase_function)
         self._set("micro_batch_size", parse_micro_batch_size(self.micro_batch_size))
-        if self.save_every_n_steps is not None:
-            require_positive_int("save_every_n_steps", self.save_every_n_steps)
         for key in _FLAGS:
-            require_bool(f"adaptive_batching.{key}", getattr(self, key))
-        for key in ("max_batch_size", "sequence_length", "noise_scale_every"):
+            require_bool(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
+        for key in ("save_every_n_steps", "max_batch_size", "sequence_length", "noise_scale_every"):
             if getattr(self, key) is not None:
-                require_positive_int(f"adaptive_batching.{key}", getattr(self, key))
-        headroom = MemoryAmount.parse("adaptive_batching.headroom", self.headroom)
-        if headroom.fraction == 1:
+                require_positive_int(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
+        self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", headroom := self.headroom))
+        if self.headroom.fraction == 1:
             raise ConfigError(
-                f"adaptive_batching.headroom={self.headroom!r} keeps all of the device free and leaves no memory to "
-                f"train in; write less, such as '2%' or '1GiB'"
+                f"adaptive_batching.headroom={headroom!r} keeps all of the device free and leaves no memory to train "
+                f"in; write less, such as '2%' or '1GiB'"
             )
-        self._set("headroom", headroom)
-        if self.memory_limit is not None:
-            limit = MemoryAmount.parse("adaptive_batching.memory_limit", self.memory_limit)
-            if limit.of(2**50) == 0:
+        if (limit := self.memory_limit) is not None:
+            amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
+            self._set("memory_limit", amount)
+            if amount.of(2**50) == 0:
                 raise ConfigError(
-                    f"adaptive_batching.memory_limit={self.memory_limit!r} leaves no memory to train in; write what "
-                    f"training may take, such as '40GiB' or '90%'"
+                    f"adaptive_batching.memory_limit={limit!r} leaves no memory to train in; write what training may "
+                    f"take, such as '40GiB' or '90%'"
                 )
-            self._set("memory_limit", limit)
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
         if self.keep_global_batch and self.grow_beyond_memory:
@@ -170,9 +166,9 @@ class AdaptiveBatchingConfig:
     @property
     def fills_memory(self) -> bool:
         """True if micro-batches take all that fits alongside the gradients of earlier ones."""
-        grows_by_accumulation = self.grows and not self.growth_is_bound_by_memory
-        whole = isinstance(self.micro_batch_size, Whole)
-        return isinstance(self.micro_batch_size, (ByLength, Explore)) or (whole and grows_by_accumulation)
+        if isinstance(self.micro_batch_size, Whole):
+            return self.grows and self.grow_beyond_memory
+        return isinstance(self.micro_batch_size, (ByLength, Explore))
 
     @property
     def growth_is_bound_by_memory(self) -> bool:
@@ -193,24 +189,15 @@ class AdaptiveBatchingConfig:
 
     @classmethod
     def from_mapping(
-        cls,
-        section: Mapping[str, Any] | None,
-        *,
-        use_maximum_batch_size: Any = False,
-        batch_increase_function: Any = None,
-        micro_batch_size: Any = None,
-        save_every_n_steps: Any = None,
-        batch_size: Any = 1,
+        cls, section: Mapping[str, Any] | None, *, batch_size: Any = 1, **fields: Any
     ) -> AdaptiveBatchingConfig:
         """Validate the top-level fields and the ``adaptive_batching`` section of a config.
 
         Args:
             section: The ``adaptive_batching`` section, or None. A null in it means the default.
-            use_maximum_batch_size: The top-level field.
-            batch_increase_function: The top-level field.
-            micro_batch_size: The top-level field.
-            save_every_n_steps: The top-level field.
             batch_size: The configured batch size, which bounds are checked against.
+            fields: The top-level fields: ``use_maximum_batch_size``, ``batch_increase_function``, ``micro_batch_size``
+                and ``save_every_n_steps``.
 
         Raises:
             ConfigError: On an unknown key, a wrong type or a value out of range.
@@ -223,13 +210,7 @@ class AdaptiveBatchingConfig:
         for key in section or {}:
             if key not in SECTION:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
-        settings = cls(
-            use_maximum_batch_size=use_maximum_batch_size,
-            batch_increase_function=batch_increase_function,
-            micro_batch_size=micro_batch_size,
-            save_every_n_steps=save_every_n_steps,
-            **{key: value for key, value in (section or {}).items() if value is not None},
-        )
+        settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
         size, maximum = settings.micro_batch_size, settings.max_batch_size
         is_constant = not (settings.use_maximum_batch_size or settings.grows)
         if isinstance(size, Fixed) and is_constant and batch_size % size.samples:
@@ -244,9 +225,8 @@ class AdaptiveBatchingConfig:
         return settings
 
 
-_OF_SECTION = [each for each in dataclasses.fields(AdaptiveBatchingConfig) if each.name not in TOP_LEVEL]
-_FLAGS = [each.name for each in _OF_SECTION if isinstance(each.default, bool)]
-SECTION = [each.name for each in _OF_SECTION]
+_FLAGS = [each.name for each in dataclasses.fields(AdaptiveBatchingConfig) if isinstance(each.default, bool)]
+SECTION = [each.name for each in dataclasses.fields(AdaptiveBatchingConfig) if each.name not in TOP_LEVEL]
 
 
 def _check_choice(key: str, value: Any, known: Collection[str]) -> None:

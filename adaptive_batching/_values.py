@@ -36,17 +36,16 @@ class MemoryAmount:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ConfigError(remedy)
         match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*|%)\s*", str(value))
-        if match is None:
+        number, unit = match.groups() if match else ("", "")
+        unit = unit.upper()
+        if not number or (unit not in _BYTES_PER_UNIT and unit != "%"):
             raise ConfigError(remedy)
-        number, unit = match.group(1), match.group(2).upper()
         is_whole = number.isdigit() or (float(number) > 1 and float(number).is_integer())
         if unit == "%" or (not unit and not is_whole):
             fraction = float(number) / (100 if unit == "%" else 1)
             if fraction > 1:
                 raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
             return cls(fraction=fraction)
-        if unit not in _BYTES_PER_UNIT:
-            raise ConfigError(remedy)
         return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
 
     def __str__(self) -> str:
@@ -103,11 +102,10 @@ def parse_micro_batch_size(value: Any) -> MicroBatchSize:
         return value
     if value is None:
         return Whole()
+    if value in ("auto", "explore"):
+        return ByLength() if value == "auto" else Explore()
     if isinstance(value, str):
-        named: dict[str, MicroBatchSize] = {"auto": ByLength(), "explore": Explore()}
-        if value not in named:
-            raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto, explore or null")
-        return named[value]
+        raise ConfigError(f"micro_batch_size={value!r} must be a whole number, auto, explore or null")
     require_positive_int("micro_batch_size", value)
     return Fixed(value)
 

@@ -4,7 +4,7 @@ from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._torchtune.async_checkpoints import ThroughClient
 from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
-from adaptive_batching._torchtune.launch import entry_point, run_evaluation, run_recipe
+from adaptive_batching._torchtune.launch import entry_point, run_recipe
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
 from adaptive_batching._torchtune.next_token import NextToken, accept_configs_of_torchao, distillation, fake_quantized
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
@@ -16,29 +16,8 @@ from adaptive_batching._torchtune.settings import check_ppo_settings
 from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation
 
 __all__ = [
-    "AdaptiveBatching",
-    "AdaptiveEvaluation",
-    "AdaptivePPO",
-    "BatchStateInCheckpoint",
-    "BatchesThatFit",
-    "Counts",
-    "ManyDevices",
-    "NextToken",
-    "Objective",
-    "StepCost",
-    "Sums",
-    "ThroughClient",
-    "Watcher",
-    "accept_configs_of_torchao",
-    "check_ppo_settings",
-    "distillation",
-    "entry_point",
-    "fake_quantized",
-    "load_stock",
-    "load_stock_evaluation",
-    "preferences",
-    "recipe",
-    "run_evaluation",
-    "run_recipe",
-    "start_process_group",
-]
+    "AdaptiveBatching", "AdaptiveEvaluation", "AdaptivePPO", "BatchStateInCheckpoint", "BatchesThatFit", "Counts",
+    "ManyDevices", "NextToken", "Objective", "StepCost", "Sums", "ThroughClient", "Watcher",
+    "accept_configs_of_torchao", "check_ppo_settings", "distillation", "entry_point", "fake_quantized", "load_stock",
+    "load_stock_evaluation", "preferences", "recipe", "run_recipe", "start_process_group",
+]  # fmt: skip

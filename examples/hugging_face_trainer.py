@@ -227,7 +227,6 @@ class AdaptiveTrainer(Trainer):
             self.data_collator,
             length=length,
             clip_norm=self.args.max_grad_norm or None,
-            backward=self.accelerator.backward,
         )
         self.step.max_tokens = self._max_tokens
         if self._max_tokens is None:
@@ -240,7 +239,7 @@ class AdaptiveTrainer(Trainer):
     def training_step(self, model: Any, inputs: list[Features], num_items_in_batch: Any = None) -> torch.Tensor:
         assert self.step is not None
         model.train()
-        return self.step.gradients(inputs)
+        return self.step.gradients(inputs, self.accelerator.backward)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.step is not None:

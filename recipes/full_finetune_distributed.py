@@ -1,13 +1,4 @@
-"""Full fine-tuning on several devices: torchtune's recipe of the same name, with adaptive batching.
-
-To launch from a checkout:
-    PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py --config <config> ...
-
-To launch from an installed package, in any directory:
-    tune run --nproc_per_node 2 adaptive_batching/recipes/full_finetune_distributed.py --config <config> ...
-"""
-
-import sys
+"""Full fine-tuning on several devices: torchtune's recipe of the same name, with adaptive batching."""
 
 from adaptive_batching.torchtune import entry_point, recipe
 
@@ -15,4 +6,4 @@ FullFinetuneRecipeDistributed = recipe("full_finetune_distributed")
 recipe_main = entry_point(FullFinetuneRecipeDistributed)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

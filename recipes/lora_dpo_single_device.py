@@ -1,13 +1,4 @@
-"""LoRA fine-tuning by direct preference optimization on one device: torchtune's recipe, with adaptive batching.
-
-To launch from a checkout:
-    PYTHONPATH=. tune run recipes/lora_dpo_single_device.py --config <config> use_maximum_batch_size=True
-
-To launch from an installed package, in any directory:
-    tune run adaptive_batching/recipes/lora_dpo_single_device.py --config <config> use_maximum_batch_size=True
-"""
-
-import sys
+"""LoRA fine-tuning by direct preference optimization on one device: torchtune's recipe, with adaptive batching."""
 
 from adaptive_batching.torchtune import entry_point, recipe
 
@@ -15,4 +6,4 @@ LoRADPORecipeSingleDevice = recipe("lora_dpo_single_device")
 recipe_main = entry_point(LoRADPORecipeSingleDevice)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

@@ -1,13 +1,4 @@
-"""LoRA, QLoRA and DoRA fine-tuning on one device: torchtune's recipe of the same name, with adaptive batching.
-
-To launch from a checkout:
-    PYTHONPATH=. tune run recipes/lora_finetune_single_device.py --config <config> use_maximum_batch_size=True
-
-To launch from an installed package, in any directory:
-    tune run adaptive_batching/recipes/lora_finetune_single_device.py --config <config> use_maximum_batch_size=True
-"""
-
-import sys
+"""LoRA, QLoRA and DoRA fine-tuning on one device: torchtune's recipe of the same name, with adaptive batching."""
 
 from adaptive_batching.torchtune import entry_point, recipe
 
@@ -15,4 +6,4 @@ LoRAFinetuneRecipeSingleDevice = recipe("lora_finetune_single_device")
 recipe_main = entry_point(LoRAFinetuneRecipeSingleDevice)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

@@ -1,13 +1,4 @@
-"""Quantization-aware fine-tuning with LoRA on several devices: torchtune's recipe, with adaptive batching.
-
-To launch from a checkout:
-    PYTHONPATH=. tune run --nproc_per_node 2 recipes/qat_lora_finetune_distributed.py --config <config> ...
-
-To launch from an installed package, in any directory:
-    tune run --nproc_per_node 2 adaptive_batching/recipes/qat_lora_finetune_distributed.py --config <config> ...
-"""
-
-import sys
+"""Quantization-aware fine-tuning with LoRA on several devices: torchtune's recipe, with adaptive batching."""
 
 from adaptive_batching.torchtune import entry_point, recipe
 
@@ -15,4 +6,4 @@ QATLoRAFinetuneRecipeDistributed = recipe("qat_lora_finetune_distributed")
 recipe_main = entry_point(QATLoRAFinetuneRecipeDistributed)
 
 if __name__ == "__main__":
-    sys.exit(recipe_main())
+    recipe_main()

@@ -95,21 +95,19 @@ class Run:
     output_dir: Path
 
     @property
+    def _lines(self) -> list[str]:
+        return [line for log in sorted((self.output_dir / "logs").glob("*.txt")) for line in log.open()]
+
+    @property
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of every logged step, in order and at full precision, without timings."""
-        lines = [line for log in sorted((self.output_dir / "logs").glob("*.txt")) for line in log.open()]
-        found = [dict(re.findall(r"(\w+):(\S+)", line.split("|", 1)[1])) for line in lines]
-        return [
-            {k: float(v.rstrip(",")) for k, v in step.items() if not k.startswith("tokens_per_second")}
-            for step in found
-        ]
+        found = [re.findall(r"(\w+):(\S+)", line.split("|", 1)[1]) for line in self._lines]
+        return [{k: float(v.rstrip(",")) for k, v in step if not k.startswith("tokens_per_second")} for step in found]
 
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
-        """The saved weights of ``epoch``."""
         return self.weights_in(f"epoch_{epoch}")
 
     def weights_in(self, folder: str) -> dict[str, torch.Tensor]:
-        """The weights saved in a folder of checkpoints."""
         found: dict[str, torch.Tensor] = {}
         for path in sorted((self.output_dir / folder).glob("*model*.safetensors")):
             found |= load_file(path)
@@ -119,8 +117,7 @@ class Run:
     @property
     def by_step(self) -> dict[int, dict[str, float]]:
         """The metrics of every step that is logged; of one that ran twice, as after a crash, those of the last time."""
-        lines = [line for log in sorted((self.output_dir / "logs").glob("*.txt")) for line in log.open()]
-        return dict(zip((int(line.split()[1]) for line in lines), self.metrics, strict=True))
+        return dict(zip((int(line.split()[1]) for line in self._lines), self.metrics, strict=True))
 
 
 TuneRun = Callable[..., Run]
@@ -140,56 +137,38 @@ def tune_run(inputs: Path, tmp_path: Path) -> TuneRun:
     ``recipe`` is a key of ``RECIPES``; with ``stock=True`` torchtune's own recipe runs instead of ours.
     ``replaced`` are parts of the YAML that the command line cannot replace.
     """
-
-    def run(
-        kind: str,
-        *overrides: str,
-        name: str = "out",
-        stock: bool = False,
-        replaced: Mapping[str, object] = MappingProxyType({}),
-    ) -> Run:
-        return _tune_run(inputs, tmp_path / name, kind, overrides, stock, replaced)
-
-    return run
+    return lambda kind, *overrides, name="out", **how: _tune_run(inputs, tmp_path / name, kind, overrides, **how)
 
 
 @pytest.fixture
 def baseline(inputs: Path, shared: Path) -> TuneRun:
     """As ``tune_run``, but a run that tests compare others with is made once, for all tests that ask for it."""
 
-    def run(
-        kind: str, *overrides: str, stock: bool = False, replaced: Mapping[str, object] = MappingProxyType({})
-    ) -> Run:
-        asked = repr((kind, sorted(overrides), stock, sorted(replaced.items())))
+    def run(kind: str, *overrides: str, **how: Any) -> Run:
+        asked = repr((kind, sorted(overrides), sorted(how.items())))
         directory = shared / f"baseline_{hashlib.sha1(asked.encode()).hexdigest()}"
         with made_once(directory) as missing:
             if missing:
-                _tune_run(inputs, directory, kind, overrides, stock, replaced)
+                _tune_run(inputs, directory, kind, overrides, **how)
         return Run(directory)
 
     return run
 
 
 def _tune_run(
-    inputs: Path, directory: Path, kind: str, overrides: Sequence[str], stock: bool, replaced: Mapping[str, object]
-) -> Run:
+    inputs: Path, directory: Path, kind: str, overrides: Sequence[str], *, stock: bool = False,
+    replaced: Mapping[str, object] = MappingProxyType({}),
+) -> Run:  # fmt: skip
     recipe, source_name, added = RECIPES[kind]
     source = ROOT / "recipes" / "configs" / "quickstart" / f"{source_name}_single_device.yaml"
     cfg: Any = OmegaConf.to_container(OmegaConf.load(source))
     config = directory.parent / f"{directory.name}.yaml"
     OmegaConf.save({**cfg, **replaced}, config)
     defaults = [
-        f"data_dir={inputs}",
-        f"output_dir={directory}",
-        "dataset.split=train[:50]",
-        "tokenizer.max_seq_len=64",
-        "batch_size=4",
-        "epochs=2",
-        "use_maximum_batch_size=False",
-        "batch_increase_function=null",
-        "lr_scheduler.num_warmup_steps=5",
-        *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
-    ]
+        f"data_dir={inputs}", f"output_dir={directory}", "dataset.split=train[:50]", "tokenizer.max_seq_len=64",
+        "batch_size=4", "epochs=2", "use_maximum_batch_size=False", "batch_increase_function=null",
+        "lr_scheduler.num_warmup_steps=5", *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
+    ]  # fmt: skip
     overrides = [*added, *overrides]
     keys = {override.split("=")[0] for override in overrides}
     defaults = [d for d in defaults if d.split("=")[0] not in keys and re.split("[.=]", d)[0] not in replaced]
@@ -229,17 +208,12 @@ def _main(*arguments: str) -> None:
     no_pages = contextlib.nullcontext() if makes_pages else without_pages()
     argv = mock.patch.object(sys, "argv", ["tune", *arguments])
     fits = contextlib.nullcontext() if probes_by_speed else all_that_fits()
-    with argv, fits, no_pages, contextlib.suppress(_Success):
+    with argv, fits, no_pages:
         try:
             main()
         except SystemExit as end:
             if end.code:
                 raise
-            raise _Success from None
-
-
-class _Success(Exception):
-    """A recipe that ends with ``sys.exit(None)``."""
 
 
 def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -24,18 +24,13 @@ def test_defaults_are_off_and_null_means_the_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use_maximum", "function", "section", "probes"),
-    [
-        (True, None, {}, True),
-        (False, "a.b", {}, True),
-        (False, "a.b", {"max_batch_size": 8}, False),
-        (True, "a.b", {"max_batch_size": 8}, True),
-    ],
+    ("use_maximum", "function", "bound", "probes"),
+    [(True, None, None, True), (False, "a.b", None, True), (False, "a.b", 8, False), (True, "a.b", 8, True)],
 )
 def test_a_bound_makes_the_probe_needless_for_growth_alone(
-    use_maximum: bool, function: str | None, section: dict[str, Any], probes: bool
+    use_maximum: bool, function: str | None, bound: int | None, probes: bool
 ) -> None:
-    config = read(section, use_maximum_batch_size=use_maximum, batch_increase_function=function)
+    config = read({"max_batch_size": bound}, use_maximum_batch_size=use_maximum, batch_increase_function=function)
     assert config.enabled
     assert config.probes == probes
 
@@ -66,20 +61,19 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in (3, True, ["a"], {"every": 1}, {"_component_": 3})
     ),
     ("micro_batch_size", "banana", "must be a whole number, auto, explore or null"),
-    ("micro_batch_size", 0, WHOLE),
+    *(("micro_batch_size", value, WHOLE) for value in (0, -2, 2.5, True)),
     *(("save_every_n_steps", value, WHOLE) for value in (0, -5, 2.5, "epoch")),
     ("search", "fastest", "is unknown; Known: binary_search, power_of_two, predict"),
     ("increase_every", "step", "cannot be used; write epoch, or a fraction"),
-    ("increase_every", 1.5, "cannot be used"),
+    *(("increase_every", value, "cannot be used") for value in (1.5, 2)),
     ("increase_every", 0.3, "does not divide an epoch; write epoch, or a"),
     ("lr_scaling", "cubic", "is unknown; Known: auto, linear, none, sqrt"),
-    ("max_lr_scale", 0.5, "must be a number of at least 1"),
-    ("max_lr_scale", 0, "must be a number of at least 1"),
+    *(("max_lr_scale", value, "must be a number of at least 1") for value in (0.5, 0)),
     ("noise_scale_every", 0, WHOLE),
     *((key, "yes", "must be True or False") for key in ("grow_during_warmup", "round_to_power_of_two")),
-    ("keep_global_batch", 1, "must be True or False"),
-    *(("max_batch_size", value, WHOLE) for value in (0, -3, 2.5, True)),
-    ("sequence_length", -1, WHOLE),
+    *((key, 1, "must be True or False") for key in ("keep_global_batch", "recover_from_oom")),
+    *(("max_batch_size", value, WHOLE) for value in (0, -3, 2.5, True, "many")),
+    *(("sequence_length", value, WHOLE) for value in (-1, "long")),
     ("memory_limit", "lots", "is no amount of memory; write bytes"),
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
     ("headroom", "lots", "is no amount of memory"),

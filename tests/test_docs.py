@@ -20,7 +20,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
-from adaptive_batching._cli.main import COMMANDS
+from adaptive_batching.__main__ import COMMANDS
 from adaptive_batching._growth.increase import resolve
 from adaptive_batching._torchtune.next_token import next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
@@ -31,7 +31,8 @@ from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, comm
 from tests.support.settings_table import PAGE, page
 
 QUICKSTART = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"
-MOST_WORDS = 1000
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+WORD = re.compile(r"`(\w+)`")
 NOT_CHECKED = [". .venv/bin/activate"]
 """Commands that a shell alone knows."""
 
@@ -43,30 +44,20 @@ def test_every_relative_link_resolves(path: Path) -> None:
             continue
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
-        assert target.exists(), f"{path.name}: {link}"
-        assert not anchor or anchor in anchors(target), f"{path.name}: {link}"
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), flags=re.MULTILINE) if anchor else []
+        assert anchor in ("", *(re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings)), link
 
 
-def anchors(path: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_every_page_is_linked_from_the_index_and_the_readme() -> None:
+def test_every_page_is_linked_from_the_index_and_the_readme_which_is_short() -> None:
     for index in (README, ROOT / "docs" / "README.md"):
         for path in DOCS:
             assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
+    assert len(README.read_text().split()) <= 1000
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= MOST_WORDS
-
-
-def test_the_page_of_settings_is_what_the_dataclass_says() -> None:
+def test_the_page_of_settings_is_what_the_dataclass_says_and_those_to_copy_are_the_defaults() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.support.settings_table"
-
-
-def test_the_settings_to_copy_are_the_defaults() -> None:
     [block] = [block for block in blocks("yaml") if block.where.startswith("docs/settings.md")]
     section = settings_of(block).pop("adaptive_batching")
     assert len(section) == len(AdaptiveBatchingConfig.__dataclass_fields__) - len(FIELDS) + 1
@@ -74,23 +65,16 @@ def test_the_settings_to_copy_are_the_defaults() -> None:
     assert AdaptiveBatchingConfig.from_mapping(section) == AdaptiveBatchingConfig()
 
 
-def test_every_increase_function_has_a_row() -> None:
-    rows = [line for line in (ROOT / "docs" / "grow-the-batch.md").read_text().splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+def test_every_increase_function_has_a_row_with_its_arguments_and_their_defaults() -> None:
+    page = (ROOT / "docs" / "grow-the-batch.md").read_text()
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", page, flags=re.MULTILINE) for name in WORD.findall(cell)}
     factories = {name for name in growth.__all__ if getattr(growth, name).__module__.endswith(".schedules")}
     assert factories and factories <= named
-
-
-def test_the_arguments_of_increase_functions_and_their_defaults_are_as_shown() -> None:
-    page = (ROOT / "docs" / "grow-the-batch.md").read_text()
     for names, _, arguments in re.findall(r"^\| (`.+?) \| (.*?) \| (.*?) ?\|$", page, flags=re.MULTILINE):
-        functions = [getattr(growth, name) for name in re.findall(r"`(\w+)`", names)]
+        functions = [getattr(growth, name) for name in WORD.findall(names)]
         taken = {key: value for each in functions for key, value in inspect.signature(each).parameters.items()}
-        shown: Any = OmegaConf.create(
-            "\n".join(
-                f"{each.rstrip(': ')}: " if ":" not in each else each for each in re.findall(r"`(.+?)`", arguments)
-            )
-        )
+        lines = [each if ":" in each else f"{each}: " for each in re.findall(r"`(.+?)`", arguments)]
+        shown: Any = OmegaConf.create("\n".join(lines))
         assert set(shown) == set(taken), names
         for key, value in shown.items():
             default = taken[key].default
@@ -104,17 +88,24 @@ def test_the_names_of_other_tools_are_answered_as_shown() -> None:
     rows = (ROOT / "docs" / "comparison.md").read_text().split("| elsewhere | here |\n|---|---|\n")[1].splitlines()
     for row in rows:
         elsewhere, here = row.strip("| ").split(" | ")
-        for name in re.findall(r"`(\w+)`", elsewhere):
+        for name in WORD.findall(elsewhere):
             with pytest.raises(ConfigError, match=re.escape(here.replace("`", ""))):
                 read_settings(OmegaConf.create({**OmegaConf.load(QUICKSTART), name: 8}))
 
 
-def test_the_commands_of_the_command_line_have_a_row() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
-    subparsers = argparse.ArgumentParser().add_subparsers()
+def parser_of_commands() -> tuple[argparse.ArgumentParser, Any]:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    subparsers = parser.add_subparsers()
     for add in COMMANDS:
         add(subparsers, "adaptive-batching")
-    assert set(subparsers.choices) <= set(rows)
+    return parser, subparsers
+
+
+def test_the_command_of_the_pages_is_installed_and_its_commands_have_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
+    assert set(parser_of_commands()[1].choices) <= set(rows)
+    scripts = re.search(r"^\[project.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
+    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching.__main__:main"'
 
 
 def test_the_rooms_are_there() -> None:
@@ -127,19 +118,15 @@ def test_the_rooms_are_there() -> None:
 # Python
 
 
-@pytest.fixture
-def given() -> dict[str, Any]:
-    """The names that a block may rely on, as the prose says."""
-    model = nn.Sequential(nn.Linear(512, 8), nn.ReLU(), nn.Linear(8, 1))
-    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "__name__": "docs"}
-
-
 # A whole training run is in tests/loop/test_page.py.
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "AdaptiveStep" not in block.text], ids=str)
-def test_python_runs(block: Block, given: dict[str, Any]) -> None:
-    before = [parameter.clone() for parameter in given["model"].parameters()]
+def test_python_runs(block: Block) -> None:
+    model = nn.Sequential(nn.Linear(512, 8), nn.ReLU(), nn.Linear(8, 1))
+    before = [parameter.clone() for parameter in model.parameters()]
+    # The names that a block may rely on, as the prose says.
+    given: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "__name__": "docs"}
     exec(compile(block.text, block.where, "exec", dont_inherit=True), given)
-    assert all(torch.equal(a, b) for a, b in zip(before, given["model"].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     if "result" in given:
         assert given["result"].batch_size == 4096
     if "WithPenalty" in given:
@@ -204,10 +191,10 @@ def test_commands_name_what_exists(where: str, command: str) -> None:
         words = words[1:]
     if shlex.join(words) in NOT_CHECKED:
         return
-    program, rest = words[0], words[1:]
+    program, *rest = words
     if program == "make":
         [target, *variables] = rest
-        assert target in make_targets()
+        assert target in TARGETS
         assert all(re.fullmatch(r"[A-Z]+=\S+", variable) for variable in variables)
     elif program == "pip":
         [(extra,)] = [re.findall(r"^\.(?:\[(\w+)\])?$", rest[1])]
@@ -222,13 +209,9 @@ def test_commands_name_what_exists(where: str, command: str) -> None:
         pytest.fail(f"{where}: nothing is known of {program!r}; check it, or add it to NOT_CHECKED")
 
 
-def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-
-
 def test_make_targets_in_the_text_exist() -> None:
     for path in (*PAGES, ROOT / "CONTRIBUTING.md"):
-        assert set(re.findall(r"`make ([a-z-]+)", path.read_text())) <= make_targets(), path.name
+        assert set(re.findall(r"`make ([a-z-]+)", path.read_text())) <= TARGETS, path.name
 
 
 @pytest.fixture(autouse=True)
@@ -239,10 +222,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_tune(arguments: list[str], *, ours: bool) -> None:
     """Check that a command line is parsed, and that the recipe, the config and the overrides that it names exist."""
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    subparsers = parser.add_subparsers()
-    for add in COMMANDS:
-        add(subparsers, "adaptive-batching")
+    parser, _ = parser_of_commands()
     known = {recipe.name: recipe for recipe in _recipe_registry.get_all_recipes()}
     configs = {config.name: config for recipe in known.values() for config in recipe.configs}
     args = parser.parse_args(arguments)
@@ -250,15 +230,10 @@ def check_tune(arguments: list[str], *, ours: bool) -> None:
         assert args.config_name in configs
     elif arguments[0] == "cp":
         assert args.file in {*known, *configs}
-    elif arguments[0] == "validate":
-        assert str(args.config) in copies()
+    elif arguments[0] == "validate":  # a file that another command of the pages makes
+        assert str(args.config) in [words[-1] for _, line in commands() if (words := line.split())[1:2] == ["cp"]]
     elif arguments[0] == "run":
         check_run(args, known, ours=ours)
-
-
-def copies() -> set[str]:
-    """The files that commands of the pages make."""
-    return {words[-1] for words in (shlex.split(command) for _, command in commands()) if words[1:2] == ["cp"]}
 
 
 def check_run(args: Any, known: dict[str, Any], *, ours: bool) -> None:
@@ -277,8 +252,3 @@ def check_run(args: Any, known: dict[str, Any], *, ours: bool) -> None:
     from_yaml, from_line = TuneRecipeArgumentParser().parse_known_args(["--config", str(path), *overrides])
     assert all("=" in override for override in overrides)
     read_settings(_merge_yaml_and_cli_args(from_yaml, from_line))
-
-
-def test_the_command_of_the_pages_is_installed() -> None:
-    scripts = re.search(r"^\[project.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
-    assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching._cli.main:main"'

@@ -11,13 +11,10 @@ from tests.conftest import ROOT
 from tests.support import house
 
 PACKAGE = ROOT / "adaptive_batching"
-OUTER = ("torchtune.py", "_torchtune", "_cli", "__main__.py")
+OUTER = {"torchtune.py", "_torchtune", "__main__.py"}
 SITE = "sitecustomize.py"  # imported by every Python process on the emulated device
-CORE = sorted(
-    path
-    for path in PACKAGE.glob("**/*.py")
-    if path.name != SITE and not set(OUTER) & set(path.relative_to(PACKAGE).parts)
-)
+MODULES = sorted(PACKAGE.glob("**/*.py"))
+CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.relative_to(PACKAGE).parts)]
 MEMORY = {"memory", "out_of_memory"}
 # Folders and modules of the core that each of them may import, besides itself; all but growth's face are private.
 MAY_IMPORT = {
@@ -37,33 +34,19 @@ MAY_IMPORT = {
     "report": {"growth", "micro_batches", "probe", "values"},
     "trace": {"ranks"},
 }
-PURE = [
-    "config",
-    "emulated_device/__init__",
-    "emulated_device/control",
-    "growth/course",
-    "growth/increase",
-    "growth/noise_scale",
-    "growth/schedules",
-    "micro_batches/cut",
-    "micro_batches/fastest",
-    "micro_batches/forward_cost",
-    "micro_batches/limits",
-    "patches",
-    "plan",
-    "probe/search",
-    "probe/sizes",
-    "report/events",
-    "report/facts",
-    "report/page",
-    "report/record",
-    "report/sections",
-    "trace/allocator",
-    "trace/reserved",
-    "trace/traced_step",
-    "values",
-]
-
+PURE = {
+    room + name
+    for room, names in {
+        "": "config patches plan values",
+        "emulated_device/": "__init__ control",
+        "growth/": "course increase noise_scale schedules",
+        "micro_batches/": "cut fastest forward_cost limits",
+        "probe/": "search sizes",
+        "report/": "events facts page record sections",
+        "trace/": "allocator reserved traced_step",
+    }.items()
+    for name in names.split()
+}
 # What records a trace stands on private names of torch, and is imported when a probe first needs it.
 RECORDS = {f"trace/{name}" for name in ("compiled", "fake_step", "fsdp_units", "recorder")}
 
@@ -91,50 +74,49 @@ def ours(path: Path, *, at_once: bool = False) -> set[str]:
     return {name.removeprefix("_").replace(".", "/") for name in found}
 
 
+def roots(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported(path)}
+
+
 @pytest.mark.parametrize("path", CORE, ids=name_of)
-def test_the_core_never_imports_torchtune_or_omegaconf(path: Path) -> None:
-    found = {name.split(".")[0] for name in imported(path)}
-    assert not found & {"torchtune", "omegaconf", "recipes"}
-    assert "matplotlib" not in found
-    assert not any(name.startswith(("torchtune", "cli")) for name in ours(path))
+def test_the_core_never_imports_torchtune_and_its_rooms_import_in_one_direction(path: Path) -> None:
+    assert not roots(path) & {"torchtune", "omegaconf", "recipes", "matplotlib"}
+    assert not any(name.startswith(("torchtune", "_main")) for name in ours(path))
+    if path.stem != "__init__":
+        room = name_of(path).split("/")[0]
+        assert {name.split("/")[0] for name in ours(path)} <= MAY_IMPORT[room] | {room}
 
 
-@pytest.mark.parametrize("path", [path for path in CORE if path.stem != "__init__"], ids=name_of)
-def test_rooms_of_the_core_import_in_one_direction(path: Path) -> None:
-    room = name_of(path).split("/")[0]
-    assert {name.split("/")[0] for name in ours(path)} <= MAY_IMPORT[room] | {room}
-
-
-@pytest.mark.parametrize("name", PURE)
+@pytest.mark.parametrize("name", sorted(PURE))
 def test_what_decides_imports_no_torch(name: str) -> None:
     path = PACKAGE / f"_{name}.py"
-    assert not any(n.split(".")[0] == "torch" for n in imported(path))
-    assert ours(path) <= set(PURE)
+    assert "torch" not in roots(path)
+    assert ours(path) <= PURE
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.glob("**/*.py")), ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_what_records_a_trace_is_imported_by_itself_alone_until_a_trace_is_made(path: Path) -> None:
     if name_of(path) not in RECORDS:
         assert not ours(path, at_once=True) & RECORDS
         private = [name for name in imported(path, at_once=True) if name.startswith("torch.") and "._" in name]
         assert not private or not name_of(path).startswith("trace/")
+    assert PACKAGE / "_torchtune" in path.parents or "torchtune" not in roots(path), "imported in one place only"
 
 
-def test_importing_the_package_imports_nothing_that_records_a_trace() -> None:
-    code = "import sys, adaptive_batching.torchtune; sys.exit('torch' not in sys.modules or any(\n"
-    code += "    name.removeprefix('adaptive_batching._').replace('.', '/') in {} for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code.format(RECORDS)], cwd=ROOT, check=False).returncode == 0
-
-
-def test_importing_the_package_does_not_import_torchtune_nor_does_its_command_for_pages() -> None:
-    code = "import sys, adaptive_batching._cli.main as cli; sys.argv[1:] = ['report', '--help']\n"
-    code += "try: cli.main()\nexcept SystemExit: sys.exit('torchtune' in sys.modules or 'matplotlib' in sys.modules)"
+@pytest.mark.parametrize(
+    "code",
+    [
+        # the package imports nothing that records a trace
+        "import sys, adaptive_batching.torchtune; sys.exit('torch' not in sys.modules or any(\n"
+        f"    name.removeprefix('adaptive_batching._').replace('.', '/') in {RECORDS} for name in sys.modules))",
+        # neither it nor its command for pages imports torchtune
+        "import sys, adaptive_batching.__main__ as cli; sys.argv[1:] = ['report', '--help']\n"
+        "try: cli.main()\nexcept SystemExit: sys.exit('torchtune' in sys.modules or 'matplotlib' in sys.modules)",
+    ],
+    ids=["trace", "torchtune"],
+)
+def test_importing_the_package_imports_no_more_than_it_needs(code: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_torchtune_is_imported_in_one_place_only() -> None:
-    outside = [p for p in PACKAGE.glob("**/*.py") if PACKAGE / "_torchtune" not in p.parents]
-    assert not [p for p in outside if any(n.split(".")[0] == "torchtune" for n in imported(p))]
 
 
 def test_no_two_files_share_a_name_and_none_import_each_other_in_a_circle() -> None:

@@ -22,8 +22,7 @@ class Rows(Retry[range]):
     lost, and none counts twice. One that has fitted before first runs again as it was, and then with an eighth less.
 
     ``discard`` drops what a part leaves behind that broke off, and really releases its memory. A part has at most
-    ``most`` rows, however short they are. With ``has_fitted``, the capacity has been seen to fit. ``remedy`` says what
-    to do where a single row does not fit.
+    ``most`` rows. With ``has_fitted``, the capacity has been seen to fit. ``remedy`` is for a row that does not fit.
     """
 
     what = "them"
@@ -43,11 +42,6 @@ class Rows(Retry[range]):
         self._discard = discard
         self._most = most
         self._remedy = remedy
-        self._lengths: Sequence[int] = ()
-
-    @property
-    def num_recoveries(self) -> int:
-        return self.limit.num_recoveries
 
     def run(self, lengths: Sequence[int], forward: Callable[[range], Sequence[Result]]) -> list[Result]:
         """Return what ``forward`` gives for each row, in their order; ``lengths`` are their tokens, the longest first.
@@ -59,8 +53,10 @@ class Rows(Retry[range]):
         results: list[Result] = []
 
         def attempt(again: bool) -> list[tuple[list[range], Outcome[Sequence[Result]]]]:
-            start = len(results)
-            part = range(start, min(start + self._rows_of(lengths[start]), len(lengths)))
+            start, length = len(results), lengths[len(results)]
+            limits = [len(lengths) - start, self._capacity.samples(length), self._most]
+            limits.append(None if self.limit.max_tokens is None else self.limit.max_tokens // length)
+            part = range(start, start + max(min(limit for limit in limits if limit is not None), 1))
             return [([part], run_micro_batches([partial(forward, part)], ALONE, None, self._discard))]
 
         while len(results) < len(lengths):
@@ -71,12 +67,6 @@ class Rows(Retry[range]):
             assert len(found) == len(part), (len(found), part)
             results += found
         return results
-
-    def _rows_of(self, length: int) -> int:
-        """Return how many rows of up to ``length`` tokens the next part has."""
-        limits = [self._capacity.samples(length), self._most]
-        limits.append(None if self.limit.max_tokens is None else self.limit.max_tokens // length)
-        return max(min(limit for limit in limits if limit is not None), 1)
 
     def size(self, part: range) -> tuple[int, int]:
         return len(part), len(part) * self._lengths[part.start]

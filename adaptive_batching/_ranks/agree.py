@@ -38,9 +38,8 @@ class GroupError(AdaptiveBatchingError, RuntimeError):
 
 def is_lost_rank(error: Exception) -> bool:
     """Return True if ``error`` means that another rank has closed its connections, as it does when its process ends."""
-    message = str(error)
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, RuntimeError) and "gloo" in message and any(text in message for text in lost)
+    return isinstance(error, RuntimeError) and "gloo" in str(error) and any(text in str(error) for text in lost)
 
 
 class Ranks:
@@ -64,9 +63,7 @@ class Ranks:
         if self.size == 1 or self._own_group is not None or self._failure:
             return self._failure
         # Start with what a rank can check alone: if that fails, the others would wait for it in vain.
-        self._failure = self._together(_start_gloo)
-        if not self._failure:
-            self._failure = self._together(self._make_group)
+        self._failure = self._together(_start_gloo) or self._together(self._make_group)
         return self._failure
 
     def _make_group(self) -> None:
@@ -87,8 +84,7 @@ class Ranks:
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        failure = self.connect()
-        if failure:
+        if failure := self.connect():
             raise GroupError(failure)
         return self._own_group
 
@@ -103,16 +99,20 @@ class Ranks:
         return self.is_first or os.environ.get("GROUP_RANK") == "0"
 
     def largest(self, value: float) -> float:
-        return self._reduced(value, dist.ReduceOp.MAX)
+        if self._group is None:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor.item()
 
     def smallest(self, value: float) -> float:
-        return self._reduced(value, dist.ReduceOp.MIN)
+        return -self.largest(-value)
 
     def any(self, value: bool) -> bool:
         return self.largest(float(value)) > 0
 
     def all(self, value: bool) -> bool:
-        return self.smallest(float(value)) > 0
+        return not self.any(not value)
 
     def gather(self, value: T) -> list[T]:
         if self._group is None:
@@ -137,13 +137,6 @@ class Ranks:
         if answer[1] is not None:
             raise failure if failure is not None else RuntimeError(answer[1])
         return answer[0]  # type: ignore[no-any-return]
-
-    def _reduced(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
-        if self._group is None:
-            return value
-        tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, op=operation, group=self._group)
-        return tensor.item()
 
     def leave(self) -> None:
         """Wait for all ranks, because one that leaves its process group early can abort the others."""

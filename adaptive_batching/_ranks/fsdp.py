@@ -21,7 +21,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,9 +67,13 @@ def end_forward(models: Sequence[nn.Module]) -> None:
         if hasattr(model, "reset_iter_state"):
             model.reset_iter_state()
         else:
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            for unit in _units_of(model):
+                unit.reshard()
+
+
+def _units_of(root: FSDPModule) -> list[FSDPModule]:
+    assert isinstance(root, nn.Module)
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,8 @@ class _Room:
         self._device = collectives[0].device
         self._sizes = [max(sizes) for sizes in zip(*(c.num_bytes for c in collectives), strict=True)]
         self._spare: torch.Tensor | None = None
-        self._buffers = self._make() if self._is_held else None
+        self._buffers = self._make() if self._device.type == "cpu" else None
         self.restore()
-
-    @property
-    def _is_held(self) -> bool:
-        return self._device.type == "cpu"
 
     def _make(self) -> list[torch.Tensor]:
         return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
@@ -128,14 +127,14 @@ class _Room:
 
     def restore(self) -> None:
         """Hold the memory that the next failure will need."""
-        if self._is_held and self._spare is None:
+        if self._buffers is not None and self._spare is None:
             with contextlib.suppress(RuntimeError):  # the buffers themselves still exist
-                self._spare = torch.empty(_of_gloo(sum(self._sizes)), dtype=torch.uint8)
+                self._spare = _room_of_gloo(sum(self._sizes))
 
 
-def _of_gloo(num_bytes: int) -> int:
-    """Return the bytes to allow gloo for buffers of ``num_bytes``: it copies them, and reduces in a third copy."""
-    return 3 * num_bytes + 4 * 2**20
+def _room_of_gloo(num_bytes: int) -> torch.Tensor:
+    """Allocate what gloo may take for buffers of ``num_bytes``: it copies them, and reduces in a third copy."""
+    return torch.empty(3 * num_bytes + 4 * 2**20, dtype=torch.uint8)
 
 
 class MicroBatchCollectives:
@@ -144,18 +143,15 @@ class MicroBatchCollectives:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._roots = [model for model in models if isinstance(model, FSDPModule)]
         assert len(self._roots) == len(models), "a model is not sharded"
+        self._units = [unit for root in self._roots for unit in _units_of(root)]
         self._sequence: list[_Collective] | None = None
         self._room: _Room | None = None
         self._varies = False
         self._issued: list[_Collective] = []
-        self._norms = _Norms()
-        for module in self._units():
-            module.set_custom_all_gather(_AllGather(self._issued))
-            module.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
-
-    def _units(self) -> Iterator[FSDPModule]:
-        for root in self._roots:
-            yield from (module for module in root.modules() if isinstance(module, FSDPModule))
+        self._norms: list[list[torch.Tensor]] = []  # where squared norms go, while they are asked for
+        for unit in self._units:
+            unit.set_custom_all_gather(_AllGather(self._issued))
+            unit.set_custom_reduce_scatter(_ReduceScatter(self._issued, self._norms))
 
     def start(self) -> None:
         self._issued.clear()
@@ -193,12 +189,11 @@ class MicroBatchCollectives:
     @contextlib.contextmanager
     def squared_norms(self) -> Iterator[list[torch.Tensor]]:
         """Collect the squared norms of this rank's gradients, before reduction, from the backward that runs inside."""
-        squares: list[torch.Tensor] = []
-        self._norms.squares = squares
+        self._norms.append([])
         try:
-            yield squares
+            yield self._norms[-1]
         finally:
-            self._norms.squares = None
+            self._norms.clear()
 
     def drain(self, num_micro_batches: int) -> None:
         """Issue the rest of the aborted micro-batch, and all of the ``num_micro_batches`` that will not run.
@@ -218,26 +213,35 @@ class MicroBatchCollectives:
         for root in self._roots:
             root.reset_iter_state()
         # This keeps gradients that were complete but not reduced yet, and the next backward would add to them.
-        for module in self._units():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+        groups = [group for unit in self._units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
         if self._room is not None:
             self._room.restore()
 
 
-def _check_room(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Run out of memory here, where recovery is possible, rather than in gloo's thread.
+class _AllGather(_AllGatherBase):
+    def __init__(self, issued: list[_Collective]) -> None:
+        self._issued = issued
 
-    A collective that fails in that thread has been issued on this rank, but not on its peers, which would wait forever.
-    """
-    if output.device.type == "cpu":
-        torch.empty(_of_gloo(output.nbytes + given.nbytes), dtype=torch.uint8)
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        return _issue(self._issued, super().__call__, (output_tensor, input_tensor, group), async_op)
 
 
-def _issue(issued: list[_Collective], collective: _Collective, call: Callable[[bool], Any], async_op: bool) -> Any:
+class _ReduceScatter(_ReduceScatterBase):
+    def __init__(self, issued: list[_Collective], norms: list[list[torch.Tensor]]) -> None:
+        self._issued = issued
+        self._norms = norms
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        for squares in self._norms:
+            squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
+        return _issue(self._issued, super().__call__, (output_tensor, input_tensor, group, op), async_op)
+
+
+def _issue(issued: list[_Collective], call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool) -> Any:
     """Issue a collective, and note it as ``issued`` before anything else can fail.
 
     On the host a call that is not asynchronous waits for the exchange, too: so it is made asynchronous, to be waited
@@ -246,10 +250,12 @@ def _issue(issued: list[_Collective], collective: _Collective, call: Callable[[b
     If memory runs out when the group has counted the collective, raise CannotRecoverError: whether the other ranks get
     what they wait for is not known then. Issued again, it might be one too many, and left out, one too few.
     """
+    _check_room(*arguments[:2])
+    collective = _Collective.of(*arguments)
     waits = not async_op and collective.device.type == "cpu"
     before = _num_issued(collective)
     try:
-        work = call(async_op or waits)
+        work = call(*arguments, async_op or waits)
         issued.append(collective)
         if not waits:
             return work
@@ -263,36 +269,18 @@ def _issue(issued: list[_Collective], collective: _Collective, call: Callable[[b
         ) from error
 
 
+def _check_room(output: torch.Tensor, given: torch.Tensor) -> None:
+    """Run out of memory here, where recovery is possible, rather than in gloo's thread.
+
+    A collective that fails in that thread has been issued on this rank, but not on its peers, which would wait forever.
+    """
+    if output.device.type == "cpu":
+        _room_of_gloo(output.nbytes + given.nbytes)
+
+
 def _num_issued(collective: _Collective) -> int:
     """Return how many collectives the group has issued on this rank; 0 if it does not count them."""
     try:
         return int(collective.group._get_backend(collective.device)._get_sequence_number_for_group())
     except RuntimeError:  # of a backend other than gloo and NCCL
         return 0
-
-
-class _AllGather(_AllGatherBase):
-    def __init__(self, issued: list[_Collective]) -> None:
-        self._issued = issued
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        _check_room(output_tensor, input_tensor)
-        call = partial(super().__call__, output_tensor, input_tensor, group)
-        return _issue(self._issued, _Collective.of(output_tensor, input_tensor, group), call, async_op)
-
-
-class _Norms:
-    squares: list[torch.Tensor] | None = None
-
-
-class _ReduceScatter(_ReduceScatterBase):
-    def __init__(self, issued: list[_Collective], norms: _Norms) -> None:
-        self._issued = issued
-        self._norms = norms
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        if self._norms.squares is not None:
-            self._norms.squares.append(torch.linalg.vector_norm(input_tensor, dtype=torch.float32) ** 2)
-        _check_room(output_tensor, input_tensor)
-        call = partial(super().__call__, output_tensor, input_tensor, group, op)
-        return _issue(self._issued, _Collective.of(output_tensor, input_tensor, group, op), call, async_op)

@@ -12,8 +12,6 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from torchtune.config._errors import InstantiationError
 import adaptive_batching
 from adaptive_batching._torchtune import quickstart
 from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._values import first_line
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 # A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
@@ -40,8 +39,6 @@ _SHORT = [
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
 """Pattern of the recipe that a config says it is launched with, in a comment."""
 
-_COMMANDS: dict[str, Any] = {"ls": List, "cp": Copy, "cat": Cat, "validate": Validate, "run": Run}
-
 
 def recipes_folder() -> Path:
     """Return the folder of our recipes: inside an installed package, next to it in a checkout."""
@@ -52,17 +49,12 @@ def recipes_folder() -> Path:
 def add_commands(subparsers: Any, prog: str) -> None:
     """Add torchtune's commands to ``subparsers`` of argparse; help and errors call the command line ``prog``."""
     registry._ALL_RECIPES[:] = _ours()
-    for name, command in _COMMANDS.items():
-        command.create(subparsers)
-        parser = subparsers.choices[name]
+    for command in (List, Copy, Cat, _Validate, _Run):
+        parser = command.create(subparsers)._parser
         for part in (parser, *parser._actions, *subparsers._choices_actions):  # all texts that tell what to type
-            for attribute in ("prog", "usage", "epilog", "description", "help"):
-                text = getattr(part, attribute, None)
-                if isinstance(text, str):
-                    setattr(part, attribute, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
-    for name, ours in (("validate", _validate), ("run", _run)):
-        parser = subparsers.choices[name]
-        parser.set_defaults(func=partial(ours, parser, parser.get_default("func")))
+            for name, text in vars(part).items():
+                if name in ("prog", "usage", "epilog", "description", "help") and isinstance(text, str):
+                    setattr(part, name, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
 
 
 def add_quickstart(subparsers: Any, prog: str) -> None:
@@ -70,29 +62,29 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
     parser = subparsers.add_parser("quickstart", prog=f"{prog} quickstart", help=text, description=text)
     parser.add_argument("--data_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
-    parser.set_defaults(func=lambda args: _quickstart(args, parser, prog))
 
+    def run(args: argparse.Namespace) -> None:
+        folder = recipes_folder()
+        try:
+            quickstart.build(args.data_dir)
+        except FileExistsError as error:
+            parser.error(str(error))
+        overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
+        command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
+        print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
+        sys.argv = [parser.prog, "--config", f"{folder}/configs/quickstart/full_single_device.yaml", *overrides]
+        try:
+            runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        print(
+            f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
+            f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device "
+            f"use_maximum_batch_size=True"
+        )
 
-def _quickstart(args: argparse.Namespace, parser: argparse.ArgumentParser, prog: str) -> None:
-    folder = recipes_folder()
-    config = folder / "configs" / "quickstart" / "full_single_device.yaml"
-    try:
-        quickstart.build(args.data_dir)
-    except FileExistsError as error:
-        parser.error(str(error))
-    overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
-    command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
-    print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
-    sys.argv = [parser.prog, "--config", str(config), *overrides]
-    try:
-        runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
-    print(
-        f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
-        f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
-    )
+    parser.set_defaults(func=run)
 
 
 def _ours() -> list[Any]:
@@ -100,57 +92,60 @@ def _ours() -> list[Any]:
     ours = sorted((folder / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name != "quickstart", path))
     for stock in sorted(registry.get_all_recipes(), key=lambda recipe: recipe.name):
         path = folder / f"{stock.name}.py"
-        if not path.is_file():
-            continue
-        configs = [
-            registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
-            for config in ours
-            if stock.name in re.findall(LAUNCHED, config.read_text())
-        ]
-        found.append(registry.Recipe(stock.name, str(path), [*configs, *stock.configs], stock.supports_distributed))
+        if path.is_file():
+            configs = [
+                registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
+                for config in ours
+                if stock.name in re.findall(LAUNCHED, config.read_text())
+            ]
+            configs += stock.configs
+            found.append(registry.Recipe(stock.name, str(path), configs, stock.supports_distributed))
     return found
 
 
-def _run(parser: argparse.ArgumentParser, run: Callable[[Any], None], args: argparse.Namespace) -> None:
-    """Run a recipe, after a look at what is named; torchtune would end in a traceback."""
-    known = [recipe.name for recipe in registry.get_all_recipes()]
-    name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
-    args.recipe = name if name in known else args.recipe
-    if args.recipe not in known and not Path(args.recipe).is_file():
-        parser.error(f"there is no recipe {args.recipe!r}{closest(args.recipe, known)}")
-    if "--config" not in args.recipe_args[:-1]:
-        parser.error("--config <name or path> is missing after the recipe")
-    config = args.recipe_args[args.recipe_args.index("--config") + 1]
-    configs = [each.name for recipe in registry.get_all_recipes() for each in recipe.configs]
-    if config not in configs and not Path(config).is_file():
-        parser.error(f"there is no config {config!r}{closest(config, configs)}")
-    # Processes that torchrun starts find this package, and modules in the working directory, on the path.
-    paths = [str(_PACKAGE.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    sys.argv[0] = parser.prog
-    run(args)
+def _config_files() -> dict[str, Path]:
+    return {each.name: CONFIGS / each.file_path for recipe in registry.get_all_recipes() for each in recipe.configs}
 
 
-def _validate(parser: argparse.ArgumentParser, validate: Callable[[Any], None], args: argparse.Namespace) -> None:
-    """Check a config, by path or by name, after a look at what is named; torchtune takes a path that can be read."""
-    configs = {each.name: each.file_path for recipe in registry.get_all_recipes() for each in recipe.configs}
-    if args.config.is_file():
-        path = args.config
-    elif str(args.config) in configs:
-        path = CONFIGS / configs[str(args.config)]
-    else:
-        parser.error(f"there is no config {str(args.config)!r}{closest(str(args.config), [*configs])}")
-    try:
-        is_mapping = OmegaConf.is_dict(OmegaConf.load(path))
-    except Exception as error:  # whatever is wrong with it
-        parser.error(f"{path} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0].strip()}")
-    if not is_mapping:
-        parser.error(f"{path} is no mapping of keys to values, as a config is")
-    args.config = path
-    try:
-        validate(args)
-    except InstantiationError as error:  # a component that is not there
-        parser.error(f"{path}: {' '.join(str(error).split())}")
+class _Run(Run):
+    """Looks at what is named before; torchtune would end in a traceback."""
+
+    def _run_cmd(self, args: argparse.Namespace) -> None:
+        known = [recipe.name for recipe in registry.get_all_recipes()]
+        name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
+        args.recipe = name if name in known else args.recipe
+        if args.recipe not in known and not Path(args.recipe).is_file():
+            self._parser.error(f"there is no recipe {args.recipe!r}{closest(args.recipe, known)}")
+        if "--config" not in args.recipe_args[:-1]:
+            self._parser.error("--config <name or path> is missing after the recipe")
+        config = args.recipe_args[args.recipe_args.index("--config") + 1]
+        if config not in _config_files() and not Path(config).is_file():
+            self._parser.error(f"there is no config {config!r}{closest(config, [*_config_files()])}")
+        # Processes that torchrun starts find this package, and modules in the working directory, on the path.
+        paths = [str(_PACKAGE.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        sys.argv[0] = self._parser.prog
+        super()._run_cmd(args)
+
+
+class _Validate(Validate):
+    """Takes names as well as paths, and looks at what is named before; torchtune takes a path that can be read."""
+
+    def _validate_cmd(self, args: argparse.Namespace) -> None:
+        name, files = str(args.config), _config_files()
+        if not args.config.is_file() and name not in files:
+            self._parser.error(f"there is no config {name!r}{closest(name, [*files])}")
+        path = args.config = args.config if args.config.is_file() else files[name]
+        try:
+            is_mapping = OmegaConf.is_dict(OmegaConf.load(path))
+        except Exception as error:  # whatever is wrong with it
+            self._parser.error(f"{path} cannot be read: {first_line(error).strip()}")
+        if not is_mapping:
+            self._parser.error(f"{path} is no mapping of keys to values, as a config is")
+        try:
+            super()._validate_cmd(args)
+        except InstantiationError as error:  # a component that is not there
+            self._parser.error(f"{path}: {' '.join(str(error).split())}")
 
 
 def closest(name: str, known: list[str]) -> str:

@@ -94,13 +94,9 @@ def gather_gradients(
             return sums
         return replace(sums, tokens=torch.full_like(sums.tokens, micro_batch.num_tokens))
 
-    return run_micro_batches(
-        [partial(run, each, is_last=number == len(micro_batches)) for number, each in enumerate(micro_batches, 1)],
-        host.ranks,
-        host.collectives,
-        partial(discard, host),
-        (lambda: num_allocation_retries(host.device)) if counts_retries else (lambda: 0),
-    )
+    runs = [partial(run, each, is_last=number == len(micro_batches)) for number, each in enumerate(micro_batches, 1)]
+    count_retries = (lambda: num_allocation_retries(host.device)) if counts_retries else (lambda: 0)
+    return run_micro_batches(runs, host.ranks, host.collectives, partial(discard, host), count_retries)
 
 
 def held_back(host: Host, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -110,14 +106,12 @@ def held_back(host: Host, *, is_last: bool) -> contextlib.AbstractContextManager
 
 def sum_over_ranks(sums: Sums, ranks: Ranks) -> Sums:
     """Return the sums of all ranks, added up in place, as stock does."""
-    if ranks.size == 1:
-        return sums
 
     def summed(value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
         return value
 
-    return sums.map(summed)
+    return sums if ranks.size == 1 else sums.map(summed)
 
 
 def apply_gradients(host: Host, sums: Sums, before_clipping: Callable[[], None] = lambda: None) -> torch.Tensor | None:

@@ -37,27 +37,15 @@ _NOT_OF_THE_USER = [
 ]
 
 
-def entry_point(
-    recipe_class: type[Any],
-    before: Callable[[DictConfig], None] = lambda cfg: None,
-    run: Callable[[type[Any], DictConfig, Callable[[DictConfig], None]], None] | None = None,
-) -> Callable[[], Any]:
-    """Return the main function of a recipe file, which reads the command line as torchtune does.
-
-    Args:
-        recipe_class: The recipe.
-        before: Called with the config before the recipe is made.
-        run: Runs it; None for :func:`run_recipe`, or :func:`run_evaluation` if it evaluates.
-    """
-    run = run or (run_evaluation if issubclass(recipe_class, AdaptiveEvaluation) else run_recipe)
+def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
+    """Return the main function of the file of a recipe, which reads the command line as torchtune does."""
 
     def main() -> Any:
-        begun = False
+        begun = []
 
         def recipe_main(cfg: DictConfig) -> None:
-            nonlocal begun
-            begun = True
-            run(recipe_class, cfg, before)
+            begun.append(cfg)
+            run_recipe(recipe_class, cfg)
 
         recipe_main.__doc__ = recipe_class.__doc__
         try:
@@ -88,50 +76,39 @@ def _what_cannot_be_read() -> str:
     return "the command line"
 
 
-def run_recipe(
-    recipe_class: type[Any], cfg: DictConfig, before: Callable[[DictConfig], None] = lambda cfg: None
-) -> None:
-    """Set a recipe up and train it, as the ``recipe_main`` of a stock recipe does.
+def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
+    """Set a recipe up and train it, or evaluate if that is what it does, as the ``recipe_main`` of a stock recipe.
 
     A mistake ends in one line that names key, value and remedy, after the frames of the user's own code if it raised.
 
     Args:
-        recipe_class: The recipe.
+        recipe_class: The recipe. Its ``prepare``, if it trains, is called with the config before it is made.
         cfg: Its config.
-        before: Called with the config before the recipe is made.
 
     Raises:
         SystemExit: With that line.
     """
+    if issubclass(recipe_class, AdaptiveEvaluation):
+        with _mistakes_in_one_line("batch"):
+            read_evaluation(cfg, warns=False)
+            _set_up(recipe_class, cfg).evaluate()
+        return
     with _mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
         # Before the config is shown and pushes errors out of sight.
         increase = resolve_increase(read_settings(cfg, warns=False))
         check_validation(read_validation(cfg, warns=False), increase, recipe_class)
         recipe_class.prepare(cfg)
-        before(cfg)
-        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
-        recipe = recipe_class(cfg=cfg)
-        recipe.setup(cfg=cfg)
+        recipe = _set_up(recipe_class, cfg)
         recipe.train()
         recipe.ranks.leave()
         recipe.cleanup()
 
 
-def run_evaluation(
-    recipe_class: type[Any], cfg: DictConfig, before: Callable[[DictConfig], None] = lambda cfg: None
-) -> None:
-    """Set a recipe for evaluation up and evaluate, as stock's ``recipe_main`` does; else as :func:`run_recipe`.
-
-    Raises:
-        SystemExit: After a mistake, with one line that names key, value and remedy.
-    """
-    with _mistakes_in_one_line("batch"):
-        read_evaluation(cfg, warns=False)
-        before(cfg)
-        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
-        recipe = recipe_class(cfg=cfg)
-        recipe.setup(cfg=cfg)
-        recipe.evaluate()
+def _set_up(recipe_class: type[Any], cfg: DictConfig) -> Any:
+    config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+    recipe = recipe_class(cfg=cfg)
+    recipe.setup(cfg=cfg)
+    return recipe
 
 
 @contextlib.contextmanager
@@ -140,39 +117,39 @@ def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
     _log_for_people()
     try:
         yield
-    except AdaptiveBatchingError as error:
-        sys.stderr.write(_frames_of_the_user(error))
-        raise SystemExit(f"error: {error}") from None
-    except OmegaConfBaseException as error:
-        sys.stderr.write(_frames_of_the_user(error))
-        what = first_line(error).rstrip(".")
-        raise SystemExit(
-            f"error: the config lacks something, or is one of another recipe ({what}); add it, or take a config that "
-            f"'adaptive-batching ls' lists with the recipe"
-        ) from None
     except Exception as error:
-        if is_lost_rank(error):
-            log.debug("lost another rank, in full:", exc_info=error)
-            raise SystemExit(
-                "error: the connection to another rank is lost: it has ended, and its own last line says why. If it is "
-                "still there, look at the network between the hosts"
-            ) from None
-        if not is_out_of_memory(error):
+        if isinstance(error, AdaptiveBatchingError):
+            line = str(error)
+        elif isinstance(error, OmegaConfBaseException):
+            line = (
+                f"the config lacks something, or is one of another recipe ({first_line(error).rstrip('.')}); add it, "
+                f"or take a config that 'adaptive-batching ls' lists with the recipe"
+            )
+        elif is_lost_rank(error):
+            line = (
+                "the connection to another rank is lost: it has ended, and its own last line says why. If it is still "
+                "there, look at the network between the hosts"
+            )
+        elif is_out_of_memory(error):
+            line = (
+                f"out of memory outside of a {recovered}, where nothing can run again ({first_line(error)}){kept}. "
+                f"Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
+            )
+        else:
             raise
-        log.debug("out of memory, in full:", exc_info=error)
-        raise SystemExit(
-            f"error: out of memory outside of a {recovered}, where nothing can run again ({first_line(error)}){kept}. "
-            f"Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
-        ) from None
+        if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
+            sys.stderr.write(_frames_of_the_user(error))
+        else:
+            log.debug("in full:", exc_info=error)
+        raise SystemExit(f"error: {line}") from None
 
 
 class _ForPeople(logging.Formatter):
     """Messages as they are; the level only where it matters, and the rank where it is not the first."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        text = text if _RANK == 0 else f"rank {_RANK}: {text}"
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+        level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        return level + ("" if _RANK == 0 else f"rank {_RANK}: ") + super().format(record)
 
 
 def _log_for_people() -> None:
@@ -192,13 +169,10 @@ def _log_for_people() -> None:
 def _frames_of_the_user(error: BaseException) -> str:
     """Return the frames of code that is neither ours nor installed, from the errors that led to ``error``."""
     lines: list[str] = []
-    cause = error.__cause__
-    while cause is not None:
-        frames = [
-            frame for frame in traceback.extract_tb(cause.__traceback__)
-            if not frame.filename.startswith(("<", *_NOT_OF_THE_USER))
-        ]  # fmt: skip
-        if frames:
-            lines += [*traceback.format_list(frames), f"{type(cause).__name__}: {cause}\n"]
-        cause = cause.__cause__
+    while (cause := error.__cause__) is not None:
+        frames = traceback.extract_tb(cause.__traceback__)
+        shown = [frame for frame in frames if not frame.filename.startswith(("<", *_NOT_OF_THE_USER))]
+        if shown:
+            lines += [*traceback.format_list(shown), f"{type(cause).__name__}: {cause}\n"]
+        error = cause
     return "".join(lines)

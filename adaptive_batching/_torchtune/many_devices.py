@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,20 @@ from adaptive_batching._values import ConfigError
 log = logging.getLogger(__name__)
 
 
+def _without_statistics(name: str) -> Callable[..., Any]:
+    """Return stock's method of that name, kept from reading and logging the memory of an accelerator not there."""
+    no_stats: dict[str, Callable[..., Any]] = {
+        "get_memory_stats": lambda *_, **__: {},
+        "log_memory_stats": lambda *_, **__: None,
+    }
+
+    def set_up(recipe: ManyDevices, *args: Any, **kwargs: Any) -> Any:
+        with replaced_in_torchtune(**no_stats if recipe._device.type == "cpu" else {}):
+            return getattr(super(ManyDevices, recipe), name)(*args, **kwargs)
+
+    return set_up
+
+
 class ManyDevices:
     """Mixed into a stock distributed recipe, between ``AdaptiveBatching`` and the recipe."""
 
@@ -45,25 +58,9 @@ class ManyDevices:
         with replaced_in_torchtune(**on_cpu):
             super().__init__(cfg=cfg)  # type: ignore[call-arg]
 
-    def _setup_model(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_statistics():
-            return super()._setup_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _setup_teacher_model(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_statistics():
-            return super()._setup_teacher_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _setup_reference_model(self, *args: Any, **kwargs: Any) -> Any:
-        with self._without_statistics():
-            return super()._setup_reference_model(*args, **kwargs)  # type: ignore[misc]
-
-    def _without_statistics(self) -> contextlib.AbstractContextManager[None]:
-        """Keep stock from reading and logging the memory of an accelerator that is not there."""
-        no_stats: dict[str, Callable[..., Any]] = {
-            "get_memory_stats": lambda *args, **kwargs: {},
-            "log_memory_stats": lambda *args, **kwargs: None,
-        }
-        return replaced_in_torchtune(**no_stats if self._device.type == "cpu" else {})
+    _setup_model = _without_statistics("_setup_model")
+    _setup_teacher_model = _without_statistics("_setup_teacher_model")
+    _setup_reference_model = _without_statistics("_setup_reference_model")
 
 
 def start_process_group(cfg: DictConfig) -> None:
@@ -104,11 +101,7 @@ def record_collectives(
         if host.ranks.is_first:
             log.warning("recovery from running out of memory is off: %s", why)
         return None, why
-    return _recorded(host), ""
-
-
-def _recorded(host: Host) -> MicroBatchCollectives:
-    """Return the collectives of a forward and backward of a few tokens, which leaves nothing behind."""
+    # Those of a forward and backward of a few tokens, which leaves nothing behind.
     collectives = MicroBatchCollectives(host.models)
     batch = host.objective.smallest_batch(host.loader.dataset)
     try:
@@ -126,7 +119,7 @@ def _recorded(host: Host) -> MicroBatchCollectives:
     for parameter in host.model.parameters():
         parameter.grad = None
     release_workspaces(host.device)
-    return collectives
+    return collectives, ""
 
 
 def _why_not_possible(host: Host) -> str:

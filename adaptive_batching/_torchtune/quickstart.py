@@ -37,30 +37,21 @@ from torchtune.modules import TransformerDecoder
 
 logger = logging.getLogger(__name__)
 
-SEED = 0
-MAX_OUTPUT_CHARS = 2000  # all but two dozen docstrings are shorter
+_MAX_OUTPUT_CHARS = 2000  # all but two dozen docstrings are shorter
 # A prompt that fills the whole sequence leaves no label to learn from, and a batch of such samples has the loss 0/0.
-MAX_INSTRUCTION_CHARS = 200
-# Shorter docstrings ("Undocumented.", "See above.") say nothing about their function.
-MIN_OUTPUT_CHARS = 20
+_MAX_INSTRUCTION_CHARS = 200
+_MIN_OUTPUT_CHARS = 20  # shorter docstrings ("Undocumented.", "See above.") say nothing about their function
 
 # Tests, applications and retired packages: little of it documents an interface.
-SKIPPED_PACKAGES = {"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
+_SKIPPED_PACKAGES = {"distutils", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "turtledemo"}
 # Private modules that hold the documentation of public ones, under the name that their users import.
-PUBLIC_NAMES = {
-    "_collections_abc": "collections.abc",
-    "_pydatetime": "datetime",
-    "_pydecimal": "decimal",
-    "_pyio": "io",
-    "concurrent.futures._base": "concurrent.futures",
-    "pathlib._local": "pathlib",
-}
+_PUBLIC_NAMES = {
+    "_collections_abc": "collections.abc", "_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io",
+    "concurrent.futures._base": "concurrent.futures", "pathlib._local": "pathlib",
+}  # fmt: skip
 
-SETTINGS_FILE = "quickstart.json"
-RESULT_FILES = (
-    *("train.json", "preferences.json", "tokenizer.model", "model/config.json", "model/model.safetensors"),
-    SETTINGS_FILE,
-)
+_FILES = ("train.json", "preferences.json", "tokenizer.model", "model/config.json", "model/model.safetensors")
+_SETTINGS_FILE = "quickstart.json"
 
 
 @dataclass(frozen=True)
@@ -76,8 +67,8 @@ class Architecture:
     max_seq_len: int = 512
 
 
-ARCHITECTURE = Architecture()
-Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_ARCHITECTURE = Architecture()
+_Documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _is_public(dotted_name: str) -> bool:
@@ -88,19 +79,18 @@ def _find_modules(stdlib: Path) -> Iterator[tuple[str, Path]]:
     """Yield the public modules: (dotted name, source file)."""
     for folder, subfolders, files in os.walk(stdlib):
         # site-packages, which can hold a hundred times more files than the library, is no identifier.
-        subfolders[:] = [name for name in subfolders if name.isidentifier() and name not in SKIPPED_PACKAGES]
+        subfolders[:] = [name for name in subfolders if name.isidentifier() and name not in _SKIPPED_PACKAGES]
         for path in (Path(folder, name) for name in files if name.endswith(".py")):
-            parts = path.relative_to(stdlib).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            name = PUBLIC_NAMES.get(name, name)
+            name = ".".join(path.relative_to(stdlib).with_suffix("").parts).removesuffix(".__init__")
+            name = _PUBLIC_NAMES.get(name, name)
             if _is_public(name):
                 yield name, path
 
 
-def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str, Documented]]:
+def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str, _Documented]]:
     """Yield public definitions in ``body``, those in classes as well: (qualified name, node)."""
     for node in body:
-        if isinstance(node, Documented) and _is_public(node.name):
+        if isinstance(node, _Documented) and _is_public(node.name):
             name = f"{prefix}.{node.name}"
             yield name, node
             if isinstance(node, ast.ClassDef):
@@ -109,26 +99,25 @@ def _find_documented(body: Iterable[ast.AST], prefix: str) -> Iterator[tuple[str
             yield from _find_documented(ast.iter_child_nodes(node), prefix)
 
 
-def _signature(name: str, node: Documented) -> str:
+def _signature(name: str, node: _Documented) -> str:
     """Return what opens a definition, its name qualified: ``async def asyncio.Queue.put(self, item)``."""
     if isinstance(node, ast.ClassDef):
-        bases = ", ".join(ast.unparse(base) for base in node.bases)
+        bases = ", ".join(map(ast.unparse, node.bases))
         return f"class {name}({bases})" if bases else f"class {name}"
     keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"{keyword} {name}({ast.unparse(node.args)}){returns}"
 
 
-def _shorten(text: str, limit: int) -> str:
-    """Return at most ``limit`` characters of ``text``: whole paragraphs, else whole sentences, else whole words."""
-    if len(text) <= limit:
+def _shorten(text: str) -> str:
+    """Return what fits of ``text``: whole paragraphs, else whole sentences, else whole words."""
+    if len(text) <= _MAX_OUTPUT_CHARS:
         return text
+    start = text[: _MAX_OUTPUT_CHARS + 1]  # a character more, so that a border right behind the limit counts
     for border in (r"\n\s*\n", r"(?<=[.!?:])\s", r"\s"):
-        # One character more than the limit, so that a border right behind it counts.
-        cuts = [match.start() for match in re.finditer(border, text[: limit + 1])]
-        if cuts:
+        if cuts := [match.start() for match in re.finditer(border, start)]:
             return text[: cuts[-1]].rstrip()
-    return text[:limit]
+    return text[:_MAX_OUTPUT_CHARS]
 
 
 def _extract_pairs(stdlib: Path, seed: int) -> list[dict[str, str]]:
@@ -137,16 +126,15 @@ def _extract_pairs(stdlib: Path, seed: int) -> list[dict[str, str]]:
     for module, path in _find_modules(stdlib):
         for name, node in _find_documented(ast.parse(path.read_bytes()).body, module):
             docstring = ast.get_docstring(node, clean=True) or ""
-            instruction, output = _signature(name, node), _shorten(docstring.strip(), MAX_OUTPUT_CHARS)
-            if len(instruction) <= MAX_INSTRUCTION_CHARS and len(output) >= MIN_OUTPUT_CHARS:
+            instruction, output = _signature(name, node), _shorten(docstring.strip())
+            if len(instruction) <= _MAX_INSTRUCTION_CHARS and len(output) >= _MIN_OUTPUT_CHARS:
                 pairs.add((instruction, output))
-
     # Inherited docstrings are often repeated word for word; learning them once is enough.
     taken: set[str] = set()
     unique = []
     for instruction, output in sorted(pairs):
         if taken.isdisjoint((instruction, output)):
-            taken.update((instruction, output))
+            taken |= {instruction, output}
             unique.append({"instruction": instruction, "output": output})
     random.Random(seed).shuffle(unique)
     return unique
@@ -158,10 +146,9 @@ def _prefer(pairs: Sequence[dict[str, str]]) -> list[dict[str, list[dict[str, st
     def conversation(pair: dict[str, str], answer: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": pair["instruction"]}, {"role": "assistant", "content": answer}]
 
-    others = [*pairs[1:], *pairs[:1]]
     return [
         {"chosen": conversation(pair, pair["output"]), "rejected": conversation(pair, other["output"])}
-        for pair, other in zip(pairs, others, strict=True)
+        for pair, other in zip(pairs, [*pairs[1:], *pairs[:1]], strict=True)
     ]
 
 
@@ -170,28 +157,20 @@ def _train_tokenizer(pairs: Sequence[dict[str, str]], path: Path, vocab_size: in
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for pair in pairs for text in pair.values() for line in text.splitlines()),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        split_digits=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
+        model_writer=model, model_type="bpe", vocab_size=vocab_size, byte_fallback=True, split_digits=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False,
         allow_whitespace_only_pieces=True,  # indentation: one piece for a run of blanks
         # torchtune's Llama2Tokenizer pads with 0 whatever the file says, so 0 is a padding piece, which decodes to
         # nothing; Llama 2 has its unknown piece there.
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
+        pad_id=0, bos_id=1, eos_id=2, unk_id=3,
         # The tags of torchtune's Llama2ChatTemplate, in every sample: a piece each instead of five.
         user_defined_symbols=["[INST]", "[/INST]"],
         minloglevel=2,
-    )
+    )  # fmt: skip
     path.write_bytes(model.getvalue())
 
 
-def build_model(architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> TransformerDecoder:
+def build_model(architecture: Architecture = _ARCHITECTURE, seed: int = 0) -> TransformerDecoder:
     """Return a Llama with weights drawn from N(0, 0.02), so that its first loss is close to ``ln(vocab_size)``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -202,12 +181,11 @@ def build_model(architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> 
     return model
 
 
-def save_checkpoint(model: TransformerDecoder, model_dir: Path, architecture: Architecture = ARCHITECTURE) -> None:
+def save_checkpoint(model: TransformerDecoder, model_dir: Path, architecture: Architecture = _ARCHITECTURE) -> None:
     """Write ``config.json`` and ``model.safetensors`` to ``model_dir`` in the Hugging Face layout of a Llama."""
     model_dir.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "vocab_size": architecture.vocab_size,
         "hidden_size": architecture.embed_dim,
         "intermediate_size": architecture.intermediate_dim,
@@ -215,9 +193,8 @@ def save_checkpoint(model: TransformerDecoder, model_dir: Path, architecture: Ar
         "num_attention_heads": architecture.num_heads,
         "num_key_value_heads": architecture.num_kv_heads,
         "max_position_embeddings": architecture.max_seq_len,
-        "rms_norm_eps": 1e-5,  # this and the next: what torchtune's llama2 takes by default
-        "rope_theta": 10000.0,
-    }
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0,  # what torchtune's llama2 takes by default
+    }  # fmt: skip
     (model_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state_dict = convert_weights.tune_to_hf(
         model.state_dict(), architecture.num_heads, architecture.num_kv_heads, architecture.embed_dim
@@ -225,13 +202,13 @@ def save_checkpoint(model: TransformerDecoder, model_dir: Path, architecture: Ar
     save_file(state_dict, model_dir / "model.safetensors", metadata={"format": "pt"})
 
 
-def build(output_dir: Path, architecture: Architecture = ARCHITECTURE, seed: int = SEED) -> None:
+def build(output_dir: Path, architecture: Architecture = _ARCHITECTURE, seed: int = 0) -> None:
     """Build data, tokenizer and model; a folder with anything but the same build is a FileExistsError."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     settings = {"python": platform.python_version(), "stdlib": str(stdlib), "seed": seed, **asdict(architecture)}
     if output_dir.exists() and any(output_dir.iterdir()):
-        complete = all((output_dir / name).is_file() for name in RESULT_FILES)
-        if complete and json.loads((output_dir / SETTINGS_FILE).read_text(encoding="utf-8")) == settings:
+        complete = all((output_dir / name).is_file() for name in (*_FILES, _SETTINGS_FILE))
+        if complete and json.loads((output_dir / _SETTINGS_FILE).read_text(encoding="utf-8")) == settings:
             logger.info("%s is complete, nothing to do", output_dir)
             return
         # Trained models may lie next to the inputs by now, so nothing is deleted unasked.
@@ -250,7 +227,7 @@ def build(output_dir: Path, architecture: Architecture = ARCHITECTURE, seed: int
         _train_tokenizer(pairs, staged / "tokenizer.model", architecture.vocab_size)
         for name, data in (("train.json", pairs), ("preferences.json", _prefer(pairs))):
             (staged / name).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        (staged / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (staged / _SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         staged.replace(output_dir)
     seconds = time.perf_counter() - start
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
-
-from omegaconf import DictConfig
 
 from adaptive_batching._torchtune.async_checkpoints import ThroughClient
 from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
-from adaptive_batching._torchtune.next_token import AcceptsConfigsOfTorchao, distillation, fake_quantized, next_token
+from adaptive_batching._torchtune.next_token import AcceptsConfigsOfTorchao, distillation, fake_quantized
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
 from adaptive_batching._torchtune.preferences import preferences
@@ -24,67 +21,49 @@ from adaptive_batching._values import ConfigError
 MakeObjective = Callable[[StockParts], Objective]
 
 
-@dataclass(frozen=True)
-class _Added:
-    """What makes a stock recipe ours."""
-
-    stock_class: str
-    about: str
-    """Subject of the recipe, for its help."""
-
-    mixins: tuple[type, ...] = (AdaptiveBatching,)
-    """Classes before stock's in the list of bases."""
-
-    make_objective: MakeObjective = next_token
-    prepare: Callable[[DictConfig], None] = AdaptiveBatching.prepare
-    """Called with the config before the recipe is made."""
-
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-
 _SHARDED = (AdaptiveBatching, ManyDevices)
 _WITH_BATCH_STATE = (*_SHARDED, BatchStateInCheckpoint)
-_RECIPES = {
-    "full_finetune_single_device": _Added("FullFinetuneRecipeSingleDevice", "full fine-tuning"),
-    "full_finetune_distributed": _Added(
-        "FullFinetuneRecipeDistributed", "full fine-tuning", (*_SHARDED, ThroughClient)
-    ),
-    "lora_finetune_single_device": _Added("LoRAFinetuneRecipeSingleDevice", "LoRA fine-tuning"),
-    "lora_finetune_distributed": _Added(
-        "LoRAFinetuneRecipeDistributed", "LoRA fine-tuning", _SHARDED, prepare=start_process_group
-    ),
-    "lora_dpo_single_device": _Added(
+_OF_PREFERENCES = {"make_objective": preferences, "validates": False}
+_IN_GROUP = {"prepare": start_process_group}
+_RECIPES: dict[str, tuple[str, str, tuple[type, ...], dict[str, Any]]] = {
+    "full_finetune_single_device": ("FullFinetuneRecipeSingleDevice", "full fine-tuning", (AdaptiveBatching,), {}),
+    "full_finetune_distributed": ("FullFinetuneRecipeDistributed", "full fine-tuning", (*_SHARDED, ThroughClient), {}),
+    "lora_finetune_single_device": ("LoRAFinetuneRecipeSingleDevice", "LoRA fine-tuning", (AdaptiveBatching,), {}),
+    "lora_finetune_distributed": ("LoRAFinetuneRecipeDistributed", "LoRA fine-tuning", _SHARDED, _IN_GROUP),
+    "lora_dpo_single_device": (
         "LoRADPORecipeSingleDevice", "LoRA fine-tuning by direct preference optimization",
-        (AdaptiveBatching, BatchStateInCheckpoint), preferences, attributes={"validates": False},
+        (AdaptiveBatching, BatchStateInCheckpoint), _OF_PREFERENCES,
     ),
-    "lora_dpo_distributed": _Added(
+    "lora_dpo_distributed": (
         "LoRADPORecipeDistributed", "LoRA fine-tuning by direct preference optimization",
-        _WITH_BATCH_STATE, preferences, start_process_group, {"validates": False},
+        _WITH_BATCH_STATE, {**_OF_PREFERENCES, **_IN_GROUP},
     ),
-    "full_dpo_distributed": _Added(
+    "full_dpo_distributed": (
         "FullDPORecipeDistributed", "full fine-tuning by direct preference optimization",
-        _WITH_BATCH_STATE, preferences, start_process_group, {"validates": False, "logs_gradient_norm": False},
+        _WITH_BATCH_STATE, {**_OF_PREFERENCES, **_IN_GROUP, "logs_gradient_norm": False},
     ),
-    "knowledge_distillation_single_device": _Added(
-        "KDRecipeSingleDevice", "knowledge distillation", make_objective=distillation
+    "knowledge_distillation_single_device": (
+        "KDRecipeSingleDevice", "knowledge distillation", (AdaptiveBatching,), {"make_objective": distillation},
     ),
-    "knowledge_distillation_distributed": _Added(
+    "knowledge_distillation_distributed": (
         "KDRecipeDistributed", "knowledge distillation",
-        _WITH_BATCH_STATE, distillation, start_process_group, {"profiles_steps": False},
+        _WITH_BATCH_STATE, {"make_objective": distillation, **_IN_GROUP, "profiles_steps": False},
     ),
-    "qat_distributed": _Added(
+    "qat_distributed": (
         "QATRecipeDistributed", "quantization-aware full fine-tuning",
-        _WITH_BATCH_STATE, fake_quantized, start_process_group,
+        _WITH_BATCH_STATE, {"make_objective": fake_quantized, **_IN_GROUP},
     ),
-    "qat_lora_finetune_distributed": _Added(
+    "qat_lora_finetune_distributed": (
         "QATLoRAFinetuneRecipeDistributed", "quantization-aware fine-tuning with LoRA",
-        (*_WITH_BATCH_STATE, AcceptsConfigsOfTorchao), prepare=start_process_group,
+        (*_WITH_BATCH_STATE, AcceptsConfigsOfTorchao), _IN_GROUP,
     ),
-    "ppo_full_finetune_single_device": _Added(
+    "ppo_full_finetune_single_device": (
         "PPOFullFinetuneRecipeSingleDevice", "fine-tuning by proximal policy optimization",
-        (AdaptivePPO,), prepare=check_ppo_settings,
+        (AdaptivePPO,), {"prepare": check_ppo_settings},
     ),
 }  # fmt: skip
+"""Name of a recipe -> stock's class, its subject, classes before stock's among the bases, and other attributes."""
+
 _EVALUATION = "eleuther_eval"
 _COMPUTES_ITS_OWN = ("ppo_full_finetune_single_device", _EVALUATION)
 
@@ -106,21 +85,13 @@ def recipe(name: str, objective: MakeObjective | None = None) -> Any:
     if objective is not None and name in _COMPUTES_ITS_OWN:
         raise ConfigError(f"recipe {name!r} takes no objective, as it has no loss to replace; leave objective=None")
     if name == _EVALUATION:
-        return _evaluation()
-    added = _RECIPES[name]
-    stock_class = getattr(load_stock(name), added.stock_class)
-    attributes = {
-        "__doc__": f"Stock's {added.about}.",
-        "__module__": __name__,
-        "make_objective": staticmethod(objective or added.make_objective),
-        "prepare": staticmethod(added.prepare),
-        **added.attributes,
-    }
-    return type(added.stock_class, (*added.mixins, stock_class), attributes)
-
-
-def _evaluation() -> Any:
-    stock = load_stock_evaluation()
-    wrapper = type("_LLMEvalWrapper", (BatchesThatFit, stock._LLMEvalWrapper), {"__module__": __name__})
-    attributes = {"__doc__": "Stock's evaluation.", "__module__": __name__, "stock": stock, "wrapper": wrapper}
-    return type("EleutherEvalRecipe", (AdaptiveEvaluation, stock.EleutherEvalRecipe), attributes)
+        stock = load_stock_evaluation()
+        wrapper = type("_LLMEvalWrapper", (BatchesThatFit, stock._LLMEvalWrapper), {"__module__": __name__})
+        attributes = {"__doc__": "Stock's evaluation.", "__module__": __name__, "stock": stock, "wrapper": wrapper}
+        return type("EleutherEvalRecipe", (AdaptiveEvaluation, stock.EleutherEvalRecipe), attributes)
+    stock_class, about, mixins, attributes = _RECIPES[name]
+    attributes = {"__doc__": f"Stock's {about}.", "__module__": __name__, **attributes}
+    if objective is not None:
+        attributes["make_objective"] = objective
+    attributes |= {key: staticmethod(value) for key, value in attributes.items() if callable(value)}
+    return type(stock_class, (*mixins, getattr(load_stock(name), stock_class)), attributes)

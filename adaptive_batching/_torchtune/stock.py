@@ -8,6 +8,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,11 +46,6 @@ def load_stock(name: str) -> ModuleType:
     return module
 
 
-def replaced_in_torchtune(**functions: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Replace functions of ``torchtune.training`` as the stock recipes see them."""
-    return replaced_in(training, **functions)
-
-
 @contextlib.contextmanager
 def replaced_in(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
     replaced = {name: getattr(owner, name) for name in functions}
@@ -60,6 +56,10 @@ def replaced_in(owner: Any, **functions: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name, function in replaced.items():
             setattr(owner, name, function)
+
+
+replaced_in_torchtune = partial(replaced_in, training)
+"""Replaces functions of ``torchtune.training`` as the stock recipes see them."""
 
 
 def load_stock_evaluation() -> ModuleType:

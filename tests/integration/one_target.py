@@ -14,15 +14,11 @@ from adaptive_batching._torchtune.host import Host
 
 # Five samples to a batch in parts of three and two, two batches to a step: groups of unequal size.
 NOISE = [
-    "batch_increase_function._component_=adaptive_batching.growth.constant",
-    "~batch_increase_function.every",
-    "adaptive_batching.noise_scale_every=1",
-    "adaptive_batching.max_batch_size=5",
-    "optimizer._component_=torch.optim.SGD",
-    "optimizer.lr=0.0",  # the gradient stays that of the first weights
-    "gradient_accumulation_steps=2",
-    "epochs=1",
-]
+    "batch_increase_function._component_=adaptive_batching.growth.constant", "~batch_increase_function.every",
+    "adaptive_batching.noise_scale_every=1", "adaptive_batching.max_batch_size=5",
+    "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.0",  # the gradient stays that of the first weights
+    "gradient_accumulation_steps=2", "epochs=1",
+]  # fmt: skip
 
 
 class OneTarget(Dataset[dict[str, Any]]):

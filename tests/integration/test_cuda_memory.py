@@ -226,8 +226,9 @@ def test_a_step_of_a_plain_loop_does_not_wait_for_the_device(max_tokens: int | N
         return nn.functional.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
 
     step: AdaptiveStep[tuple[torch.Tensor, int]] = AdaptiveStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loss, max_tokens=max_tokens
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss
     )
+    step.max_tokens = max_tokens
     samples = [(torch.ones(8), number % 4) for number in range(8)]
     step(samples)  # finds out that the batch can be cut
     assert waits(lambda: step(samples)) == 0

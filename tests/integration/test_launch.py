@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,14 @@ from tests.conftest import ROOT
 from tests.support.command_line import in_this_process, small
 
 TUNE = [sys.executable, "-c", "from torchtune._cli.tune import main; main()"]
-
-
 OURS = [sys.executable, "-m", "adaptive_batching"]
 
 
-def run(arguments: list[str], cwd: Path, pythonpath: str = "", command: Sequence[str] = (*TUNE, "run")) -> str:
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": pythonpath}
+def run(command: list[str], arguments: list[str], cwd: Path, site: Path) -> str:
     done = subprocess.run(
-        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+        [*command, "run", *arguments], cwd=cwd, env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -45,15 +42,15 @@ def test_an_installed_wheel_in_any_directory(inputs: Path, tmp_path: Path) -> No
     config = site / "adaptive_batching/recipes/configs/quickstart/lora_single_device.yaml"
     recipe = "adaptive_batching/recipes/lora_finetune_single_device.py"
     overrides = ["epochs=1", "use_maximum_batch_size=True", *shlex.split(small("lora", inputs, tmp_path / "out"))]
-    output = run([recipe, "--config", str(config), *overrides], cwd=anywhere, pythonpath=str(site))
+    output = run(TUNE, [recipe, "--config", str(config), *overrides], anywhere, site)
     assert "what was decided, and why" in output
 
     # The command line, by names, with a function in the working directory
     (anywhere / "mine.py").write_text("def add_eight(epoch, current_batch_size):\n    return 8\n")
-    by_name = ["run", "full_finetune_single_device", "--config", "quickstart/full_single_device"]
+    by_name = ["full_finetune_single_device", "--config", "quickstart/full_single_device"]
     by_name += [*shlex.split(small("full", inputs, tmp_path / "full")), "epochs=1", "use_maximum_batch_size=False"]
     by_name += ["batch_increase_function=mine.add_eight", "max_steps_per_epoch=1"]
-    output = run([*by_name, "adaptive_batching.max_batch_size=16"], anywhere, str(site), OURS)
+    output = run(OURS, [*by_name, "adaptive_batching.max_batch_size=16"], anywhere, site)
     assert "batch size grows from 8 to 16 at epoch 0" in output and "dropped arguments: every" in output
 
 

@@ -10,14 +10,10 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adaptive_batching.torchtune import AdaptiveBatching, load_stock
+from adaptive_batching.torchtune import load_stock, recipe
 from tests.conftest import ARCHITECTURE, ROOT
 
 stock = load_stock("full_finetune_single_device")
-
-
-class Ours(AdaptiveBatching, stock.FullFinetuneRecipeSingleDevice):  # type: ignore[name-defined]
-    """The recipe of the same name."""
 
 
 class Reads(TorchDispatchMode):
@@ -40,12 +36,12 @@ def reads_of_training(recipe_class: type[Any], inputs: Path, output_dir: Path, *
     )  # fmt: skip
     cfg.dataset.split, cfg.tokenizer.max_seq_len = "train[:64]", 64
     cfg.update(fields)
-    recipe = recipe_class(cfg)
-    recipe.setup(cfg)
-    recipe.save_checkpoint = lambda epoch: None
+    made = recipe_class(cfg)
+    made.setup(cfg)
+    made.save_checkpoint = lambda epoch: None
     with Reads() as reads:
-        recipe.train()
-    assert recipe.global_step == 8
+        made.train()
+    assert made.global_step == 8
     return reads.count
 
 
@@ -55,5 +51,7 @@ def test_a_clean_step_waits_for_the_device_no_more_often_than_stock(
 ) -> None:
     theirs = reads_of_training(stock.FullFinetuneRecipeSingleDevice, inputs, tmp_path / "stock")
     assert theirs >= 8, "the loss of each step is shown"
-    ours = reads_of_training(Ours, inputs, tmp_path / "ours", micro_batch_size=micro_batch_size)
+    ours = reads_of_training(
+        recipe("full_finetune_single_device"), inputs, tmp_path / "ours", micro_batch_size=micro_batch_size
+    )
     assert ours <= theirs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +22,11 @@ class Device:
         self.ran: list[range] = []
         self.failed: list[int] = []
         self.released = 0
+
+    def run(self, capacity: Capacity, **settings: Any) -> Rows:
+        rows = Rows(capacity, self.release, **settings)
+        assert rows.run(self.lengths, self.forward) == [f"row {row}" for row in range(len(self.lengths))]
+        return rows
 
     def forward(self, part: range) -> list[str]:
         assert len(part) > 0
@@ -45,50 +52,45 @@ def test_each_row_runs_once_and_in_order(
     lengths: list[int], capacity: int, less_room: int, most: int | None, has_fitted: bool
 ) -> None:
     device = Device(lengths, max(2000 - less_room, lengths[0]))
-    rows = Rows(Capacity.of_tokens(capacity), device.release, most=most, has_fitted=has_fitted)
-    assert rows.run(lengths, device.forward) == [f"row {row}" for row in range(len(lengths))]
+    rows = device.run(Capacity.of_tokens(capacity), most=most, has_fitted=has_fitted)
     assert [row for part in device.ran for row in part] == list(range(len(lengths)))
     assert all(len(part) * lengths[part[0]] <= max(capacity, lengths[part[0]]) for part in device.ran)
     assert all(len(part) <= (most or 60) for part in device.ran)
-    assert rows.num_recoveries == len(device.failed) == device.released
+    assert rows.limit.num_recoveries == len(device.failed) == device.released
 
 
-def test_shorter_rows_fill_the_same_room() -> None:
-    device = Device([100] * 4 + [10] * 40, 400)
-    Rows(Capacity(((100, 4),)), device.release).run(device.lengths, device.forward)
-    assert [len(part) for part in device.ran] == [4, 40]
-
-
-def test_a_part_that_runs_out_of_memory_runs_again_in_two_and_the_limit_is_learned() -> None:
-    device = Device([10] * 32, 80)
-    rows = Rows(Capacity(((10, 16),)), device.release)
-    rows.run(device.lengths, device.forward)
-    assert device.failed == [16]
-    assert [len(part) for part in device.ran] == [8] * 4
-
-
-def test_what_has_fitted_before_runs_again_as_it_was_and_then_with_an_eighth_less(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("lengths", "room", "has_fitted", "failed", "ran"),
+    [
+        ([100] * 4 + [10] * 40, 400, False, [], [4, 40]),  # shorter rows fill the same room
+        ([10] * 32, 80, False, [16], [8] * 4),  # again in two, and the limit is learned
+        ([10] * 32, 140, True, [16, 16], [14, 14, 4]),  # again as it was, and then with an eighth less
+    ],
+)
+def test_parts_after_one_that_ran_out_of_memory(
+    lengths: list[int], room: int, has_fitted: bool, failed: list[int], ran: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    device = Device([10] * 32, 140)
-    Rows(Capacity(((10, 16),)), device.release, has_fitted=True).run(device.lengths, device.forward)
-    assert device.failed == [16, 16]
-    assert [len(part) for part in device.ran] == [14, 14, 4]
-    assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
-    assert "with at most 140 padded tokens in a forward (recovery number 2)" in caplog.text
+    device = Device(lengths, room)
+    device.run(Capacity(((lengths[0], 4 if lengths[0] == 100 else 16),)), has_fitted=has_fitted)
+    assert device.failed == failed
+    assert [len(part) for part in device.ran] == ran
+    if has_fitted:
+        assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
+        assert "with at most 140 padded tokens in a forward (recovery number 2)" in caplog.text
 
 
-def test_a_row_that_does_not_fit_ends_the_run() -> None:
+@pytest.mark.parametrize(
+    ("recovers", "failed", "message"),
+    [
+        (True, [4, 2, 1], "out of memory with 1 row of up to 10 tokens, which cannot be cut"),
+        (False, [4], r"out of memory with 4 rows .*recover_from_oom=True"),
+    ],
+)
+def test_what_does_not_fit_ends_the_run(recovers: bool, failed: list[int], message: str) -> None:
     device = Device([10] * 4, 9)
-    with pytest.raises(DoesNotFitError, match="out of memory with 1 row of up to 10 tokens, which cannot be cut"):
-        Rows(Capacity(((10, 4),)), device.release).run(device.lengths, device.forward)
-    assert device.failed == [4, 2, 1]
-
-
-def test_without_recovery_the_first_failure_ends_the_run() -> None:
-    device = Device([10] * 4, 20)
-    with pytest.raises(DoesNotFitError, match=r"out of memory with 4 rows .*recover_from_oom=True"):
-        Rows(Capacity(((10, 4),)), device.release, recovers=False).run(device.lengths, device.forward)
+    with pytest.raises(DoesNotFitError, match=message):
+        device.run(Capacity(((10, 4),)), recovers=recovers)
+    assert device.failed == failed
 
 
 def test_other_errors_are_raised_as_they_are() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections import UserDict
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, ConfigError, DoesNotFitError
@@ -28,8 +30,7 @@ class Model(nn.Module):
         self.norm = norm or nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(16, 20)
-        self.most_tokens = 10**9
-        self.failures_left = 10**9
+        self.most_tokens = self.failures_left = 10**9
         self.forwards: list[tuple[int, ...]] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [b, s] -> [b, s, 20]
@@ -56,10 +57,9 @@ def collate(samples: list[Text]) -> dict[str, torch.Tensor]:
     }
 
 
-def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(batch["tokens"]).flatten(0, 1)
-    labels = batch["labels"].flatten()
-    return cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+def loss(model: Any, batch: Any, reduction: str = "sum") -> tuple[torch.Tensor, torch.Tensor]:
+    logits, labels = model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+    return cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction), (labels != IGNORED).sum()
 
 
 def length(sample: Text) -> int:
@@ -74,126 +74,105 @@ def texts(*lengths: int) -> list[Text]:
 SAMPLES = texts(9, 2, 30, 5, 12, 7, 3, 21)
 
 
-def model_and_optimizer(**settings: Any) -> tuple[Model, torch.optim.Optimizer]:
+def make(
+    loss: Any = loss, *, collate: Any = collate, max_tokens: int | None = None, clip_norm: float | None = None,
+    by_length: bool = True, **settings: Any,
+) -> tuple[Model, AdaptiveStep[Text]]:  # fmt: skip
     torch.manual_seed(0)
     model = Model(**settings).double()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = AdaptiveStep(model, optimizer, loss, collate, length=length if by_length else None, clip_norm=clip_norm)
+    step.max_tokens = max_tokens
+    return model, step
 
 
-def plain_step(model: Model, optimizer: torch.optim.Optimizer, samples: list[Text], clip_norm: float) -> torch.Tensor:
-    total, number = loss(model, collate(samples))
-    mean = total / number
-    mean.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return mean.detach()
+class PlainLoop:
+    def __init__(self) -> None:
+        self.model, step = make()
+        self.optimizer = step._optimizer
+
+    def step(self, samples: list[Text], clip_norm: float) -> torch.Tensor:
+        total, number = loss(self.model, collate(samples))
+        (total / number).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return (total / number).detach()
 
 
-def never(model: Model) -> None: ...
+def always(model: Model, times: int = 10**9) -> None:
+    model.most_tokens, model.failures_left = 64, times
 
 
-def always(model: Model) -> None:
-    model.most_tokens = 64
-
-
-def once(model: Model) -> None:
-    model.most_tokens, model.failures_left = 64, 1
+once = partial(always, times=1)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 64, 1])
-@pytest.mark.parametrize("runs_out", [never, always, once])
+@pytest.mark.parametrize("failures", [0, 1, 10**9])
 def test_steps_are_those_of_a_plain_loop_however_they_are_cut_and_whatever_runs_out(
-    runs_out: Callable[[Model], None], max_tokens: int | None
+    failures: int, max_tokens: int | None
 ) -> None:
-    plain, plain_optimizer = model_and_optimizer()
-    model, optimizer = model_and_optimizer()
-    runs_out(model)
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=max_tokens, clip_norm=0.5)
+    plain = PlainLoop()
+    model, step = make(max_tokens=max_tokens, clip_norm=0.5)
+    always(model, failures)
     for _ in range(3):
-        expected = plain_step(plain, plain_optimizer, SAMPLES, 0.5)
+        expected = plain.step(SAMPLES, 0.5)
+        recoveries = step.num_recoveries
         torch.testing.assert_close(step(SAMPLES), expected)
-    for name, weights in plain.state_dict().items():
+    assert step.num_recoveries == recoveries, "after a failure, later steps are cut at once"
+    for name, weights in plain.model.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], weights)
-    assert (step.num_recoveries > 0) == (runs_out is not never and max_tokens is None)
+    assert (step.num_recoveries > 0) == (failures > 0 and max_tokens is None)
     assert all(parameter.grad is None for parameter in model.parameters())
+    if max_tokens == 64 and failures == 0:
+        assert all(b * s <= 64 for b, s in model.forwards)
+        assert sum(b for b, _ in model.forwards) == 3 * len(SAMPLES)
+        assert len(model.forwards) <= 9, "as a forward has a cost of its own"
 
 
 def test_the_random_numbers_of_samples_that_run_again_are_the_same() -> None:
-    def loss_and_next_random_number(failures: int) -> tuple[torch.Tensor, torch.Tensor]:
-        model, optimizer = model_and_optimizer(dropout=0.5)
-        step = AdaptiveStep(model, optimizer, loss, collate, length=length)
+    def loss_and_next_random_number(failures: int) -> tuple[float, float]:
+        model, step = make(dropout=0.5)
         step(SAMPLES)  # of this size one has fitted: it runs again as it was
-        model.most_tokens, model.failures_left = 64, failures
-        return step(SAMPLES), torch.rand(1)
+        always(model, failures)
+        return step(SAMPLES).item(), torch.rand(1).item()
 
-    for undisturbed, recovered in zip(loss_and_next_random_number(0), loss_and_next_random_number(1), strict=True):
-        assert torch.equal(undisturbed, recovered)
-
-
-def test_parts_hold_samples_of_similar_length_within_max_tokens() -> None:
-    model, optimizer = model_and_optimizer()
-    AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=64)(SAMPLES)
-    assert all(b * s <= 64 for b, s in model.forwards)
-    assert sum(b for b, _ in model.forwards) == len(SAMPLES)
-    assert len(model.forwards) <= 3, "as a forward has a cost of its own"
+    assert loss_and_next_random_number(0) == loss_and_next_random_number(1)
 
 
-def test_after_a_failure_later_steps_are_cut_at_once() -> None:
-    model, optimizer = model_and_optimizer()
-    model.most_tokens = 64
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
-    step(SAMPLES)
-    recoveries = step.num_recoveries
-    assert recoveries > 0
-    step(SAMPLES)
-    assert step.num_recoveries == recoveries
-
-
-def test_parts_that_fail_within_max_tokens_become_smaller() -> None:
-    model, optimizer = model_and_optimizer()
-    model.most_tokens = 64
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=100)
+def test_parts_become_smaller_within_max_tokens_and_larger_again_after_many_clean_steps() -> None:
+    model, step = make(max_tokens=100)
+    always(model)
     step(SAMPLES)
     model.forwards.clear()
     step(SAMPLES)
     assert all(b * s <= 64 for b, s in model.forwards)
-
-
-def test_after_many_clean_steps_parts_become_larger_again() -> None:
-    model, optimizer = model_and_optimizer()
-    model.most_tokens, model.failures_left = 64, 1
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
+    model, step = make()
+    once(model)
     for _ in range(200):
         step(SAMPLES)
     assert step.num_recoveries == 1
     assert model.forwards[-1] == (8, 30)
-
-
-def test_what_fitted_before_runs_again_as_it_was_in_every_step_that_fails_once() -> None:
-    model, optimizer = model_and_optimizer()
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
-    step(SAMPLES)
-    for _ in range(3):
-        model.most_tokens, model.failures_left = 64, 1
+    for _ in range(3):  # what fitted before runs again as it was, in every step that fails once
+        once(model)
+        model.forwards.clear()
         step(SAMPLES)
-    assert set(model.forwards) == {(8, 30)}
+        assert model.forwards == [(8, 30)] * 2
 
 
 def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After the third step, which stands; with smaller parts it starts over no more."""
-    plain, plain_optimizer = model_and_optimizer()
-    model, optimizer = model_and_optimizer()
+    plain = PlainLoop()
+    model, step = make(clip_norm=0.5)
 
     def forwards_without_room(device: torch.device) -> int:
         return sum(b * s > 220 for b, s in model.forwards)
 
     monkeypatch.setattr("adaptive_batching._loop.step.num_allocation_retries", forwards_without_room)
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length, clip_norm=0.5)
     for _ in range(6):
-        torch.testing.assert_close(step(SAMPLES), plain_step(plain, plain_optimizer, SAMPLES, 0.5))
+        torch.testing.assert_close(step(SAMPLES), plain.step(SAMPLES, 0.5))
     assert model.forwards[:3] == [(8, 30)] * 3
     assert len(model.forwards[3:]) == 6 and all(b * s <= 210 for b, s in model.forwards[3:])
     assert caplog.text.count("from now on a forward takes at most 210 padded tokens, an eighth less") == 1
@@ -204,36 +183,33 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
 def test_an_allocator_that_starts_over_is_left_alone_where_nothing_can_be_cut(
     samples: list[Text], norm: nn.Module | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = model_and_optimizer(norm=norm)
+    model, step = make(norm=norm)
     monkeypatch.setattr("adaptive_batching._loop.step.num_allocation_retries", lambda device: len(model.forwards))
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length)
     for _ in range(5):
         step(samples)
     assert len(model.forwards) == 5 and not caplog.records
 
 
 def test_without_a_length_parts_are_numbers_of_samples() -> None:
-    model, optimizer = model_and_optimizer()
+    model, step = make(by_length=False)
     model.most_tokens = 3 * 8
-    AdaptiveStep(model, optimizer, loss, collate)(texts(*[8] * 8))
+    step(texts(*[8] * 8))
     assert [b for b, _ in model.forwards] == [8, 4, 2, 2, 2, 2]
 
 
 def test_accumulated_gradients_are_left_for_the_caller() -> None:
-    model, optimizer = model_and_optimizer()
-    scale = 1024.0
-    losses = []
+    model, step = make(max_tokens=2, by_length=False)
+    losses, scale = [], 1024.0
 
     def backward(value: torch.Tensor) -> None:
         losses.append(value.item())
         (scale * value).backward()
 
-    step = AdaptiveStep(model, optimizer, loss, collate, max_tokens=2, backward=backward)
     expected = copy.deepcopy(model)
     total, number = loss(expected, collate(SAMPLES))
     (scale * total / number).backward()
     before = copy.deepcopy(model.state_dict())
-    step.gradients(SAMPLES)
+    step.gradients(SAMPLES, backward)
     assert max(losses) < 30 * total / number, "half precision does not overflow"
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
@@ -241,22 +217,153 @@ def test_accumulated_gradients_are_left_for_the_caller() -> None:
 
 
 def test_a_batch_without_targets_changes_nothing() -> None:
-    model, optimizer = model_and_optimizer()
     for max_tokens in (None, 1):
-        step = AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=max_tokens)
+        model, step = make(max_tokens=max_tokens)
         assert step.gradients(texts(0, 0)) == 0
         assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
-        model.zero_grad()
+
+
+# Parameters and batches that are not the usual ones
+
+
+@pytest.mark.parametrize("max_tokens", [None, 64])
+def test_parameters_of_the_loss_that_the_optimizer_has_are_those_of_the_model_s_too(max_tokens: int | None) -> None:
+    def trained(most_tokens: int, max_tokens: int | None = None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, scale = Model().double(), nn.Parameter(torch.ones((), dtype=torch.float64))
+        optimizer = torch.optim.AdamW([*model.parameters(), scale], lr=0.01)
+
+        def scaled(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+            return loss(lambda tokens: scale * model(tokens), batch)
+
+        step = AdaptiveStep(model, optimizer, scaled, collate, length=length, clip_norm=0.1)
+        step.max_tokens = max_tokens
+        found = step.find_maximum_batch_size(SAMPLES[0], upper=2)
+        assert (found.batch_size, scale.item(), scale.grad) == (2, 1.0, None), "the probe leaves no trace"
+        model.most_tokens = most_tokens
+        for _ in range(3):
+            step(SAMPLES)
+        return [scale, *model.parameters()]
+
+    for ours, expected in zip(trained(100, max_tokens), trained(10**9), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_gradients_that_the_optimizer_does_not_use_are_not_left_behind() -> None:
+    model = Model()
+    step = AdaptiveStep(model, torch.optim.SGD(model.out.parameters(), lr=0.1), loss, collate)
+    for _ in range(2):
+        step(SAMPLES)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loop_within_one_autocast_context_trains_the_weights_of_each_step() -> None:
+    (model, step), (other, apart) = make(), make()
+    model.float()
+    other.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [step(SAMPLES).item() for _ in range(4)]
+    for found in losses:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert found == apart(SAMPLES).item()
+
+
+class Attributes:
+    """A batch that is no mapping."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.values[key]
+
+
+@pytest.mark.parametrize("kind", [UserDict, Attributes])
+def test_batches_of_a_class_of_their_own_are_cut_and_a_dependence_in_them_is_seen(kind: Any) -> None:
+    model, step = make(collate=lambda samples: kind(collate(samples)))
+    always(model)
+    step(SAMPLES)
+    assert step.num_recoveries > 0
+    model, step = make(collate=lambda samples: kind(collate(samples)), norm=Centred())
+    always(model)
+    with pytest.raises(DoesNotFitError, match=r"norm \(Centred\) computes over the batch"):
+        step(SAMPLES)
+
+
+# Losses that compute over the batch, outside of the model
+
+
+def contrastive(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    """Tell each sample's features from those of the others in the batch."""
+    model(batch["tokens"])
+    hidden = normalize(model.embedding(batch["tokens"][:, 0]), dim=-1)
+    return cross_entropy(hidden @ hidden.T / 0.1, torch.arange(len(hidden)), reduction="sum"), len(hidden)
+
+
+def weighted_by_the_batch(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    losses, number = loss(model, batch, "none")
+    return (losses * (losses.detach() - losses.detach().mean())).sum(), number
+
+
+def mean_of_one(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    return loss(model, batch, "mean")[0], 1
+
+
+def mean_and_number(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    return loss(model, batch, "mean")
+
+
+@pytest.mark.parametrize("wrong", [contrastive, weighted_by_the_batch, mean_of_one, mean_and_number])
+def test_a_loss_that_computes_over_the_batch_is_not_cut(wrong: Any) -> None:
+    for max_tokens, expected in ((None, DoesNotFitError), (64, ConfigError)):
+        model, step = make(wrong, max_tokens=max_tokens)
+        always(model)
+        told = "max_tokens=64 would change the result" if max_tokens else "would not give the same result"
+        with pytest.raises(expected, match=rf"{told}: loss(, which is .*,)? computes over"):
+            step(SAMPLES)
+    assert make(wrong)[1](SAMPLES).isfinite(), "whole it may be used"
+
+
+def with_dropout(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    model.dropout.p = 0.5
+    return loss(model, batch)
+
+
+def with_weights(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    weights = 1.0 + batch["labels"].flatten().clamp(min=0)
+    return (loss(model, batch, "none")[0] * weights).sum(), weights.sum()
+
+
+def with_cancelling_terms(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    values = model(batch["tokens"]).float()
+    return (values - values.detach()).sum(), len(values)
+
+
+def with_random_numbers_of_its_own(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    losses, _ = loss(model, batch, "none")
+    kept = torch.from_numpy(CHANCE.random(len(losses)) < 0.5)
+    return (losses * kept).sum(), kept.sum()
+
+
+CHANCE = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("right", [with_dropout, with_weights, with_cancelling_terms, with_random_numbers_of_its_own])
+def test_a_loss_that_is_a_sum_over_samples_is_cut(right: Any) -> None:
+    model, step = make(right)
+    always(model)
+    step(SAMPLES)
+    assert step.num_recoveries > 0
 
 
 # Errors
 
 
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
-    model, optimizer = model_and_optimizer()
+    model, step = make()
     model.most_tokens = 25
     with pytest.raises(DoesNotFitError, match="1 sample of up to 30 tokens, which cannot be cut; shorten it"):
-        AdaptiveStep(model, optimizer, loss, collate, length=length)(SAMPLES)
+        step(SAMPLES)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -267,49 +374,55 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
 def test_a_model_that_computes_over_the_batch_is_not_cut(
     norm: nn.Module, max_tokens: int | None, expected: type[Exception]
 ) -> None:
-    model, optimizer = model_and_optimizer(norm=norm)
-    model.most_tokens = 64
+    model, step = make(norm=norm, max_tokens=max_tokens)
+    always(model)
     with pytest.raises(expected, match=rf"norm \({type(norm).__name__}\) computes over the batch"):
-        AdaptiveStep(model, optimizer, loss, collate, length=length, max_tokens=max_tokens)(SAMPLES)
-
-
-def mean_loss(model: nn.Module, batch: Any) -> Any:
-    total, number = loss(model, batch)
-    return total / number
-
-
-def losses_not_summed(model: nn.Module, batch: Any) -> Any:
-    return torch.ones(3, requires_grad=True), 3
+        step(SAMPLES)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [(mean_loss, r"loss returned a tensor of shape \(\); "), (losses_not_summed, r"a tensor of shape \(3,\), 3\); ")],
+    ("returned", "message"),
+    [
+        (lambda total, number: total / number, r"loss returned a tensor of shape \(\); "),
+        (lambda total, number: (torch.ones(3, requires_grad=True), 3), r"a tensor of shape \(3,\), 3\); "),
+        (lambda total, number: (total, torch.ones(12)), r"a tensor of shape \(12,\)\); "),
+    ],
 )
-def test_a_loss_that_is_no_sum_and_number_is_refused(wrong: Any, message: str) -> None:
-    model, optimizer = model_and_optimizer()
+def test_a_loss_that_is_no_sum_and_number_is_refused(returned: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message + "it must return the sum of the batch's losses"):
-        AdaptiveStep(model, optimizer, wrong, collate)(SAMPLES)
+        make(lambda model, batch: returned(*loss(model, batch)))[1](SAMPLES)
+
+
+def test_the_number_of_losses_may_be_one_of_numpy() -> None:
+    _, step = make(lambda model, batch: (loss(model, batch)[0], np.int64(8)))
+    torch.testing.assert_close(step(SAMPLES), (loss(make()[0], collate(SAMPLES))[0] / 8).detach())
 
 
 def test_mistakes_are_told_before_anything_runs() -> None:
-    model, optimizer = model_and_optimizer()
-    step = AdaptiveStep(model, optimizer, loss, collate)
+    model, step = make()
     with pytest.raises(ConfigError, match="samples is empty"):
         step([])
+    with pytest.raises(ConfigError, match=r"samples is a dict, as if collated already; give a list.* collate_fn=list"):
+        step(collate(SAMPLES))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="upper=0 must be at least 1"):
         step.find_maximum_batch_size(SAMPLES[0], upper=0)
-    with pytest.raises(ConfigError, match="max_tokens=0 must be at least 1"):
-        AdaptiveStep(model, optimizer, loss, collate, max_tokens=0)
+    for wrong in (0, 2.5, "8"):
+        with pytest.raises(ConfigError, match=f"max_tokens={wrong!r} must be at least 1, a whole number"):
+            step.max_tokens = wrong  # type: ignore[assignment]
+    step.max_tokens = np.int64(4)  # type: ignore[assignment]
+    assert type(step.max_tokens) is int
     step.gradients(SAMPLES)
     with pytest.raises(ConfigError, match=r"call optimizer.zero_grad\(\) first"):
+        step(SAMPLES)
+    model.zero_grad()
+    step._retry._length = lambda sample: 2.5  # type: ignore[assignment, return-value]
+    with pytest.raises(ConfigError, match=r"length returned 2\.5; it must return the tokens of a sample before padd"):
         step(SAMPLES)
 
 
 def test_other_errors_pass_through() -> None:
-    model, optimizer = model_and_optimizer()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        AdaptiveStep(model, optimizer, lambda model, batch: (torch.ones(2, 3) @ torch.ones(2, 3), 1), collate)(SAMPLES)
+        make(lambda model, batch: (torch.ones(2, 3) @ torch.ones(2, 3), 1))[1](SAMPLES)
 
 
 # The probe
@@ -319,20 +432,17 @@ def test_other_errors_pass_through() -> None:
 def test_the_probe_finds_what_the_data_allow_and_leaves_no_trace(
     in_parts: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = model_and_optimizer(dropout=0.5)
-    step = AdaptiveStep(model, optimizer, loss, collate, length=length, clip_norm=1.0)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model, step = make(dropout=0.5, clip_norm=1.0)
+    before = copy.deepcopy((model.state_dict(), step._optimizer.state_dict()))
     random_state = torch.get_rng_state()
+    exact = AdaptiveBatchingConfig(round_to_power_of_two=False)
     with caplog.at_level(logging.WARNING):
-        found = step.find_maximum_batch_size(SAMPLES[2], upper=100, in_parts=in_parts, settings=EXACT)
+        found = step.find_maximum_batch_size(SAMPLES[2], upper=100, in_parts=in_parts, settings=exact)
     assert (found.batch_size, found.reason) == (100, "upper bound")
     assert found.search == "predict", "the step was traced"
     assert not caplog.records
-    assert optimizer.state_dict() == before[1]
+    assert step._optimizer.state_dict() == before[1]
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert model.forwards[-1] == (100, 30)
     assert len(model.forwards) == found.num_steps * (2 if in_parts else 1)
-
-
-EXACT = AdaptiveBatchingConfig(round_to_power_of_two=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._cli.main import main
+from adaptive_batching.__main__ import main
 from adaptive_batching._report import page as pages
 from adaptive_batching._report.events import read_events
 from adaptive_batching._report.page import finish_page, start_page, stop_page, write_page

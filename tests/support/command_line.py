@@ -12,7 +12,7 @@ from unittest import mock
 from tests.conftest import ARCHITECTURE
 
 SCRIPTS = {
-    "adaptive-batching": "from adaptive_batching._cli.main import main",
+    "adaptive-batching": "from adaptive_batching.__main__ import main",
     "tune": "from torchtune._cli.tune import main",
 }
 
@@ -73,7 +73,7 @@ def in_this_process(*arguments: str) -> int:
     """Run ``adaptive-batching`` as its script does, and return its status; torch is here already."""
     from torchtune import _recipe_registry
 
-    from adaptive_batching._cli.main import main
+    from adaptive_batching.__main__ import main
 
     recipes = mock.patch.object(_recipe_registry, "_ALL_RECIPES", [*_recipe_registry._ALL_RECIPES])
     argv, path = ["adaptive-batching", *arguments], [*sys.path]

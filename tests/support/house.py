@@ -11,9 +11,12 @@ import ast
 import json
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
+
+from adaptive_batching._patches import PRIVATE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "adaptive_batching"
@@ -48,6 +51,11 @@ def parameters_of(function: Function) -> int:
     return len([name for name in names if name not in ("self", "cls")])
 
 
+def functions_with(trees: dict[Path, ast.Module], measure: Callable[[Function], int], over: int) -> list[str]:
+    measured = [(path, each, measure(each)) for path, tree in trees.items() for each in functions(tree)]
+    return [f"{path}:{function.lineno} {function.name}, {size}" for path, function, size in measured if size > over]
+
+
 def module_of(path: Path) -> str:
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -64,20 +72,13 @@ def imports_of(tree: ast.Module, modules: set[str]) -> set[str]:
     return found
 
 
-def cycles_of(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return groups of nodes that can each be reached from all others of the group."""
-    reached = {node: _from(node, graph) for node in graph}
-    groups = {frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
-    return sorted(sorted(group) for group in groups if len(group) > 1)
-
-
-def _from(start: str, graph: dict[str, set[str]]) -> set[str]:
-    seen, waiting = set[str](), [start]
-    while waiting:
-        for node in graph[waiting.pop()] - seen:
-            seen.add(node)
-            waiting.append(node)
-    return seen
+def cycle_of(graph: dict[str, set[str]]) -> list[str]:
+    """Return nodes that lead back to the first of them, if there are any."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
@@ -92,11 +93,6 @@ def private_names(tree: ast.Module) -> Iterator[str]:
                 yield f"{owner}.{node.attr}"
 
 
-def _value_of(name: str, tree: ast.Module) -> ast.expr:
-    [value] = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
-    return value
-
-
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -105,16 +101,14 @@ def retry_loops(tree: ast.Module) -> Iterator[int]:
     """Yield the lines of loops that go on because something has failed."""
     for node in ast.walk(tree):
         if isinstance(node, ast.While):
-            inside = list(ast.walk(node))
-            if any(isinstance(each, ast.Attribute) and each.attr == "failed" for each in inside):
-                yield node.lineno
+            inside = ast.walk(node)
+            yield from [node.lineno] if any(getattr(each, "attr", "") == "failed" for each in inside) else []
 
 
 def count() -> dict[str, Any]:
     """Return all figures, and print where what is counted lies."""
     paths = files_of(PACKAGE)
     trees = {path: ast.parse((ROOT / path).read_text()) for path in paths}
-    listed = ast.literal_eval(_value_of("PRIVATE", trees[Path(PACKAGE, "_patches.py")]))
     modules = {module_of(path): path for path in paths}
     graph = {name: imports_of(trees[path], {*modules}) - {name} for name, path in modules.items()}
     rooms = {name: ".".join(name.split(".")[:2]) for name in modules}
@@ -123,27 +117,17 @@ def count() -> dict[str, Any]:
         for room in {*rooms.values()}
     }
     found: dict[str, list[str]] = {
-        "functions_over_50_lines": [
-            f"{path}:{function.lineno} {function.name}, {length_of(function)}"
-            for path, tree in trees.items()
-            for function in functions(tree)
-            if length_of(function) > MAX_LINES
-        ],
-        "over_6_parameters": [
-            f"{path}:{function.lineno} {function.name}, {parameters_of(function)}"
-            for path, tree in trees.items()
-            for function in functions(tree)
-            if parameters_of(function) > MAX_PARAMETERS
-        ],
+        "functions_over_50_lines": functions_with(trees, length_of, over=MAX_LINES),
+        "over_6_parameters": functions_with(trees, parameters_of, over=MAX_PARAMETERS),
         "twin_names": [
             name
             for name, times in Counter(path.name for path in paths).items()
             if times > 1 and not name.startswith("__")
         ],
-        "cycles": [" <-> ".join(group) for group in (*cycles_of(graph), *cycles_of(of_rooms))],
+        "cycles": [" -> ".join(cycle) for cycle in (cycle_of(graph), cycle_of(of_rooms)) if cycle],
         "retry_loops": [f"{path}:{line}" for path, tree in trees.items() for line in retry_loops(tree)],
         "private_names_outside_patches": [
-            f"{path}: {name}" for path, tree in trees.items() for name in private_names(tree) if name not in listed
+            f"{path}: {name}" for path, tree in trees.items() for name in private_names(tree) if name not in PRIVATE
         ],
     }
     for what, where in found.items():

@@ -15,7 +15,7 @@ from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.settings import FIELDS, read_evaluation, read_settings
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ROOT
-from tests.support.planned_batches import ADAPTIVE, planned, planned_apart, question_of, shown
+from tests.support.planned_batches import ADAPTIVE, planned_apart, question_of, shown
 
 OURS = sorted((ROOT / "recipes" / "configs").glob("**/*.yaml"))
 EACH = pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
@@ -24,7 +24,7 @@ STOCK_CONFIGS = Path(load_stock("full_finetune_single_device").__file__ or "").p
 
 
 @EACH
-def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
+def test_our_configs_are_valid_and_read_and_say_how_to_launch_them(path: Path) -> None:
     cfg = OmegaConf.load(path)
     assert read_settings(cfg).enabled
     for component in re.findall(r"_component_: (\S+)", path.read_text()):
@@ -35,14 +35,10 @@ def test_our_configs_are_valid_and_say_how_to_launch_them(path: Path) -> None:
     assert launched and (ROOT / "recipes" / f"{launched[1]}.py").exists()
     assert ROOT / "recipes" / "configs" / f"{launched[2]}.yaml" == path
 
-
-@EACH
-def test_a_recipe_reads_all_keys_of_our_config(path: Path) -> None:
     source = Path(load_stock(question_of(path).recipe).__file__ or "").read_text()
-    text = path.read_text()
-    for key in map(str, OmegaConf.load(path)):
+    for key in map(str, cfg):
         is_read = re.search(rf'cfg\.{key}\b|cfg\.get\(\s*"{key}"', source) or key == "profiler"
-        assert is_read or key in FIELDS or f"${{{key}}}" in text, key
+        assert is_read or key in FIELDS or f"${{{key}}}" in path.read_text(), key
 
 
 @pytest.mark.parametrize(
@@ -59,17 +55,16 @@ def test_our_config_can_be_set_up(path: Path) -> None:
     assert run.steps_per_epoch == 10_000 // question.devices // run.window
 
 
-@pytest.mark.parametrize("path", ADAPTIVE, ids=lambda path: path.stem)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem.startswith("0.5B_full") else [pytest.mark.slow])
+        for path in ADAPTIVE
+    ],
+)
 def test_our_config_shows_the_batches_that_are_planned(path: Path) -> None:
     """Where they have changed: python -m tests.support.planned_batches."""
     assert shown(path) == planned_apart(path)
-
-
-def test_a_config_shows_the_batches_that_are_planned() -> None:
-    """One of all, in little time."""
-    [path] = [path for path in ADAPTIVE if path.stem.startswith("0.5B_full")]
-    assert shown(path) == planned(path)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 from torchtune.config import instantiate
 
-from adaptive_batching._cli.main import main
+from adaptive_batching.__main__ import main
 from adaptive_batching._torchtune.levers import CONFIGS, levers
 from adaptive_batching._torchtune.plan_command import _load
 from adaptive_batching._torchtune.planning import Question, look_out
