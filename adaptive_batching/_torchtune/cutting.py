@@ -17,13 +17,13 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._torchtune.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.objective import Counts
+from adaptive_batching._torchtune.objective import Counts, Objective
 from adaptive_batching._values import ByLength, CutSize, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
-# Cost of a forward in addition to its tokens until it has been measured, in tokens: launching the kernels of a model
-# takes some tens of milliseconds, in which the device could compute some hundreds of tokens more.
+# In tokens, besides its own, until it has been measured: while the kernels of a model are launched, the device could
+# compute some hundreds of tokens more.
 FIRST_FORWARD_COST = 512
 
 
@@ -32,14 +32,9 @@ class MicroBatch:
     """Samples of one forward and backward."""
 
     samples: list[Sample]
-    tokens: int
-    """Padded tokens; of multimodal samples, their number."""
-
-    weight: float | None = None
-    """Factor of the mean loss; None for the number of its labels, as in stock."""
-
-    num_tokens: int | None = None
-    """Tokens that it stands for in the sums of a step; None for its own."""
+    tokens: int  # padded; of multimodal samples, their number
+    weight: float | None = None  # factor of the mean loss; None for the number of its labels, as in stock
+    num_tokens: int | None = None  # that it stands for in the sums of a step; None for its own
 
     @property
     def is_filler(self) -> bool:
@@ -52,13 +47,10 @@ class Execution:
     """The way in which batches are cut, and what has been learned about it while training."""
 
     size: CutSize = field(default_factory=Whole)
-    capacity: Capacity | None = None
-    """Samples that fit in a forward, where memory bounds micro-batches; multimodal samples count as one token each."""
-
+    capacity: Capacity | None = None  # of a forward, where memory bounds it; multimodal samples count as one token each
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
-    is_stock: bool = True
-    """True for the batches of stock, which are never cut while all fits, so that ranks need not agree."""
+    is_stock: bool = True  # batches are not cut while all fits, so that ranks need not agree
 
     @property
     def most_samples(self) -> int | None:
@@ -69,10 +61,7 @@ class Execution:
 
 
 class Cutter:
-    """Cuts batches as ``execution`` says, within its ``limit``, and adds what a forward costs to its ``cost``.
-
-    With ``learns`` every forward is timed, even where the cut does not depend on it.
-    """
+    """Cuts batches as ``execution`` says; if it ``learns``, every forward is timed, whatever the cut."""
 
     def __init__(self, host: Host, execution: Execution, *, learns: bool = False) -> None:
         self._objective = host.objective
@@ -88,40 +77,33 @@ class Cutter:
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
     def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches of ``batch``, at least ``min_parts`` where it has as many samples.
+        """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
 
-        Together they have its gradient. With ``in_order`` the samples keep their order when a part is cut smaller for
-        want of memory, so that all micro-batches are drawn alike.
+        With ``in_order`` samples keep their order where memory is short as well, so that all parts are drawn alike.
         """
         parts = self._parts(batch, min_parts, in_order=in_order)
-        micro_batches = [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
         in_parts = self._execution.most_samples is not None or self._limit.max_tokens is not None
-        # Otherwise there is one part on every rank, or as many as sizes have been compiled.
+        # Otherwise every rank has one part, or as many as sizes have been compiled.
         in_parts = in_parts or isinstance(self._execution.size, ByLength) or len(parts) > 1 or min_parts > 1
         in_parts = in_parts or (self._compiled_sizes is not None and not self._execution.is_stock)
+        micro_batches = self._of_parts(parts)
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
 
     def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows."""
-        micro_batches = [each for group in _of_equal_share(self._counted(window)) for each in self._cut_group(group)]
+        groups = _of_equal_share(window, self._objective)
+        micro_batches = [each for group in groups for each in self._of_parts(self._parts(group))]
         return self._as_many_on_every_rank(micro_batches, window[0])
 
     def cut_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
-        """Return the micro-batches of up to ``first`` samples of ``window``, and those of the others.
-
-        All together have the gradient of ``window``. There are none of samples without targets.
-        """
-        group, *others = _of_equal_share(self._counted(window))
+        """Return the micro-batches of up to ``first`` samples of ``window``, and of the rest; none without targets."""
+        group, *others = _of_equal_share(window, self._objective)
         apart, rest = self._weighted([self._parts(group[:first]), self._parts(group[first:]) if group[first:] else []])
-        rest += [each for other in others for each in self._cut_group(other)]
+        rest += [each for other in others for each in self._of_parts(self._parts(other))]
         return [self._as_many_on_every_rank(micro_batches, window[0]) for micro_batches in (apart, rest)]
 
-    def _cut_group(self, group: list[Sample]) -> list[MicroBatch]:
-        parts = self._parts(group)
-        return [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
-
-    def _counted(self, window: list[list[Sample]]) -> list[tuple[list[Sample], Counts]]:
-        return [(batch, self._objective.counts(batch)) for batch in window]
+    def _of_parts(self, parts: list[list[Sample]]) -> list[MicroBatch]:
+        return [self._micro_batch(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
 
     def _sizes(self, samples: Sequence[Sample]) -> list[int]:
         return [self._objective.size(sample) for sample in samples]
@@ -170,29 +152,29 @@ class Cutter:
                 start += size
         return pieces
 
-    def _whole(self, samples: list[Sample]) -> MicroBatch:
-        return MicroBatch(samples, padded_tokens(self._sizes(samples)))
+    def _micro_batch(
+        self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
+    ) -> MicroBatch:
+        return MicroBatch(samples, padded_tokens(self._sizes(samples)), weight, num_tokens)
 
     def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
-        # A recipe's loss is a mean over terms, and stock multiplies it by a weight. Each part gets its share, by terms,
-        # of the weight of the whole batch. A part of truncated samples can be all prompt: its share is nothing, and its
-        # mean loss would be 0/0.
-        counts = [[self._objective.counts(part) for part in group] for group in groups]
-        all_terms = sum(count.terms for group in counts for count in group)
-        all_tokens = sum(count.tokens for group in counts for count in group)
-        all_weight = self._objective.weight_of(Counts(all_terms, all_tokens))
-        if all_terms == 0:
-            return [[self._whole(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+        # A recipe's loss is a mean over terms, and stock multiplies it by a weight, which parts share by their terms.
+        # A part of truncated samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
+        counted = [[(part, self._objective.counts(part)) for part in group] for group in groups]
+        counts = [count for group in counted for _, count in group]
+        whole = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
+        if whole.terms == 0:
+            return [[self._micro_batch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+        weight = self._objective.weight_of(whole)
         # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
-        left = sum(count.tokens for group in counts for count in group if count.terms == 0)
+        left = sum(count.tokens for count in counts if count.terms == 0)
         weighted: list[list[MicroBatch]] = []
-        for group, counts_of_group in zip(groups, counts, strict=True):
+        for group in counted:
             weighted.append([])
-            for part, count in zip(group, counts_of_group, strict=True):
+            for part, count in group:
                 if count.terms > 0:
-                    tokens = padded_tokens(self._sizes(part))
-                    weight = count.terms * all_weight / all_terms
-                    weighted[-1].append(MicroBatch(part, tokens, weight, count.tokens + left if left else None))
+                    num_tokens = count.tokens + left if left else None
+                    weighted[-1].append(self._micro_batch(part, count.terms * weight / whole.terms, num_tokens))
                     left = 0
         return weighted
 
@@ -204,13 +186,13 @@ class Cutter:
         filler = self._objective.filler(batch)
         return micro_batches + [MicroBatch([filler], self._objective.size(filler), weight=0.0, num_tokens=0)] * missing
 
-    def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Return a context that times a forward and backward of ``micro_batch``, if the cut depends on it."""
-        return self._timed(micro_batch.tokens) if self._learns else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _timed(self, tokens: int) -> Iterator[None]:
-        device = self._device
+    def timed(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Time a forward and backward of ``micro_batch``, if that is of use."""
+        if not self._learns:
+            yield
+            return
+        device, tokens = self._device, micro_batch.tokens
         if device.type == "cpu":
             start = time.perf_counter()
             yield
@@ -230,20 +212,19 @@ class Cutter:
         self._events.clear()
 
     def forget_timings(self) -> None:
-        """Drop the timings of a step that was broken off."""
         self._events.clear()
 
 
-def _of_equal_share(batches: list[tuple[list[Sample], Counts]]) -> list[list[Sample]]:
+def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:
     """Group the samples of batches that give equal weight to each term of their loss; the largest group comes first.
 
     In SFT stock multiplies a batch's mean loss over targets by the number of its labels. Where the first label of a
-    sample counts as one, the weight of a target differs from batch to batch, and samples of two batches in one forward
-    would get the same.
+    sample counts as one, batches differ in the weight of a target.
     """
     groups: dict[Fraction, list[Sample]] = {}
     without_terms: list[Sample] = []
-    for samples, counts in batches:
+    for samples in window:
+        counts = objective.counts(samples)
         if counts.terms:
             groups.setdefault(Fraction(counts.tokens, counts.terms), []).extend(samples)
         else:

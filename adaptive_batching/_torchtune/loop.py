@@ -43,8 +43,7 @@ class Training:
     limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Gives a context in which memory is limited; checkpoints are saved outside of it."""
 
-    save_every: int | None = None
-    """Steps from one checkpoint to the next; None to save at the end of each epoch."""
+    save_every: int | None = None  # steps from one checkpoint to the next; None for the end of each epoch
 
 
 class Loop(ABC):
@@ -64,7 +63,6 @@ class Loop(ABC):
         self.global_step = training.run.first_step
 
     def run(self) -> None:
-        """Train, and save checkpoints."""
         host, run = self._host, self._run
         if host.is_compiled:
             log.info("the model is compiled in its first forward: expect a slow first step")
@@ -105,14 +103,12 @@ class Loop(ABC):
         return self._save_every is not None and self.global_step % self._save_every == 0
 
     def _save(self, epoch: int, *, is_last: bool) -> None:
-        start = time.perf_counter()
-        by_steps = self._save_every is not None
+        start, outlet = time.perf_counter(), self._outlet
+        what, number, save = "epoch", epoch, outlet.save_epoch
+        if self._save_every is not None:
+            what, number, save = "step", self.global_step, outlet.save_step
         with self._schedule.unscaled():
-            if by_steps:
-                self._outlet.save_step(self.global_step, is_last=is_last)
-            else:
-                self._outlet.save_epoch(epoch, is_last=is_last)
-        what, number = ("step", self.global_step) if by_steps else ("epoch", epoch)
+            save(number, is_last=is_last)
         go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
         log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
 
@@ -131,11 +127,8 @@ class Loop(ABC):
         self._host.loader.sampler.set_epoch(epoch)
 
     def _note_progress(self, *, epochs_run: int) -> None:
-        self._outlet.note_progress(
-            epochs_run=epochs_run,
-            global_step=self.global_step,
-            steps_per_epoch=self._schedule.course.steps_per_epoch,
-        )
+        steps_per_epoch = self._schedule.course.steps_per_epoch
+        self._outlet.note_progress(epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=steps_per_epoch)
 
     def _record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> bool:
         """Have the schedule take note of a step, and tell what changes; True if it has decided on what follows."""
@@ -154,21 +147,13 @@ class Loop(ABC):
 class TrainingLoop(Loop):
     """Trains a model on the sum of its samples' gradients.
 
-    Gradients of an accumulation window that an epoch of stock's schedule leaves unfinished are carried into the next
-    one, as in stock. With adaptive batching on, an epoch ends with its last full window.
-
-    A *window* is the batches of one optimizer step. Each runs as one micro-batch or several, which changes the gradient
-    by no more than rounding. With ``together`` the samples of all its batches are sorted and cut together.
+    A *window* is the batches of one optimizer step, each run as one micro-batch or several; with ``together`` the
+    samples of all its batches are sorted and cut together. Where stock's epoch ends within a window, its gradients are
+    carried into the next epoch, as in stock; with adaptive batching on, an epoch ends with its last full window.
     """
 
     def __init__(
-        self,
-        training: Training,
-        cutter: Cutter,
-        recovery: Recovery,
-        *,
-        together: bool = False,
-        validation: Validation | None = None,
+        self, training: Training, cutter: Cutter, recovery: Recovery, validation: Validation | None, *, together: bool
     ) -> None:
         super().__init__(training)
         self._cutter = cutter
@@ -225,13 +210,9 @@ class TrainingLoop(Loop):
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
         self._window.append(batch)
-        if not self._together:
-            waiting = [batch]
-        elif ends_window:
-            waiting = self._window
-        else:
-            return
-        self._recovery.run_until_fits(lambda again: self._gather(waiting, again=again))
+        if ends_window or not self._together:
+            waiting = self._window if self._together else [batch]
+            self._recovery.run_until_fits(lambda again: self._gather(waiting, again=again))
 
     def _gather(
         self, batches: list[list[Sample]], *, again: bool
@@ -253,8 +234,7 @@ class TrainingLoop(Loop):
                 noise.see_part(self._ran)
             if not micro_batches:  # samples without anything to learn from
                 continue
-            # Counting takes time; a run that is as stock is left alone, however slow.
-            counts_retries = self._schedule.adapts
+            counts_retries = self._schedule.adapts  # it takes time; a run that is as stock is left alone
             outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
             if outcome.failed:
                 self._cutter.forget_timings()
@@ -323,7 +303,7 @@ class TrainingLoop(Loop):
         self._schedule.note_validation(loss)
 
     def _columns(self, cost: StepCost | None) -> str:
-        """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
+        """Return what the progress bar shows besides the loss."""
         columns = [f"batch {len(self._window[-1])}"] if self._schedule.adapts else []
         if cost is not None and cost.tokens and cost.padded_tokens is not None:
             columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
@@ -346,5 +326,5 @@ class TrainingLoop(Loop):
             metrics["grad_norm"] = grad_norm
         metrics.update(self._schedule.metrics())
         if self._schedule.adapts or self._recovery.num_recoveries > 0:  # else as in stock
-            metrics.update(self._recovery.metrics())
+            metrics["out_of_memory_recoveries"] = self._recovery.num_recoveries
         self._outlet.log_metrics(metrics, self.global_step)

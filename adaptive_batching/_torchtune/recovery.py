@@ -23,17 +23,15 @@ CONSECUTIVE_RECOVERIES_TO_WARN = 3
 
 
 class Recovery(Retry[MicroBatch]):
-    """Lets the batches of an optimizer step run again after one ran out of memory.
+    """Lets the batches of an optimizer step run again after one ran out of memory, or if not ``recovers``, says how to.
 
-    Nothing is lost and nothing repeated: the gradients of the whole window are discarded, the random state is put back
-    to the window's beginning, and the same samples run again.
-
-    ``find_batch_dependent_module`` names a module of the model that computes over the batch, or returns None.
-    ``probed_tokens`` are padded, of the largest forward that the probe has seen to fit. If not ``recovers``, an error
-    is raised instead.
+    Nothing is lost or repeated: the gradients of the whole window are discarded, and random numbers start over.
+    ``find_batch_dependent_module`` names a module that computes over the batch, or returns None. ``probed_tokens`` are
+    padded, of the largest forward that the probe has seen to fit.
     """
 
     dataset = "the dataset"
+    batch_key = "batch_size"
 
     def __init__(
         self,
@@ -45,10 +43,8 @@ class Recovery(Retry[MicroBatch]):
         probed_tokens: int = 0,
     ) -> None:
         together = host.recovers_together  # else a rank that fails does not know of the others, which wait elsewhere
-        super().__init__(
-            limit, host.device, host.ranks if together else ALONE,
-            enabled=recovers and together, largest_that_ran=probed_tokens,
-        )  # fmt: skip
+        ranks = host.ranks if together else ALONE
+        super().__init__(limit, host.device, ranks, enabled=recovers and together, largest_that_ran=probed_tokens)
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
         self._recovers = recovers
@@ -57,7 +53,6 @@ class Recovery(Retry[MicroBatch]):
         self._warned = False
 
     def start(self) -> None:
-        """Keep the random state that a window begins with."""
         super().start()
         if self._host.gate is not None:
             self._host.gate.updated = False
@@ -71,16 +66,12 @@ class Recovery(Retry[MicroBatch]):
             self._warned = True
             log.warning(
                 "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
-                "or %s",
-                self.less_memory(),
-            )
+                "or %s", self.less_memory(),
+            )  # fmt: skip
 
     @property
     def num_recoveries(self) -> int:
         return self.limit.num_recoveries
-
-    def metrics(self) -> dict[str, int]:
-        return {"out_of_memory_recoveries": self.num_recoveries}
 
     @contextlib.contextmanager
     def fatal(self) -> Iterator[None]:
@@ -120,7 +111,7 @@ class Recovery(Retry[MicroBatch]):
         )
 
     def smaller_batch(self) -> str:
-        return "set a smaller batch_size"
+        return f"set a smaller {self.batch_key}"
 
     def less_memory(self) -> str:
         return remedy(self._host)
@@ -156,13 +147,9 @@ class Recovery(Retry[MicroBatch]):
 
 
 class ValidationRecovery(Recovery):
-    """Lets samples of ``dataset_val`` run again."""
-
     what = "samples of dataset_val"
     dataset = "dataset_val"
-
-    def smaller_batch(self) -> str:
-        return "set a smaller batch_size_val"
+    batch_key = "batch_size_val"
 
 
 def size_of_gradients(host: Host) -> str:
@@ -172,16 +159,12 @@ def size_of_gradients(host: Host) -> str:
 
 def remedy(host: Host) -> str:
     """Return the next setting that saves memory, and what says before the next run whether it saves enough."""
-    return f"{_next_setting(host)}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"
-
-
-def _next_setting(host: Host) -> str:
-    if not host.checkpoints_activations:
-        return "enable_activation_checkpointing=True"
     ways = host.objective.saves_memory_by
     can_offload = "offloading" in ways and host.device.type == "cuda"  # elsewhere stock refuses to
-    if can_offload and not host.offloads_activations:
-        return "enable_activation_offloading=True"
-    if "lora" not in ways:
-        return "a smaller model"
-    return "a model with quantized weights, as in QLoRA"
+    if not host.checkpoints_activations:
+        setting = "enable_activation_checkpointing=True"
+    elif can_offload and not host.offloads_activations:
+        setting = "enable_activation_offloading=True"
+    else:
+        setting = "a model with quantized weights, as in QLoRA" if "lora" in ways else "a smaller model"
+    return f"{setting}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"

@@ -13,7 +13,7 @@ from adaptive_batching._torchtune import cutting
 from adaptive_batching._torchtune.cutting import Cutter, Execution
 from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.host import Gate
-from adaptive_batching._torchtune.next_token import NextToken
+from adaptive_batching._torchtune.losses import NextToken
 from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 

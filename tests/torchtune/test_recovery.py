@@ -19,7 +19,7 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
-from adaptive_batching._torchtune.next_token import Distillation
+from adaptive_batching._torchtune.losses import Distillation
 from adaptive_batching._torchtune.objective import StockParts
 from adaptive_batching._torchtune.recovery import Recovery, remedy
 from adaptive_batching._torchtune.training_step import remedies
