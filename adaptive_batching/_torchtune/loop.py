@@ -103,10 +103,9 @@ class Loop(ABC):
         return self._save_every is not None and self.global_step % self._save_every == 0
 
     def _save(self, epoch: int, *, is_last: bool) -> None:
-        start, outlet = time.perf_counter(), self._outlet
-        what, number, save = "epoch", epoch, outlet.save_epoch
-        if self._save_every is not None:
-            what, number, save = "step", self.global_step, outlet.save_step
+        start = time.perf_counter()
+        what, number = ("epoch", epoch) if self._save_every is None else ("step", self.global_step)
+        save = self._outlet.save_epoch if self._save_every is None else self._outlet.save_step
         with self._schedule.unscaled():
             save(number, is_last=is_last)
         go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""

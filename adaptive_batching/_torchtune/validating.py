@@ -108,14 +108,7 @@ class Validation:
     """
 
     def __init__(
-        self,
-        host: Host,
-        held_out: HeldOut,
-        run: StockRun,
-        limit: TokenLimit,
-        probed: Probed | None,
-        *,
-        recovers: bool,
+        self, host: Host, held_out: HeldOut, run: StockRun, limit: TokenLimit, probed: Probed | None, *, recovers: bool
     ) -> None:
         if failure := host.ranks.connect():
             raise GroupError(failure)
@@ -139,13 +132,8 @@ class Validation:
             execution.size, execution.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
             tokens = execution.capacity.tokens
         self._cutter = Cutter(host, execution)
-        self._recovery = ValidationRecovery(
-            host,
-            execution.limit,
-            functools.cache(partial(batch_dependent_module, host)),  # of the model in evaluation mode
-            recovers=recovers,
-            probed_tokens=tokens,
-        )
+        find = functools.cache(partial(batch_dependent_module, host))  # in the model in evaluation mode
+        self._recovery = ValidationRecovery(host, limit, find, recovers=recovers, probed_tokens=tokens)
         self._logs_peak_memory = run.logs_peak_memory
         self._peaks: dict[str, float] = {}
         self._collectives = self._record_forward()
@@ -195,9 +183,8 @@ class Validation:
             return [(micro_batches, run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard))]
 
         [(_, outcome)] = self._recovery.run_until_fits(attempt)
-        return functools.reduce(
-            operator.add, [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
-        )
+        on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
+        return functools.reduce(operator.add, on_host)
 
     def _cut(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return as many micro-batches as every other rank, which weigh as much as they have targets."""
