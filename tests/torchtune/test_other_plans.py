@@ -19,8 +19,8 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.losses import preferences
+from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.trace import trace_step

@@ -34,14 +34,17 @@ PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2, tokens=16)]
 class OtherRanks:
     """Two ranks, and how often this one waited for the other."""
 
-    size = 2
-
-    def __init__(self) -> None:
-        self.waited = 0
+    size, waited = 2, 0
 
     def largest(self, value: float) -> float:
         self.waited += 1
         return value
+
+
+def end_steps(recovery: Recovery, *retried: bool) -> None:
+    for each in retried:
+        recovery.note(PARTS, Outcome([], failed=False, retried=each))
+        recovery.end_step()
 
 
 @pytest.mark.parametrize("collectives", [None, object()])
@@ -49,21 +52,16 @@ def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any)
     """A rank whose allocator starts over would wait for the others, which do not know."""
     ranks, limit = OtherRanks(), TokenLimit()
     recovery = Recovery(host(ranks=ranks, collectives=collectives, device=CUDA), limit, lambda: None)
-    for _ in range(4):
-        recovery.note(PARTS, Outcome([], failed=False, retried=True))
-        recovery.end_step()
+    end_steps(recovery, *[True] * 4)
     assert (ranks.waited > 0, limit.max_tokens is not None) == ((collectives is not None,) * 2)
 
 
 def test_only_what_goes_on_shrinks_micro_batches_and_by_as_little_as_helps() -> None:
     limit = TokenLimit()
     recovery = Recovery(host(device=CUDA), limit, lambda: None)
-    for retried in (True, True, False, True, True):
-        recovery.note(PARTS, Outcome([], failed=False, retried=retried))
-        recovery.end_step()
+    end_steps(recovery, True, True, False, True, True)
     assert limit.max_tokens is None
-    recovery.note(PARTS, Outcome([], failed=False, retried=True))
-    recovery.end_step()
+    end_steps(recovery, True)
     assert limit.max_tokens == 14, "an eighth less than 16"
 
 
@@ -87,27 +85,22 @@ class Run:
     """Training on a model of a GPU's allocator: batches are cut, run, and run again in smaller parts."""
 
     def __init__(self, device: Device, capacity: Capacity) -> None:
-        self.device = device
-        self.limit = TokenLimit()
+        self.device, self.limit = device, TokenLimit()
         self._cutter = Cutter(host(device=device.device), Execution(ByLength(), capacity, limit=self.limit))
         self._recovery = Recovery(host(device=device.device), self.limit, lambda: None)
-        self.forwards: list[int] = []
 
-    def step(self, batch: list[dict[str, Any]]) -> None:
+    def step(self, lengths: list[int]) -> None:
+        batch = [{"tokens": [1] * n, "labels": [1] * n} for n in lengths]
+
         def attempt(again: bool) -> list[tuple[list[MicroBatch], Outcome[None]]]:
-            micro_batches = self._cutter.cut(batch)
-            outcome = run_micro_batches(
-                [partial(self.device.forward_backward, each.tokens) for each in micro_batches],
-                ALONE, None, self.device.release, self.device.num_retries,
-            )  # fmt: skip
-            return [(micro_batches, outcome)]
+            parts = self._cutter.cut(batch)
+            forwards = [partial(self.device.forward_backward, each.tokens) for each in parts]
+            return [(parts, run_micro_batches(forwards, ALONE, None, self.device.release, self.device.num_retries))]
 
         self._recovery.start()
-        [(micro_batches, _)] = self._recovery.run_until_fits(attempt)
-        assert sorted(len(s["tokens"]) for m in micro_batches for s in m.samples) == sorted(
-            len(s["tokens"]) for s in batch
-        ), "each sample once"
-        self.forwards.append(len(micro_batches))
+        [(parts, _)] = self._recovery.run_until_fits(attempt)
+        ran = [len(sample["tokens"]) for part in parts for sample in part.samples]
+        assert sorted(ran) == sorted(lengths), "each sample once"
         self._recovery.end_step()
 
 
@@ -136,8 +129,7 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            lengths = [chance.randint(8, device.length) for _ in range(48)]
-            run.step([{"tokens": [1] * n, "labels": [1] * n} for n in lengths])
+            run.step([chance.randint(8, device.length) for _ in range(48)])
 
     with device.limit(found.budget_bytes):
         train(60)
