@@ -42,7 +42,6 @@ class SampleLoader:
         return int(self._batches.batch_size)
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Change the size of the batches that have not been loaded yet."""
         self._batches.set_batch_size(batch_size)
 
     def load(self, indices: Iterable[int]) -> list[Sample]:

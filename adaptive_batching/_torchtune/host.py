@@ -107,7 +107,6 @@ class Host:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of an epoch."""
         return len(self.loader.sampler)
 
 
@@ -160,7 +159,6 @@ class Outlet(Protocol):
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
-    """Read a stock recipe that has been set up."""
     loader: SampleLoader = recipe._dataloader
     clip_norm = getattr(recipe, "_clip_grad_norm", None)
     return Host(

@@ -16,14 +16,13 @@ from tqdm import tqdm
 
 from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._report.events import StepCost, Watcher
-from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching._torchtune.growing import Growth
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.objective import Sums
-from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.step_cost import StepCosts, recorded_memory
 from adaptive_batching._torchtune.stock_schedule import StockSchedule
 from adaptive_batching._torchtune.validating import Validation
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """The run that a loop trains, and those who are told of it."""
-
     host: Host
     run: StockRun
     outlet: Outlet
@@ -302,7 +299,6 @@ class TrainingLoop(Loop):
         self._schedule.note_validation(loss)
 
     def _columns(self, cost: StepCost | None) -> str:
-        """Return what the progress bar shows besides the loss."""
         columns = [f"batch {len(self._window[-1])}"] if self._schedule.adapts else []
         if cost is not None and cost.tokens and cost.padded_tokens is not None:
             columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")

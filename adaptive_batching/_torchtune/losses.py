@@ -328,7 +328,6 @@ class Preferences(Objective):
 
 
 def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split into what is of chosen and of rejected answers."""
     half = both.shape[0] // 2
     return both[:half], both[half:]
 

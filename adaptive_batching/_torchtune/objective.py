@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,5 +227,5 @@ def worst_case_sample(
 
 def _longest(dataset: Any, objective: Objective) -> Sample:
     indices = tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True)
-    samples: Iterator[Sample] = (dataset[index] for index in indices)
-    return {**max(samples, key=lambda sample: len(objective.tokens(sample)))}
+    longest: Sample = max((dataset[index] for index in indices), key=lambda sample: len(objective.tokens(sample)))
+    return dict(longest)

@@ -25,7 +25,7 @@ from adaptive_batching._probe.does_not_fit import require_room, within_memory_li
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import compiling
-from adaptive_batching._torchtune.cutting import Cutter, Execution
+from adaptive_batching._torchtune.cutting import Cutter, Execution, Recovery
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
 from adaptive_batching._torchtune.growing import Growth, Increase, accumulation_of, make_controller
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
@@ -34,7 +34,6 @@ from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_foll
 from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
 from adaptive_batching._torchtune.probing import Probed, find_maximum
-from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.stock_schedule import StockSchedule
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation
@@ -172,7 +171,6 @@ class Session:
             self._random_states = self.host.ranks.gather(random_state(self.host.device))  # only the first stores them
 
     def state_dict(self, global_step: int) -> dict[str, Any] | None:
-        """Return what a checkpoint holds after ``global_step`` optimizer steps; None with all fields unset."""
         if self.growth is None:
             return None  # off is stock, its checkpoints included
         controller = self.growth.course.controller
@@ -229,7 +227,6 @@ def _order_of(host: Host) -> dict[str, Any]:
 
 
 def _warn_of_another_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn where a run goes on within an epoch whose samples come in another order than they did."""
     for key, value in now.items():
         if before.get(key, value) != value:
             what = f"{value} samples in dataset, where" if key == "dataset" else f"{key}={value}, where it was"

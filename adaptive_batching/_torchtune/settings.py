@@ -39,7 +39,6 @@ _ELSEWHERE = {
 
 
 def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
-    """Read and validate what a config says about adaptive batching."""
     for key in map(str, cfg):
         _check_name(key, cfg)
     values: dict[str, Any] = {key: _plain(cfg, key) for key in TOP_LEVEL}
@@ -200,7 +199,6 @@ def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
 
 
 def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Return what the record says of a run before it begins."""
     try:
         whole = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for

@@ -28,14 +28,13 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, ValidationRecovery
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.gradients import to_device
 from adaptive_batching._torchtune.growing import Increase
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.probing import Probed
-from adaptive_batching._torchtune.recovery import ValidationRecovery
 from adaptive_batching._torchtune.settings import ValidationSettings
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
@@ -48,8 +47,6 @@ _LOOK_AHEAD = 16
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A data set to validate on."""
-
     loader: SampleLoader  # for its samples, collate function and ranks, not its order and batches
     objective: Objective  # the recipe's, with an own state, for batches of this data set
     every: int
@@ -118,7 +115,7 @@ class Validation:
         self._host = host = replace(host, objective=held_out.objective, loader=held_out.loader, gate=None)
         self._loader, self._objective = held_out.loader, held_out.objective
         self._every, self._longest = held_out.every, held_out.longest
-        self._models = [host.model, *held_out.objective.frozen_models]
+        self._models = host.models
         first, self._replicas = int(self._loader.sampler.rank), int(self._loader.sampler.num_replicas)
         self._indices = range(first, len(self._loader.dataset), self._replicas)
         with unchanged_random_state(host.device):
@@ -173,7 +170,6 @@ class Validation:
         return functools.reduce(operator.add, self._host.ranks.gather(sums))
 
     def _run_window(self, indices: Sequence[int]) -> Sums:
-        """Run samples of this rank, and return their sums on the host."""
         samples = self._loader.load(indices)
         self._recovery.start()
 
@@ -227,24 +223,16 @@ class Validation:
         device = self._host.device
         if self._logs_peak_memory:
             self._peaks = self.with_peaks_before(training.get_memory_stats(device=device))
+        modes = [(module, module.training) for model in self._models for module in model.modules()]
+        for model in self._models:
+            model.eval()
         try:
-            with unchanged_random_state(device), evaluation_mode(self._models), torch.no_grad():
+            with unchanged_random_state(device), torch.no_grad():
                 yield
         finally:
+            for module, mode in modes:
+                module.training = mode
             if device.type != "cpu":  # else training's allocator would have to start over to find room
                 torch.get_device_module(device).empty_cache()
             if self._logs_peak_memory:
                 training.get_memory_stats(device=device)  # resets them
-
-
-@contextlib.contextmanager
-def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Have ``models`` in evaluation mode inside, and every module as it was after."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -18,10 +18,10 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, Recovery, remedy
+from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.losses import Distillation
 from adaptive_batching._torchtune.objective import StockParts
-from adaptive_batching._torchtune.recovery import Recovery, remedy
 from adaptive_batching._torchtune.training_step import remedies
 from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
@@ -146,36 +146,32 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
         assert run.limit.num_recoveries <= 8, "and less and less"
 
 
-def test_the_remedy_is_one_that_is_not_used_yet() -> None:
-    def of(device: str, checkpointing: bool, offloading: bool) -> str:
-        uses = {"checkpoints_activations": checkpointing, "offloads_activations": offloading}
-        setting, what_fits = remedy(host(device=torch.device(device), **uses)).split("; ")
-        assert "'adaptive-batching plan'" in what_fits, "one setting may not be enough"
-        return setting
+@pytest.mark.parametrize(
+    ("device", "checkpoints", "offloads", "setting"),
+    [
+        *((device, False, False, "enable_activation_checkpointing=True") for device in ("cpu", "cuda")),
+        ("cuda", True, False, "enable_activation_offloading=True"),
+        # Elsewhere stock refuses to offload.
+        *((device, True, device == "cuda", "a model with quantized weights, as in QLoRA")
+          for device in ("cuda", "cpu", "xpu", "mps")),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_one_that_is_not_used_yet(device: str, checkpoints: bool, offloads: bool, setting: str) -> None:
+    uses = {"checkpoints_activations": checkpoints, "offloads_activations": offloads}
+    found, what_fits = remedy(host(device=torch.device(device), **uses)).split("; ")
+    assert found == setting
+    assert "'adaptive-batching plan'" in what_fits, "one setting may not be enough"
 
-    assert of("cpu", False, False) == of("cuda", False, False) == "enable_activation_checkpointing=True"
-    assert of("cuda", True, False) == "enable_activation_offloading=True"
-    quantized = "a model with quantized weights, as in QLoRA"
-    assert of("cuda", True, True) == of("cpu", True, False) == quantized
-    assert of("xpu", True, False) == of("mps", True, False) == quantized, "stock refuses to offload there"
+
+def remedies_of(host: Host) -> list[str]:
+    return [each.setting for each in remedies(host, dict(SAMPLES[0]), lambda groups: [], accumulates=False)]
 
 
-def test_offloading_is_no_remedy_for_a_distillation() -> None:
-    """Its recipes do not read the key."""
-    teacher = nn.Linear(2, 2)
-    objective = Distillation(StockParts(None, None, None, 0, frozen=teacher, teacher_share=0.5))
-    learner = host(objective, device=torch.device("cuda"), checkpoints_activations=True)
+def test_no_remedy_is_a_key_that_the_recipe_does_not_read() -> None:
+    """Distillation does not offload, and PPO has no key for clipping."""
+    objective = Distillation(StockParts(None, None, None, 0, frozen=nn.Linear(2, 2), teacher_share=0.5))
+    learner = host(objective, device=CUDA, checkpoints_activations=True)
     assert remedy(learner).startswith("a model with quantized weights, as in QLoRA;")
-    found = remedies(learner, dict(SAMPLES[0]), lambda groups: [], accumulates=False)
-    assert not any("offloading" in each.setting for each in found)
-
-
-def test_clipping_is_to_be_left_out_where_it_is_on_and_nowhere_else() -> None:
-    """PPO has no key for it."""
-
-    def optimizer_in_backward(clip_norm: float | None) -> str:
-        found = remedies(host(clip_norm=clip_norm), dict(SAMPLES[0]), lambda groups: [], accumulates=False)
-        return next(each.setting for each in found if "optimizer_in_bwd" in each.setting)
-
-    assert optimizer_in_backward(None) == "optimizer_in_bwd=True"
-    assert optimizer_in_backward(1.0) == "optimizer_in_bwd=True (with clip_grad_norm=null)"
+    assert not any("offloading" in each for each in remedies_of(learner))
+    assert "optimizer_in_bwd=True" in remedies_of(host())
+    assert "optimizer_in_bwd=True (with clip_grad_norm=null)" in remedies_of(host(clip_norm=1.0))

@@ -9,7 +9,7 @@ from typing import Any
 from adaptive_batching._growth.epoch import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.cutting import Cutter
+from adaptive_batching._torchtune.cutting import Cutter, Recovery
 from adaptive_batching._torchtune.kept_probe import Circumstances
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
@@ -19,7 +19,6 @@ from adaptive_batching._torchtune.ppo.rollout import Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
 from adaptive_batching._torchtune.probing import Probed
-from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.stock_schedule import StockSchedule
 
