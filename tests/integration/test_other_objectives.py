@@ -50,7 +50,7 @@ def test_metrics_of_a_step_are_those_of_all_its_pairs(tune_run: TuneRun, baselin
     in_parts = ["batch_size=12", "micro_batch_size=4"]
     in_batches = ["batch_size=6", "gradient_accumulation_steps=2", "micro_batch_size=6"]
     for how in (in_parts, in_batches):
-        ours = tune_run("lora_dpo", *COMMON["lora_dpo"], *how, name=how[-1])
+        ours = tune_run("lora_dpo", *COMMON["lora_dpo"], *how, name=f"out_{len(how)}")
         assert_same_metrics(ours, whole, {"chosen", "rejected", "accuracies", "margins"})
 
 
