@@ -17,13 +17,12 @@ from adaptive_batching._host_memory import CpuMeter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
-from tests.integration.counting import CountingModel
-from tests.integration.faults import disarm, full_model, plan
+from tests.integration.faults import CountingModel, disarm, full_model, plan
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.records import events, without_sizes
 
 FAULTY = "model._component_=tests.integration.faults.full_model"
-COUNTING = "model._component_=tests.integration.counting.CountingModel"
+COUNTING = "model._component_=tests.integration.faults.CountingModel"
 # Stock does not divide the gradient there: the rate is for sums over some 400 targets.
 IN_BACKWARD = [
     "optimizer_in_bwd=True", "clip_grad_norm=null", "optimizer._component_=torch.optim.SGD", "optimizer.lr=2.5e-4",

@@ -27,7 +27,7 @@ from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.training import TrainingStep, kept_tensors
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER
-from tests.support.real_memory import most_in_use
+from tests.support.steps import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, assert_same, config, real_host
 
 BATCH = 6
