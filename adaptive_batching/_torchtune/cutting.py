@@ -72,11 +72,8 @@ class Cutter:
     """Cuts batches as ``execution`` says; if it ``learns``, every forward is timed, whatever the cut."""
 
     def __init__(self, host: Host, execution: Execution, *, learns: bool = False) -> None:
-        self._objective = host.objective
-        self._ranks = host.ranks
-        self._device = host.device
-        self._execution = execution
-        self._limit = execution.limit
+        self._objective, self._ranks, self._device = host.objective, host.ranks, host.device
+        self._execution, self._limit = execution, execution.limit
         self._learns = learns or isinstance(execution.size, ByLength)
         # With optimizers in the backward pass of many devices a batch cannot be cut.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
@@ -270,8 +267,7 @@ class Recovery(Retry[MicroBatch]):
         self._find_batch_dependent_module = find_batch_dependent_module
         self._recovers = recovers
         self._random_state: dict[str, Any] = {}
-        self._recovered_in_row = 0
-        self._warned = False
+        self._recovered_in_row, self._warned = 0, False
 
     def start(self) -> None:
         super().start()

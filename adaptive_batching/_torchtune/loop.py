@@ -50,13 +50,9 @@ class Loop(ABC):
     """
 
     def __init__(self, training: Training) -> None:
-        self._host = training.host
-        self._run = training.run
-        self._outlet = training.outlet
-        self._schedule = training.schedule
-        self._watchers = training.watchers
-        self._limited = training.limited
-        self._save_every = training.save_every
+        self._host, self._run, self._schedule = training.host, training.run, training.schedule
+        self._outlet, self._watchers = training.outlet, training.watchers
+        self._limited, self._save_every = training.limited, training.save_every
         self.global_step = training.run.first_step
 
     def run(self) -> None:
@@ -152,10 +148,8 @@ class TrainingLoop(Loop):
         self, training: Training, cutter: Cutter, recovery: Recovery, validation: Validation | None, *, together: bool
     ) -> None:
         super().__init__(training)
-        self._cutter = cutter
-        self._recovery = recovery
+        self._cutter, self._recovery, self._validation = cutter, recovery, validation
         self._together = together
-        self._validation = validation
         self._costs: StepCosts | None = None
         self._start_window()
 

@@ -139,8 +139,7 @@ class Distillation(NextToken):
         super().__init__(parts.collate, parts.loss, parts.activations, parts.num_chunks)
         assert parts.frozen is not None
         self.frozen_models = (parts.frozen,)
-        self._teacher_loss = parts.teacher_loss
-        self._teacher_share = parts.teacher_share
+        self._teacher_loss, self._teacher_share = parts.teacher_loss, parts.teacher_share
         self._num_ranks = parts.num_ranks
         self._last: list[torch.Tensor] = []  # mean losses of the last forward on this rank
 
@@ -200,9 +199,8 @@ class FakeQuantized(NextToken):
     def __init__(self, parts: StockParts) -> None:
         super().__init__(parts.collate, parts.loss, parts.activations, parts.num_chunks)
         assert parts.model is not None
-        self._model = parts.model
+        self._model, self._mode = parts.model, parts.quantizer_mode
         self._first_step = parts.fake_quantized_from
-        self._mode = parts.quantizer_mode
         self._rounds = True
 
     def begin_step(self, step: int, samples: int) -> None:
@@ -243,9 +241,7 @@ class Preferences(Objective):
     sums_gradients = False
 
     def __init__(self, parts: StockParts) -> None:
-        self._collate = parts.collate
-        self._loss = parts.loss
-        self._activations = parts.activations
+        self._collate, self._loss, self._activations = parts.collate, parts.loss, parts.activations
         self.frozen_models = () if parts.frozen is None else (parts.frozen,)
         self._num_ranks = parts.num_ranks
         self._pairs = 0  # of the optimizer step on this rank
