@@ -32,15 +32,11 @@ _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one p
 
 # Groups of parameters -> an optimizer for each, as the config has it
 MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer]]
+Note = Callable[[int, float], None]
 
 
 def training_step(
-    host: Host,
-    sample: Sample,
-    *,
-    accumulates: bool,
-    note: Callable[[int, float], None] | None = None,
-    traces_both: bool = False,
+    host: Host, sample: Sample, *, accumulates: bool, note: Note | None = None, traces_both: bool = False
 ) -> TrainingStep:
     """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
 
