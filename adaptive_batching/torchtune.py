@@ -5,11 +5,16 @@ from adaptive_batching._torchtune.async_checkpoints import ThroughClient
 from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
 from adaptive_batching._torchtune.launch import entry_point, run_recipe
+from adaptive_batching._torchtune.losses import (
+    NextToken,
+    accept_configs_of_torchao,
+    distillation,
+    fake_quantized,
+    preferences,
+)
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
-from adaptive_batching._torchtune.next_token import NextToken, accept_configs_of_torchao, distillation, fake_quantized
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
-from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.recipe_classes import recipe
 from adaptive_batching._torchtune.settings import check_ppo_settings

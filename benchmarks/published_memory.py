@@ -32,7 +32,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.modules import RMSNorm
 
 from adaptive_batching._torchtune.levers import CONFIGS
-from adaptive_batching._torchtune.next_token import NextToken
+from adaptive_batching._torchtune.losses import NextToken
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.plan_answer import AGAINST_PUBLISHED
 from adaptive_batching._torchtune.planning import Question, sketch

@@ -22,7 +22,7 @@ from torchtune.models.llama2 import llama2
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
 from adaptive_batching.__main__ import COMMANDS
 from adaptive_batching._growth.increase import resolve
-from adaptive_batching._torchtune.next_token import next_token
+from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, read_settings

@@ -1,30 +1,38 @@
-"""From the samples of a batch to micro-batches, each with its share in the gradient."""
+"""From the samples of a batch to micro-batches, and out of memory, to smaller ones that run again."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 
+from adaptive_batching._device import random_state, set_random_state
 from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, cut_in_order, in_known_sizes, padded_tokens
 from adaptive_batching._micro_batches.forward_cost import ForwardCost
 from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.retry import Retry
+from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._torchtune.compiling import MAX_COMPILED_SIZES, compiles_each_size
-from adaptive_batching._torchtune.data import Sample
+from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.objective import Counts
+from adaptive_batching._torchtune.objective import Counts, Objective
 from adaptive_batching._values import ByLength, CutSize, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
-# Cost of a forward in addition to its tokens until it has been measured, in tokens: launching the kernels of a model
-# takes some tens of milliseconds, in which the device could compute some hundreds of tokens more.
+# In tokens, besides its own, until it has been measured: while the kernels of a model are launched, the device could
+# compute some hundreds of tokens more.
 FIRST_FORWARD_COST = 512
+
+CONSECUTIVE_RECOVERIES_TO_WARN = 3
 
 
 @dataclass(frozen=True)
@@ -32,14 +40,9 @@ class MicroBatch:
     """Samples of one forward and backward."""
 
     samples: list[Sample]
-    tokens: int
-    """Padded tokens; of multimodal samples, their number."""
-
-    weight: float | None = None
-    """Factor of the mean loss; None for the number of its labels, as in stock."""
-
-    num_tokens: int | None = None
-    """Tokens that it stands for in the sums of a step; None for its own."""
+    tokens: int  # padded; of multimodal samples, their number
+    weight: float | None = None  # factor of the mean loss; None for the number of its labels, as in stock
+    num_tokens: int | None = None  # that it stands for in the sums of a step; None for its own
 
     @property
     def is_filler(self) -> bool:
@@ -52,13 +55,10 @@ class Execution:
     """The way in which batches are cut, and what has been learned about it while training."""
 
     size: CutSize = field(default_factory=Whole)
-    capacity: Capacity | None = None
-    """Samples that fit in a forward, where memory bounds micro-batches; multimodal samples count as one token each."""
-
+    capacity: Capacity | None = None  # of a forward, where memory bounds it; multimodal samples count as one token each
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
-    is_stock: bool = True
-    """True for the batches of stock, which are never cut while all fits, so that ranks need not agree."""
+    is_stock: bool = True  # batches are not cut while all fits, so that ranks need not agree
 
     @property
     def most_samples(self) -> int | None:
@@ -69,17 +69,11 @@ class Execution:
 
 
 class Cutter:
-    """Cuts batches as ``execution`` says, within its ``limit``, and adds what a forward costs to its ``cost``.
-
-    With ``learns`` every forward is timed, even where the cut does not depend on it.
-    """
+    """Cuts batches as ``execution`` says; if it ``learns``, every forward is timed, whatever the cut."""
 
     def __init__(self, host: Host, execution: Execution, *, learns: bool = False) -> None:
-        self._objective = host.objective
-        self._ranks = host.ranks
-        self._device = host.device
-        self._execution = execution
-        self._limit = execution.limit
+        self._objective, self._ranks, self._device = host.objective, host.ranks, host.device
+        self._execution, self._limit = execution, execution.limit
         self._learns = learns or isinstance(execution.size, ByLength)
         # With optimizers in the backward pass of many devices a batch cannot be cut.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
@@ -88,40 +82,33 @@ class Cutter:
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
     def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches of ``batch``, at least ``min_parts`` where it has as many samples.
+        """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
 
-        Together they have its gradient. With ``in_order`` the samples keep their order when a part is cut smaller for
-        want of memory, so that all micro-batches are drawn alike.
+        With ``in_order`` samples keep their order where memory is short as well, so that all parts are drawn alike.
         """
         parts = self._parts(batch, min_parts, in_order=in_order)
-        micro_batches = [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
         in_parts = self._execution.most_samples is not None or self._limit.max_tokens is not None
-        # Otherwise there is one part on every rank, or as many as sizes have been compiled.
+        # Otherwise every rank has one part, or as many as sizes have been compiled.
         in_parts = in_parts or isinstance(self._execution.size, ByLength) or len(parts) > 1 or min_parts > 1
         in_parts = in_parts or (self._compiled_sizes is not None and not self._execution.is_stock)
+        micro_batches = self._of_parts(parts)
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
 
     def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows."""
-        micro_batches = [each for group in _of_equal_share(self._counted(window)) for each in self._cut_group(group)]
+        groups = _of_equal_share(window, self._objective)
+        micro_batches = [each for group in groups for each in self._of_parts(self._parts(group))]
         return self._as_many_on_every_rank(micro_batches, window[0])
 
     def cut_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
-        """Return the micro-batches of up to ``first`` samples of ``window``, and those of the others.
-
-        All together have the gradient of ``window``. There are none of samples without targets.
-        """
-        group, *others = _of_equal_share(self._counted(window))
+        """Return the micro-batches of up to ``first`` samples of ``window``, and of the rest; none without targets."""
+        group, *others = _of_equal_share(window, self._objective)
         apart, rest = self._weighted([self._parts(group[:first]), self._parts(group[first:]) if group[first:] else []])
-        rest += [each for other in others for each in self._cut_group(other)]
+        rest += [each for other in others for each in self._of_parts(self._parts(other))]
         return [self._as_many_on_every_rank(micro_batches, window[0]) for micro_batches in (apart, rest)]
 
-    def _cut_group(self, group: list[Sample]) -> list[MicroBatch]:
-        parts = self._parts(group)
-        return [self._whole(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
-
-    def _counted(self, window: list[list[Sample]]) -> list[tuple[list[Sample], Counts]]:
-        return [(batch, self._objective.counts(batch)) for batch in window]
+    def _of_parts(self, parts: list[list[Sample]]) -> list[MicroBatch]:
+        return [self._micro_batch(parts[0])] if len(parts) == 1 else self._weighted([parts])[0]
 
     def _sizes(self, samples: Sequence[Sample]) -> list[int]:
         return [self._objective.size(sample) for sample in samples]
@@ -170,29 +157,29 @@ class Cutter:
                 start += size
         return pieces
 
-    def _whole(self, samples: list[Sample]) -> MicroBatch:
-        return MicroBatch(samples, padded_tokens(self._sizes(samples)))
+    def _micro_batch(
+        self, samples: list[Sample], weight: float | None = None, num_tokens: int | None = None
+    ) -> MicroBatch:
+        return MicroBatch(samples, padded_tokens(self._sizes(samples)), weight, num_tokens)
 
     def _weighted(self, groups: list[list[list[Sample]]]) -> list[list[MicroBatch]]:
-        # A recipe's loss is a mean over terms, and stock multiplies it by a weight. Each part gets its share, by terms,
-        # of the weight of the whole batch. A part of truncated samples can be all prompt: its share is nothing, and its
-        # mean loss would be 0/0.
-        counts = [[self._objective.counts(part) for part in group] for group in groups]
-        all_terms = sum(count.terms for group in counts for count in group)
-        all_tokens = sum(count.tokens for group in counts for count in group)
-        all_weight = self._objective.weight_of(Counts(all_terms, all_tokens))
-        if all_terms == 0:
-            return [[self._whole(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+        # A recipe's loss is a mean over terms, and stock multiplies it by a weight, which parts share by their terms.
+        # A part of truncated samples can be all prompt: its share is nothing, and its mean loss would be 0/0.
+        counted = [[(part, self._objective.counts(part)) for part in group] for group in groups]
+        counts = [count for group in counted for _, count in group]
+        whole = Counts(sum(count.terms for count in counts), sum(count.tokens for count in counts))
+        if whole.terms == 0:
+            return [[self._micro_batch(groups[0][0])], *([] for _ in groups[1:])]  # 0/0, as in stock
+        weight = self._objective.weight_of(whole)
         # Parts without terms can have tokens, as the first label of each sample; they count in the divisor.
-        left = sum(count.tokens for group in counts for count in group if count.terms == 0)
+        left = sum(count.tokens for count in counts if count.terms == 0)
         weighted: list[list[MicroBatch]] = []
-        for group, counts_of_group in zip(groups, counts, strict=True):
+        for group in counted:
             weighted.append([])
-            for part, count in zip(group, counts_of_group, strict=True):
+            for part, count in group:
                 if count.terms > 0:
-                    tokens = padded_tokens(self._sizes(part))
-                    weight = count.terms * all_weight / all_terms
-                    weighted[-1].append(MicroBatch(part, tokens, weight, count.tokens + left if left else None))
+                    num_tokens = count.tokens + left if left else None
+                    weighted[-1].append(self._micro_batch(part, count.terms * weight / whole.terms, num_tokens))
                     left = 0
         return weighted
 
@@ -204,13 +191,13 @@ class Cutter:
         filler = self._objective.filler(batch)
         return micro_batches + [MicroBatch([filler], self._objective.size(filler), weight=0.0, num_tokens=0)] * missing
 
-    def timed(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Return a context that times a forward and backward of ``micro_batch``, if the cut depends on it."""
-        return self._timed(micro_batch.tokens) if self._learns else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _timed(self, tokens: int) -> Iterator[None]:
-        device = self._device
+    def timed(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Time a forward and backward of ``micro_batch``, if that is of use."""
+        if not self._learns:
+            yield
+            return
+        device, tokens = self._device, micro_batch.tokens
         if device.type == "cpu":
             start = time.perf_counter()
             yield
@@ -230,20 +217,19 @@ class Cutter:
         self._events.clear()
 
     def forget_timings(self) -> None:
-        """Drop the timings of a step that was broken off."""
         self._events.clear()
 
 
-def _of_equal_share(batches: list[tuple[list[Sample], Counts]]) -> list[list[Sample]]:
+def _of_equal_share(window: list[list[Sample]], objective: Objective) -> list[list[Sample]]:
     """Group the samples of batches that give equal weight to each term of their loss; the largest group comes first.
 
     In SFT stock multiplies a batch's mean loss over targets by the number of its labels. Where the first label of a
-    sample counts as one, the weight of a target differs from batch to batch, and samples of two batches in one forward
-    would get the same.
+    sample counts as one, batches differ in the weight of a target.
     """
     groups: dict[Fraction, list[Sample]] = {}
     without_terms: list[Sample] = []
-    for samples, counts in batches:
+    for samples in window:
+        counts = objective.counts(samples)
         if counts.terms:
             groups.setdefault(Fraction(counts.tokens, counts.terms), []).extend(samples)
         else:
@@ -252,3 +238,150 @@ def _of_equal_share(batches: list[tuple[list[Sample], Counts]]) -> list[list[Sam
         return [without_terms]
     largest, *others = sorted(groups.values(), key=len, reverse=True)
     return [largest + without_terms, *others]
+
+
+class Recovery(Retry[MicroBatch]):
+    """Lets the batches of an optimizer step run again after one ran out of memory, or if not ``recovers``, says how to.
+
+    Nothing is lost or repeated: the gradients of the whole window are discarded, and random numbers start over.
+    ``find_batch_dependent_module`` names a module that computes over the batch, or returns None. ``probed_tokens`` are
+    padded, of the largest forward that the probe has seen to fit.
+    """
+
+    dataset = "the dataset"
+    batch_key = "batch_size"
+
+    def __init__(
+        self,
+        host: Host,
+        limit: TokenLimit,
+        find_batch_dependent_module: Callable[[], str | None],
+        *,
+        recovers: bool = True,
+        probed_tokens: int = 0,
+    ) -> None:
+        together = host.recovers_together  # else a rank that fails does not know of the others, which wait elsewhere
+        ranks = host.ranks if together else ALONE
+        super().__init__(limit, host.device, ranks, enabled=recovers and together, largest_that_ran=probed_tokens)
+        self._host = host
+        self._find_batch_dependent_module = find_batch_dependent_module
+        self._recovers = recovers
+        self._random_state: dict[str, Any] = {}
+        self._recovered_in_row, self._warned = 0, False
+
+    def start(self) -> None:
+        super().start()
+        if self._host.gate is not None:
+            self._host.gate.updated = False
+        if self._recovers:
+            self._random_state = random_state(self._host.device)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._recovered_in_row = self._recovered_in_row + 1 if self.failures else 0
+        if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
+            self._warned = True
+            log.warning(
+                "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
+                "or %s", self.less_memory(),
+            )  # fmt: skip
+
+    @property
+    def num_recoveries(self) -> int:
+        return self.limit.num_recoveries
+
+    @contextlib.contextmanager
+    def fatal(self) -> Iterator[None]:
+        """Turn running out of memory inside into an error: parameters may be updated in part."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(
+                f"out of memory in the optimizer's step, which may have updated some parameters and not others; resume "
+                f"from the last checkpoint, with use_maximum_batch_size=True, or a batch_size below "
+                f"{self._host.loader.batch_size}, or {self.less_memory()}"
+            ) from error
+
+    def size(self, part: MicroBatch) -> tuple[int, int]:
+        return len(part.samples), part.tokens
+
+    def describe(self, part: MicroBatch) -> str:
+        plural = "s" if len(part.samples) > 1 else ""
+        longest = max(len(self._host.objective.tokens(sample)) for sample in part.samples)
+        return f"{len(part.samples)} sample{plural} of up to {longest} tokens"
+
+    def unit(self, part: MicroBatch) -> str:
+        return "padded tokens" if self._host.objective.is_text(part.samples[0]) else "samples"
+
+    def shorter(self, part: MicroBatch) -> str:
+        held = ""
+        if self._host.steps_in_backward and self.limit.max_tokens is not None:
+            held = f", on top of {size_of_gradients(self._host)} of gradients, which a batch in parts has to hold"
+        sample = part.samples[0]
+        tokens = self._host.objective.tokens(sample)
+        start = [int(token) for token in tokens[:12]]
+        return (
+            f"{held}: number {index_of(sample)} of {self.dataset} (the first is 0), which begins with the tokens "
+            f"{start}. Set tokenizer.max_seq_len below {len(tokens)}, or {self.less_memory()}"
+        )
+
+    def smaller_batch(self) -> str:
+        return f"set a smaller {self.batch_key}"
+
+    def less_memory(self) -> str:
+        return remedy(self._host)
+
+    def why_never(self, part: MicroBatch) -> str | None:
+        what = f"out of memory in a forward or backward of {self.describe(part)}"
+        if self._host.gate is not None and self._host.gate.updated:
+            return (
+                f"{what}, after its backward had updated parameters, as optimizer_in_bwd=True has it, so that it "
+                f"cannot run again; resume from the last checkpoint, with a batch_size below "
+                f"{self._host.loader.batch_size}, or {self.less_memory()}"
+            )
+        if not self._recovers:
+            return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"
+        if not self._host.recovers_together:
+            return (
+                f"{what}; it cannot run in smaller parts: {self._host.why_no_recovery}. {self.smaller_batch()}, or "
+                f"{self.less_memory()}"
+            )
+        return None
+
+    def batch_dependent_module(self) -> str | None:
+        return self._find_batch_dependent_module()
+
+    def price_of_parts(self) -> str:
+        if not self._host.steps_in_backward:
+            return ""
+        return f", which holds {size_of_gradients(self._host)} of gradients until the last of them"
+
+    def put_back(self) -> None:
+        self._host.objective.equalize_collectives()
+        set_random_state(self._random_state, self._host.device)
+
+
+class ValidationRecovery(Recovery):
+    what = "samples of dataset_val"
+    dataset = "dataset_val"
+    batch_key = "batch_size_val"
+
+
+def size_of_gradients(host: Host) -> str:
+    num_bytes = sum(parameter.nbytes for parameter in host.model.parameters() if parameter.requires_grad)
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def remedy(host: Host) -> str:
+    """Return the next setting that saves memory, and what says before the next run whether it saves enough."""
+    ways = host.objective.saves_memory_by
+    can_offload = "offloading" in ways and host.device.type == "cuda"  # elsewhere stock refuses to
+    if not host.checkpoints_activations:
+        setting = "enable_activation_checkpointing=True"
+    elif can_offload and not host.offloads_activations:
+        setting = "enable_activation_offloading=True"
+    else:
+        setting = "a model with quantized weights, as in QLoRA" if "lora" in ways else "a smaller model"
+    return f"{setting}; 'adaptive-batching plan', with the config and overrides of this run, says what fits"

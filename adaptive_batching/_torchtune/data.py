@@ -16,16 +16,14 @@ from adaptive_batching._values import ConfigError
 
 Sample = dict[str, Any]
 STATE_KEY = "adaptive_batching"
-TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
-_PACKED_KEYS = frozenset({"input_pos", "seq_lens"})
+_TEXT_KEYS = frozenset({"tokens", "labels", "mask"})  # a sample of these alone can be made longer or shorter
 
 
 class SampleLoader:
-    """A stock loader that yields lists of *samples*, which are collated later, when they run.
+    """A stock loader that yields lists of *samples* in stock's order, which are collated later, when they run.
 
-    Their order is that of the stock loader, whatever the batch size. ``extra_state`` returns what a checkpoint holds in
-    addition to the loader's own state, or None. ``drops_last`` leaves out a last batch that is not full, as nearly all
-    of stock's loaders do.
+    ``extra_state`` returns what a checkpoint holds besides the loader's own state, or None. ``drops_last`` leaves out a
+    last batch that is not full.
     """
 
     def __init__(
@@ -41,15 +39,12 @@ class SampleLoader:
 
     @property
     def batch_size(self) -> int:
-        """Samples of the next batch."""
         return int(self._batches.batch_size)
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Change the size of the batches that have not been loaded yet."""
         self._batches.set_batch_size(batch_size)
 
     def load(self, indices: Iterable[int]) -> list[Sample]:
-        """Return the samples with these numbers in the data set, whatever the sampler draws."""
         return [self._indexed[index] for index in indices]
 
     def __len__(self) -> int:
@@ -122,7 +117,7 @@ def index_of(sample: Sample) -> int | None:
 
 def is_text(sample: Sample) -> bool:
     """Return True if ``sample`` has text alone: no images, or other things that its tokens refer to."""
-    return set(sample) <= TEXT_KEYS | _PACKED_KEYS
+    return set(sample) <= _TEXT_KEYS | {"input_pos", "seq_lens"}  # the latter of packs
 
 
 def check_data_fills_a_step(num_samples: int, batch_size: int, accumulation: int) -> None:
@@ -142,9 +137,8 @@ def is_packed(dataset: Any) -> bool:
 
 def stretch(sample: Sample, length: int) -> Sample | None:
     """Return ``sample`` with ``length`` tokens, at least one of them a target; None of a pack or of more than text."""
-    if not set(sample) <= TEXT_KEYS:
+    if not set(sample) <= _TEXT_KEYS:
         return None
-
     stretched = {key: repeat_to(values, length) for key, values in sample.items()}
     if all(label == CROSS_ENTROPY_IGNORE_IDX for label in stretched["labels"][1:]):
         stretched["labels"] = list(stretched["tokens"])

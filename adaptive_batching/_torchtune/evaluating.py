@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -98,11 +98,8 @@ class BatchesThatFit:
         stock: Any = super().loglikelihood_rolling  # type: ignore[misc]
         if not self.settings.enabled:
             return stock(requests, disable_tqdm)
-        before, self._batch_size = self._batch_size, sys.maxsize  # so that the windows of all texts come at once
-        try:
+        with replaced_in(self, _batch_size=sys.maxsize):  # type: ignore[arg-type] # the windows of all texts come at once
             return stock(requests, disable_tqdm)
-        finally:
-            self._batch_size = before
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
@@ -149,8 +146,9 @@ class BatchesThatFit:
             if len(part) > 1:
                 chosen[-1] = requests[longest_first[-1]].args[0]  # with padding, each row has a mask of its own
             alike = requests[longest_first[0]].args[1]
-            with self._without_stop_tokens():
-                found: Sequence[str] = stock([_Request((prompt, alike)) for prompt in chosen], disable_tqdm=True)
+            prompts = [SimpleNamespace(args=(prompt, alike)) for prompt in chosen]  # what the harness reads of requests
+            with replaced_in(self, _tokenizer=_WithoutStopTokens(self._tokenizer)):  # type: ignore[arg-type]
+                found: Sequence[str] = stock(prompts, disable_tqdm=True)
             return found
 
         # Each takes a cache of that length, however long it is.
@@ -163,8 +161,14 @@ class BatchesThatFit:
         if not self._in_parts:
             return stock(context, **kwargs)
         self._batch_size = len(context)  # else stock fills up
-        stops, length = frozenset(self._tokenizer.stop_tokens), context.shape[1]
-        return _Generated([_until(stops, row, length) for row in stock(context, **kwargs).tolist()])
+        stops, start = frozenset(self._tokenizer.stop_tokens), context.shape[1]
+
+        def until_stop(row: list[int]) -> list[int]:
+            end = next((at for at in range(start, len(row)) if row[at] in stops), len(row) - 1)
+            return row[: end + 1]
+
+        rows = [until_stop(row) for row in stock(context, **kwargs).tolist()]
+        return SimpleNamespace(tolist=lambda: rows)  # rows differ in length, where the harness reads a tensor of them
 
     def _as_stock(self, run: Callable[[], Any]) -> tuple[bool, Any]:
         """With the field unset, run as stock does; return True and the results, or False if they are still to come."""
@@ -194,22 +198,19 @@ class BatchesThatFit:
 
         ``at_worst`` runs as many rows as ``forward``, from the first on, in as much memory as they can take.
         """
-        before = self._batch_size
         self.model.requires_grad_(False)  # stock has a graph made of what it scores
-        self._in_parts = True
-        try:
-            with tqdm(total=len(lengths), desc=f"Running {kind} requests", disable=disable_tqdm) as bar:
+        shown = tqdm(total=len(lengths), desc=f"Running {kind} requests", disable=disable_tqdm)
+        in_parts: Any = {"_batch_size": self._batch_size, "_in_parts": True}
+        with replaced_in(self, **in_parts), shown as bar:
 
-                def counted(part: range) -> Sequence[Result]:
-                    results = forward(part)
-                    bar.update(len(part))
-                    return results
+            def counted(part: range) -> Sequence[Result]:
+                results = forward(part)
+                bar.update(len(part))
+                return results
 
-                rows = self._rows_that_fit(kind, lengths, at_worst)
-                with within_memory_limit(self.settings, self.device):
-                    return rows.run(lengths, counted)
-        finally:
-            self._batch_size, self._in_parts = before, False
+            rows = self._rows_that_fit(kind, lengths, at_worst)
+            with within_memory_limit(self.settings, self.device):
+                return rows.run(lengths, counted)
 
     def _rows_that_fit(self, kind: str, lengths: Sequence[int], at_worst: Forward[Any]) -> Rows:
         settings, longest = self.settings, lengths[0]
@@ -236,44 +237,14 @@ class BatchesThatFit:
             meter,
             Question(upper, reason, coarse=True, remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")]),
         )
-        return Rows(
-            Capacity(((longest, result.batch_size),)),
-            self._discard,
-            most=settings.max_batch_size,
-            has_fitted=True,
-            recovers=settings.recover_from_oom,
-            remedy=remedy,
-        )
-
-    @contextlib.contextmanager
-    def _without_stop_tokens(self) -> Iterator[None]:
-        tokenizer, self._tokenizer = self._tokenizer, _WithoutStopTokens(self._tokenizer)
-        try:
-            yield
-        finally:
-            self._tokenizer = tokenizer
+        fits, most = Capacity(((longest, result.batch_size),)), settings.max_batch_size
+        recovers = settings.recover_from_oom
+        return Rows(fits, self._discard, most=most, has_fitted=True, recovers=recovers, remedy=remedy)
 
     def _discard(self) -> None:
         if self.model.caches_are_setup():
             delete_kv_caches(self.model)
         release_cached_memory(self.device)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Part of a request that the harness reads."""
-
-    args: tuple[str, Any]
-
-
-@dataclass(frozen=True)
-class _Generated:
-    """Tokens of rows that differ in length, where the harness reads a tensor of them."""
-
-    rows: list[list[int]]
-
-    def tolist(self) -> list[list[int]]:
-        return self.rows
 
 
 class _WithoutStopTokens:
@@ -286,9 +257,3 @@ class _WithoutStopTokens:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
-
-
-def _until(stops: frozenset[int], row: list[int], start: int) -> list[int]:
-    """Return a row up to the first of ``stops`` from ``start`` on, which is the last token."""
-    end = next((at for at in range(start, len(row)) if row[at] in stops), len(row) - 1)
-    return row[: end + 1]

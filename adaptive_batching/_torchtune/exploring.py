@@ -19,11 +19,10 @@ from adaptive_batching._micro_batches.forward_cost import ForwardCost
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, remedy
 from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.gradients import gather_gradients, held_back
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.recovery import remedy
 from adaptive_batching._values import ByLength, CutSize, Fixed
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,4 @@
-"""A stock recipe as the rest of this package sees it: typed and frozen.
-
-Only this module reads the attributes with a leading underscore that stock keeps its state in, and it supplies a default
-for those that some recipe lacks.
-"""
+"""A stock recipe as the rest of this package sees it: the only reader of the private attributes of its state."""
 
 from __future__ import annotations
 
@@ -23,22 +19,19 @@ from adaptive_batching._torchtune.objective import Objective, StockParts
 
 
 class Gate:
-    """Lets the optimizers of a model step in its backward passes, or holds them back. Open unless told otherwise.
+    """Lets the optimizers of a model step in its backward passes, as stock's hooks do in every one, or holds them back.
 
-    Stock's hooks step each as soon as the gradient of its parameter is there, in every backward, so that a batch is one
-    forward. Held back, gradients add up over micro-batches, and the optimizers step in the last one's backward. That
-    takes the gradients' memory, which stepping in the backward pass saves; only a batch that is cut has to pay it.
+    Held back, gradients add up over micro-batches, until the last backward. That takes the memory which stepping in
+    the backward pass saves; only a batch that is cut has to pay it.
     """
 
     def __init__(self) -> None:
-        self.updated = False
-        """True once a parameter has been updated, until set to False. After that a step that runs out of memory cannot
-        run again."""
+        self.updated = False  # True once a parameter is, after which a step that runs out of memory cannot run again
         self._times_closed = 0
         self._optimizers: dict[Any, Optimizer] = {}
 
     def register(self, model: nn.Module, optim_dict: Mapping[torch.nn.Parameter, Optimizer]) -> None:
-        """Take the place of torchtune's ``register_optim_in_bwd_hooks``: while open, do what that does."""
+        """Take the place of torchtune's ``register_optim_in_bwd_hooks``."""
         self._optimizers = dict(optim_dict)
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -57,7 +50,6 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        """Let gradients add up inside, without a step."""
         self._times_closed += 1
         try:
             yield
@@ -81,45 +73,27 @@ class Gate:
 class Host:
     """The parts of a recipe that a training step needs."""
 
-    name: str
-    """Name of the recipe's class."""
-
+    name: str  # of the recipe's class
     objective: Objective
     model: nn.Module
-    optimizers: Sequence[Optimizer]
-    """One; with optimizers in the backward pass, one for each parameter."""
-
+    optimizers: Sequence[Optimizer]  # one; with optimizers in the backward pass, one for each parameter
     loader: SampleLoader
     device: torch.device
     ranks: Ranks
-    num_replicas: int = 1
-    """Ranks that see different samples; fewer than all ranks under tensor parallelism."""
-
+    num_replicas: int = 1  # ranks that see different samples; fewer than all ranks under tensor parallelism
     clip_norm: float | None = None
-    """Maximum norm of the gradient; None for no clipping."""
-
-    logs_norm: bool = True
-    """True if stock logs the norm of a gradient that it clips."""
-
-    gate: Gate | None = None
-    """Holds back the optimizers that step in the backward pass; None where none does."""
-
-    collectives: MicroBatchCollectives | None = None
-    """Collectives of a sharded model, known so that a rank can issue them for the others."""
-
+    logs_norm: bool = True  # of the gradient, where it is clipped
+    gate: Gate | None = None  # of optimizers that step in the backward pass
+    collectives: MicroBatchCollectives | None = None  # of a sharded model, which a rank can issue for the others
     tensor_parallel: bool = False
-    why_no_recovery: str = ""
-    """Reason why several ranks cannot recover from running out of memory, if there is one."""
-
+    why_no_recovery: str = ""  # of several ranks, if they cannot recover
     is_compiled: bool = False
     checkpoints_activations: bool = False
     offloads_activations: bool = False
-    max_length: int | None = None
-    """Tokens that the tokenizer truncates samples to, if it does."""
+    max_length: int | None = None  # tokens that the tokenizer truncates samples to
 
     @property
     def steps_in_backward(self) -> bool:
-        """True if each parameter is updated in the backward pass, as soon as its gradient is there."""
         return self.gate is not None
 
     @property
@@ -129,12 +103,10 @@ class Host:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The model that is trained, and the frozen ones that its loss needs."""
         return [self.model, *self.objective.frozen_models]
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of an epoch on one replica."""
         return len(self.loader.sampler)
 
 
@@ -151,27 +123,20 @@ class StockRun:
     """The run as stock's set-up has laid it out, at the configured batch size."""
 
     batch_size: int
-    accumulation: int
-    """Batches of an optimizer step."""
-
+    accumulation: int  # batches of an optimizer step
     epochs: int
     steps_per_epoch: int
     max_steps_per_epoch: int | None = None
     first_epoch: int = 0
     first_step: int = 0
     scheduler: Any = None
-    rates: tuple[float, ...] = (1.0,)
-    """Learning rate before each step of the whole run, and after the last."""
-
+    rates: tuple[float, ...] = (1.0,)  # learning rate before each step of the whole run, and after the last
     log_every: int = 1
     logs_peak_memory: bool = False
     profiler: Any = None
-    profiles_steps: bool = False
-    """True if a step of the profiler is an optimizer step rather than a batch."""
-
+    profiles_steps: bool = False  # a step of the profiler is an optimizer step rather than a batch
     memory_history: MemoryHistory | None = None
-    samples: int | None = None
-    """Samples after which the run ends, be it within an epoch; None to train on all epochs."""
+    samples: int | None = None  # after which the run ends, be it within an epoch
 
     @property
     def window(self) -> int:
@@ -194,7 +159,6 @@ class Outlet(Protocol):
 
 
 def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
-    """Read a stock recipe that has been set up."""
     loader: SampleLoader = recipe._dataloader
     clip_norm = getattr(recipe, "_clip_grad_norm", None)
     return Host(
@@ -218,7 +182,6 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
 
 
 def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
-    """Return what a recipe that has been set up makes an objective from, for the batches of ``loader``."""
     return StockParts(
         collate=loader.collate,
         loss=recipe._loss_fn,
@@ -235,7 +198,6 @@ def parts_of(recipe: Any, ranks: Ranks, loader: SampleLoader) -> StockParts:
 
 
 def run_of(recipe: Any, configured_batch_size: int, rates: Sequence[float]) -> StockRun:
-    """Read how stock has laid out the run."""
     history = None
     # Only the first rank of a stock recipe knows its profiler's settings.
     if getattr(recipe, "profiler_profile_memory", False) and recipe._device.type == "cuda":
@@ -264,12 +226,10 @@ def optimizers_of(recipe: Any) -> list[Optimizer]:
 
 
 def groups_of(recipe: Any) -> list[dict[str, Any]]:
-    """Return the groups of parameters of all optimizers, which hold learning rates."""
     return [group for optimizer in optimizers_of(recipe) for group in optimizer.param_groups]
 
 
 def learning_rate_holder(recipe: Any) -> Any:
-    """Return the object that torchtune reads the learning rate from, and saves as the optimizer."""
     return recipe._optim_ckpt_wrapper if _steps_in_backward(recipe) else recipe._optimizer
 
 
@@ -290,7 +250,6 @@ def checkpointer_of(recipe: Any) -> Any:
 
 
 def saves_asynchronously(recipe: Any) -> bool:
-    """True if all checkpoints but the last are saved by threads while training goes on."""
     return bool(getattr(recipe, "_enable_async_checkpointing", False))
 
 

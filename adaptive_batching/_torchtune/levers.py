@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import _recipe_registry as registry
 
 from adaptive_batching._plan import Need
-from adaptive_batching._torchtune.next_token import fake_quantized, next_token
+from adaptive_batching._torchtune.losses import fake_quantized, next_token
 from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.planning import Plan, Question, TooLongError, sketch
 

@@ -16,14 +16,13 @@ from tqdm import tqdm
 
 from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._report.events import StepCost, Watcher
-from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching._torchtune.growing import Growth, StockSchedule
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.objective import Sums
-from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.step_cost import StepCosts, recorded_memory
 from adaptive_batching._torchtune.validating import Validation
 
@@ -32,8 +31,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training:
-    """The run that a loop trains, and those who are told of it."""
-
     host: Host
     run: StockRun
     outlet: Outlet
@@ -42,8 +39,7 @@ class Training:
     limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Gives a context in which memory is limited; checkpoints are saved outside of it."""
 
-    save_every: int | None = None
-    """Steps from one checkpoint to the next; None to save at the end of each epoch."""
+    save_every: int | None = None  # steps from one checkpoint to the next; None for the end of each epoch
 
 
 class Loop(ABC):
@@ -53,17 +49,12 @@ class Loop(ABC):
     """
 
     def __init__(self, training: Training) -> None:
-        self._host = training.host
-        self._run = training.run
-        self._outlet = training.outlet
-        self._schedule = training.schedule
-        self._watchers = training.watchers
-        self._limited = training.limited
-        self._save_every = training.save_every
+        self._host, self._run, self._schedule = training.host, training.run, training.schedule
+        self._outlet, self._watchers = training.outlet, training.watchers
+        self._limited, self._save_every = training.limited, training.save_every
         self.global_step = training.run.first_step
 
     def run(self) -> None:
-        """Train, and save checkpoints."""
         host, run = self._host, self._run
         if host.is_compiled:
             log.info("the model is compiled in its first forward: expect a slow first step")
@@ -105,13 +96,10 @@ class Loop(ABC):
 
     def _save(self, epoch: int, *, is_last: bool) -> None:
         start = time.perf_counter()
-        by_steps = self._save_every is not None
+        what, number = ("epoch", epoch) if self._save_every is None else ("step", self.global_step)
+        save = self._outlet.save_epoch if self._save_every is None else self._outlet.save_step
         with self._schedule.unscaled():
-            if by_steps:
-                self._outlet.save_step(self.global_step, is_last=is_last)
-            else:
-                self._outlet.save_epoch(epoch, is_last=is_last)
-        what, number = ("step", self.global_step) if by_steps else ("epoch", epoch)
+            save(number, is_last=is_last)
         go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
         log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
 
@@ -130,11 +118,8 @@ class Loop(ABC):
         self._host.loader.sampler.set_epoch(epoch)
 
     def _note_progress(self, *, epochs_run: int) -> None:
-        self._outlet.note_progress(
-            epochs_run=epochs_run,
-            global_step=self.global_step,
-            steps_per_epoch=self._schedule.course.steps_per_epoch,
-        )
+        steps_per_epoch = self._schedule.course.steps_per_epoch
+        self._outlet.note_progress(epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=steps_per_epoch)
 
     def _record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> bool:
         """Have the schedule take note of a step, and tell what changes; True if it has decided on what follows."""
@@ -153,27 +138,17 @@ class Loop(ABC):
 class TrainingLoop(Loop):
     """Trains a model on the sum of its samples' gradients.
 
-    Gradients of an accumulation window that an epoch of stock's schedule leaves unfinished are carried into the next
-    one, as in stock. With adaptive batching on, an epoch ends with its last full window.
-
-    A *window* is the batches of one optimizer step. Each runs as one micro-batch or several, which changes the gradient
-    by no more than rounding. With ``together`` the samples of all its batches are sorted and cut together.
+    A *window* is the batches of one optimizer step, each run as one micro-batch or several; with ``together`` the
+    samples of all its batches are sorted and cut together. Where stock's epoch ends within a window, its gradients are
+    carried into the next epoch, as in stock; with adaptive batching on, an epoch ends with its last full window.
     """
 
     def __init__(
-        self,
-        training: Training,
-        cutter: Cutter,
-        recovery: Recovery,
-        *,
-        together: bool = False,
-        validation: Validation | None = None,
+        self, training: Training, cutter: Cutter, recovery: Recovery, validation: Validation | None, *, together: bool
     ) -> None:
         super().__init__(training)
-        self._cutter = cutter
-        self._recovery = recovery
+        self._cutter, self._recovery, self._validation = cutter, recovery, validation
         self._together = together
-        self._validation = validation
         self._costs: StepCosts | None = None
         self._start_window()
 
@@ -224,13 +199,9 @@ class TrainingLoop(Loop):
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
         self._window.append(batch)
-        if not self._together:
-            waiting = [batch]
-        elif ends_window:
-            waiting = self._window
-        else:
-            return
-        self._recovery.run_until_fits(lambda again: self._gather(waiting, again=again))
+        if ends_window or not self._together:
+            waiting = self._window if self._together else [batch]
+            self._recovery.run_until_fits(lambda again: self._gather(waiting, again=again))
 
     def _gather(
         self, batches: list[list[Sample]], *, again: bool
@@ -252,8 +223,7 @@ class TrainingLoop(Loop):
                 noise.see_part(self._ran)
             if not micro_batches:  # samples without anything to learn from
                 continue
-            # Counting takes time; a run that is as stock is left alone, however slow.
-            counts_retries = self._schedule.adapts
+            counts_retries = self._schedule.adapts  # it takes time; a run that is as stock is left alone
             outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
             if outcome.failed:
                 self._cutter.forget_timings()
@@ -322,7 +292,6 @@ class TrainingLoop(Loop):
         self._schedule.note_validation(loss)
 
     def _columns(self, cost: StepCost | None) -> str:
-        """Return what the progress bar shows besides the loss: batch size, padding and recoveries."""
         columns = [f"batch {len(self._window[-1])}"] if self._schedule.adapts else []
         if cost is not None and cost.tokens and cost.padded_tokens is not None:
             columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
@@ -345,5 +314,5 @@ class TrainingLoop(Loop):
             metrics["grad_norm"] = grad_norm
         metrics.update(self._schedule.metrics())
         if self._schedule.adapts or self._recovery.num_recoveries > 0:  # else as in stock
-            metrics.update(self._recovery.metrics())
+            metrics["out_of_memory_recoveries"] = self._recovery.num_recoveries
         self._outlet.log_metrics(metrics, self.global_step)

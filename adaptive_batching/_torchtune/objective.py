@@ -1,8 +1,4 @@
-"""Computation of a recipe: from samples to a loss, and the share that each part of a batch has in its gradient.
-
-Everything else here cuts, runs, probes and recovers a step through an :class:`Objective` alone. A recipe that computes
-something other than next-token prediction names a subclass of its own.
-"""
+"""Computation of a recipe: from samples to a loss, and the share that each part of a batch has in its gradient."""
 
 from __future__ import annotations
 
@@ -24,10 +20,7 @@ from adaptive_batching._values import ConfigError
 
 Batch = dict[str, Any]
 Activations = contextlib.AbstractContextManager[Any]
-"""Context of a forward, which may offload activations."""
-
-SHORT = 8
-"""Tokens of the shortest text that is run."""
+SHORT = 8  # tokens of the shortest text that is run
 
 
 @dataclass(frozen=True)
@@ -69,30 +62,15 @@ class StockParts:
 
     collate: Callable[[list[Sample]], Any]
     loss: Any
-    activations: Any
-    """Context of a forward."""
-
-    num_chunks: int
-    """Chunks of tokens for each of which a forward gathers the output layer; 0 if it does not."""
-
-    frozen: nn.Module | None = None
-    """Second model, which is not trained: a reference or a teacher."""
-
+    activations: Any  # context of a forward, which may offload them
+    num_chunks: int  # chunks of tokens for each of which a forward gathers the output layer; 0 if it does not
+    frozen: nn.Module | None = None  # a reference or a teacher
     num_ranks: int = 1
-    teacher_loss: Any = None
-    """Mean divergence of logits from the teacher's, over the labels that are not ignored."""
-
-    teacher_share: float = 0.0
-    """Share of the divergence in the loss."""
-
-    model: nn.Module | None = None
-    """Model that is trained."""
-
-    fake_quantized_from: int | None = None
-    """Optimizer step that fake quantization begins with; None for the first."""
-
-    quantizer_mode: str | None = None
-    """Kind of the quantizer, as torchtune names it."""
+    teacher_loss: Any = None  # mean divergence of logits from the teacher's, over the labels that are not ignored
+    teacher_share: float = 0.0  # of the divergence in the loss
+    model: nn.Module | None = None  # the one that is trained
+    fake_quantized_from: int | None = None  # optimizer step that fake quantization begins with; None for the first
+    quantizer_mode: str | None = None  # kind of the quantizer, as torchtune names it
 
 
 class Objective(ABC):
@@ -178,7 +156,11 @@ class Objective(ABC):
     def forget(self) -> None:
         """Drop what a forward that broke off has left behind."""
         if isinstance(self._activations, OffloadActivations):
-            _empty(self._activations)
+            # The context lives on until garbage is collected, so that it is emptied.
+            for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
+                getattr(self._activations, name, {}).clear()
+            # It refers to a node of the graph, whose hooks refer to it: a circle in C++, which no collection finds.
+            self._activations.curr_autograd_node = None
             self._activations = OffloadActivations()
 
     def batch_dependent_part(self) -> str | None:
@@ -216,14 +198,6 @@ class Objective(ABC):
         return traced
 
 
-def _empty(offloaded: Any) -> None:
-    """Empty the context of a forward that broke off: it lives on until the garbage is collected."""
-    for name in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
-        getattr(offloaded, name, {}).clear()
-    # It refers to a node of the graph, whose hooks refer to it: a circle through C++, which no collection finds.
-    offloaded.curr_autograd_node = None
-
-
 def worst_case_sample(
     dataset: Any, objective: Objective, *, sequence_length: int | None, tokenizer_max: int | None, model_max: int | None
 ) -> Sample:
@@ -252,9 +226,6 @@ def worst_case_sample(
 
 
 def _longest(dataset: Any, objective: Objective) -> Sample:
-    longest: Sample = {}
-    for index in tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True):
-        sample = dataset[index]
-        if not longest or len(objective.tokens(sample)) > len(objective.tokens(longest)):
-            longest = dict(sample)
-    return longest
+    indices = tqdm(range(len(dataset)), desc="Looking for the longest sample", dynamic_ncols=True)
+    longest: Sample = max((dataset[index] for index in indices), key=lambda sample: len(objective.tokens(sample)))
+    return dict(longest)

@@ -34,9 +34,15 @@ from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.images import Image, image_of, without_torchvision
 from adaptive_batching._torchtune.learning_rate import scheduled_rates
-from adaptive_batching._torchtune.next_token import accept_configs_of_torchao, distillation, fake_quantized, next_token
+from adaptive_batching._torchtune.losses import (
+    KINDS,
+    accept_configs_of_torchao,
+    distillation,
+    fake_quantized,
+    next_token,
+    preferences,
+)
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.preferences import KINDS, preferences
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.stand_ins import TracedOffloading, without_kernels

@@ -26,7 +26,7 @@ from adaptive_batching._torchtune import host as hosts
 from adaptive_batching._torchtune.data import STATE_KEY, SampleLoader, check_data_fills_a_step
 from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.learning_rate import scheduled_rates, scheduled_steps, set_rate
-from adaptive_batching._torchtune.next_token import next_token
+from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.probing import Circumstances

@@ -8,11 +8,15 @@ from typing import Any
 from adaptive_batching._torchtune.async_checkpoints import ThroughClient
 from adaptive_batching._torchtune.checkpoints import BatchStateInCheckpoint
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation, BatchesThatFit
+from adaptive_batching._torchtune.losses import (
+    AcceptsConfigsOfTorchao,
+    distillation,
+    fake_quantized,
+    preferences,
+)
 from adaptive_batching._torchtune.many_devices import ManyDevices, start_process_group
-from adaptive_batching._torchtune.next_token import AcceptsConfigsOfTorchao, distillation, fake_quantized
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.ppo.ppo_recipe import AdaptivePPO
-from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.settings import check_ppo_settings
 from adaptive_batching._torchtune.stock import load_stock, load_stock_evaluation

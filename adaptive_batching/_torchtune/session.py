@@ -25,36 +25,31 @@ from adaptive_batching._probe.does_not_fit import require_room, within_memory_li
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import compiling
-from adaptive_batching._torchtune.cutting import Cutter, Execution
+from adaptive_batching._torchtune.cutting import Cutter, Execution, Recovery
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
 from adaptive_batching._torchtune.growing import Growth, Increase, StockSchedule, accumulation_of, make_controller
 from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
-from adaptive_batching._torchtune.probing import Circumstances, Probed, find_maximum
-from adaptive_batching._torchtune.recovery import Recovery
+from adaptive_batching._torchtune.probing import Probed, find_maximum
 from adaptive_batching._torchtune.training_step import batch_dependent_module
-from adaptive_batching._torchtune.validating import HeldOut, Validation, execution_of
-from adaptive_batching._values import ByLength, ConfigError, CutSize, Explore, Whole
+from adaptive_batching._torchtune.validating import HeldOut, Validation
+from adaptive_batching._values import ByLength, ConfigError, Explore, Whole
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Session:
-    """A run, and everything that it has settled on before it trains: see :meth:`settle`."""
+    """A run, and everything that it has settled on before it trains."""
 
     host: Host
     run: StockRun
     settings: AdaptiveBatchingConfig
     increase: Increase
-    report: Report | None = None
-    """None with all fields unset."""
-
-    stored: Mapping[str, Any] = field(default_factory=dict)
-    """State of the run that is resumed."""
-
+    report: Report | None = None  # None with all fields unset
+    stored: Mapping[str, Any] = field(default_factory=dict)  # state of the run that is resumed
     held_out: HeldOut | None = None
     growth: Growth | None = field(default=None, init=False)
     execution: Execution = field(init=False)
@@ -67,13 +62,10 @@ class Session:
         self.execution = Execution(is_stock=self.report is None)
 
     def settle(self, circumstances: Circumstances) -> None:
-        """Decide all that is decided before training: what fits, how batches are cut, how they grow.
-
-        With all fields unset, only what several ranks need is prepared.
-        """
+        """Decide all that is decided before training: what fits, how batches are cut, how they grow."""
         self._prepare_host(circumstances)
-        # Before memory is short or measured: the thread that watches progress bars takes some, and Python waits for it
-        # for good if it cannot start.
+        # Before memory is short or measured: the thread that watches progress bars takes some, and if it cannot start,
+        # Python waits for good.
         tqdm(disable=True).close()
         if self.report is not None:
             self._check()
@@ -87,16 +79,20 @@ class Session:
         if host.ranks.size > 1:
             collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
-        if settings.memory_limit is not None and (host.ranks.size == 1 or host.collectives is not None):
+        if settings.memory_limit is not None and host.recovers_together:
             with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
                 require_room(settings, memory_meter(host.device), host.ranks)
 
     def _check(self) -> None:
-        host, settings = self.host, self.settings
-        check_that_noise_has_a_meaning(host, self.increase)
+        host, settings, increase = self.host, self.settings, self.increase
+        if increase.noise_scale_every is not None and not host.objective.sums_gradients:
+            raise ConfigError(
+                f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; take an "
+                f"increase function that does not read it, and leave noise_scale_every unset"
+            )
         if settings.keep_beta2_half_life:
             check_that_beta2_can_follow(host.optimizers)
-        check_that_cutting_is_exact(settings, self.increase, self._batch_dependent)
+        check_that_cutting_is_exact(settings, increase, self._batch_dependent)
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
 
@@ -111,7 +107,7 @@ class Session:
         execution.capacity = probed.capacity
         if isinstance(probed.micro_batch_size, Explore):
             execution.size = chosen = settle_micro_batch_size(host, run, controller, execution, stored, report)
-            self._explored = _spelled(chosen)
+            self._explored = str(chosen) if isinstance(chosen, ByLength) else int(str(chosen))
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
         else:
             execution.size = probed.micro_batch_size
@@ -136,53 +132,32 @@ class Session:
 
     def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> Loop:
         """Return the loop that trains; the record of the run is told what happens before ``watchers`` are."""
+        schedule = self.growth or self._stock_schedule()
         watchers = [*watchers] if self.report is None else [self.report, *watchers]
-        return self._loop(
-            Training(
-                self.host,
-                self.run,
-                outlet,
-                self.growth or self._stock_schedule(),
-                watchers,
-                self._within_memory_limit,
-                self.settings.save_every_n_steps,
-            )
-        )
+        # Nothing may come in the way of checkpoints, which are saved outside of the limit.
+        limited = functools.partial(within_memory_limit, self.settings, self.host.device)
+        save_every = self.settings.save_every_n_steps
+        return self._loop(Training(self.host, self.run, outlet, schedule, watchers, limited, save_every))
 
     def _stock_schedule(self) -> StockSchedule:
         return StockSchedule(self.host, self.run)
 
     def _loop(self, training: Training) -> Loop:
-        execution, growth = self.execution, self.growth
-        times_forwards = growth is not None and not growth.course.controller.decides_early
-        return TrainingLoop(
-            training,
-            Cutter(self.host, execution, learns=times_forwards),
-            self._recovery(),
-            together=isinstance(execution.size, ByLength),
-            validation=None if self.held_out is None else self._validation(self.held_out),
-        )
+        learns = self.growth is not None and not self.growth.course.controller.decides_early
+        cutter, validation = Cutter(self.host, self.execution, learns=learns), None
+        if self.held_out is not None:
+            probed = self._probed if self.settings.use_maximum_batch_size else None
+            recovers = self.settings.recover_from_oom
+            validation = Validation(
+                self.host, self.held_out, self.run, self._validation_limit, probed, recovers=recovers
+            )
+        together = isinstance(self.execution.size, ByLength)
+        return TrainingLoop(training, cutter, self._recovery(), validation, together=together)
 
     def _recovery(self) -> Recovery:
-        return Recovery(
-            self.host,
-            self.execution.limit,
-            self._batch_dependent,
-            recovers=self.settings.recover_from_oom,
-            probed_tokens=0 if self._probed is None else self._probed.tokens,
-        )
-
-    def _validation(self, held_out: HeldOut) -> Validation:
-        probed = self._probed if self.settings.use_maximum_batch_size else None
-        most, tokens = (self.run.batch_size, 0) if probed is None else (probed.maximum, probed.tokens)
-        return Validation(
-            self.host,
-            held_out,
-            execution_of(held_out, self._validation_limit, self.run.batch_size, tokens),
-            most_samples=held_out.batch_size or most,
-            recovers=self.settings.recover_from_oom,
-            logs_peak_memory=self.run.logs_peak_memory,
-        )
+        recovers, tokens = self.settings.recover_from_oom, 0 if self._probed is None else self._probed.tokens
+        limit, find = self.execution.limit, self._batch_dependent
+        return Recovery(self.host, limit, find, recovers=recovers, probed_tokens=tokens)
 
     def finish(self) -> None:
         if self.report is not None:
@@ -194,7 +169,6 @@ class Session:
             self._random_states = self.host.ranks.gather(random_state(self.host.device))  # only the first stores them
 
     def state_dict(self, global_step: int) -> dict[str, Any] | None:
-        """Return what a checkpoint holds after ``global_step`` optimizer steps; None with all fields unset."""
         if self.growth is None:
             return None  # off is stock, its checkpoints included
         controller = self.growth.course.controller
@@ -222,19 +196,6 @@ class Session:
         ranks = self.host.ranks
         if len(stored["random_states"]) == ranks.size:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)
-
-    def _within_memory_limit(self) -> contextlib.AbstractContextManager[None]:
-        """Have training run out of memory at ``memory_limit``, but for checkpoints: nothing may come in their way."""
-        return within_memory_limit(self.settings, self.host.device)
-
-
-def check_that_noise_has_a_meaning(host: Host, increase: Increase) -> None:
-    """Refuse to measure the gradient noise scale of an objective whose gradient is no sum over tokens."""
-    if increase.noise_scale_every is not None and not host.objective.sums_gradients:
-        raise ConfigError(
-            f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; take an "
-            f"increase function that does not read it, and leave noise_scale_every unset"
-        )
 
 
 def check_that_cutting_is_exact(
@@ -264,7 +225,6 @@ def _order_of(host: Host) -> dict[str, Any]:
 
 
 def _warn_of_another_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn where a run goes on within an epoch whose samples come in another order than they did."""
     for key, value in now.items():
         if before.get(key, value) != value:
             what = f"{value} samples in dataset, where" if key == "dataset" else f"{key}={value}, where it was"
@@ -273,7 +233,3 @@ def _warn_of_another_order(before: Mapping[str, Any], now: Mapping[str, Any]) ->
                 "others do not come; set %s as it was",
                 what, f"there were {before[key]}" if key == "dataset" else before[key], key,
             )  # fmt: skip
-
-
-def _spelled(size: CutSize) -> int | str:
-    return str(size) if isinstance(size, ByLength) else int(str(size))

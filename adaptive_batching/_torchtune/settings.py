@@ -20,12 +20,11 @@ from adaptive_batching._values import ConfigError, Explore, Fixed, Whole, diviso
 
 log = logging.getLogger(__name__)
 
-_OF_GROWTH: tuple[str, ...] = ("increase_every", "grow_during_warmup", "grow_beyond_memory")
-_OF_ANY: tuple[str, ...] = ("lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch")
+_OF_GROWTH = ["increase_every", "grow_during_warmup", "grow_beyond_memory"]
+_OF_ANY = ["lr_scaling", "keep_beta2_half_life", "noise_scale_every", "keep_global_batch"]
 _OF_EVALUATION = ("search", "max_batch_size", "memory_limit", "headroom", "recover_from_oom")
 FIELDS = (*TOP_LEVEL, "adaptive_batching")
-VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")
-"""Top-level keys of a validation, as on torchtune's main branch."""
+VALIDATION = ("dataset_val", "batch_size_val", "run_val_every_n_steps")  # as on torchtune's main branch
 
 # Names by which other tools know what ours do.
 _ELSEWHERE = {
@@ -40,7 +39,6 @@ _ELSEWHERE = {
 
 
 def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
-    """Read and validate what a config says about adaptive batching, without touching the model or the data."""
     for key in map(str, cfg):
         _check_name(key, cfg)
     values: dict[str, Any] = {key: _plain(cfg, key) for key in TOP_LEVEL}
@@ -83,22 +81,17 @@ def read_evaluation(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingC
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    dataset: Any
-    """A component, or a list of them, as ``dataset``."""
-
-    every: int
-    """Optimizer steps from one validation to the next."""
-
-    batch_size: int | None = None
-    """Samples of a forward; None to follow the training batch."""
+    dataset: Any  # a component, or a list of them
+    every: int  # optimizer steps from one validation to the next
+    batch_size: int | None = None  # samples of a forward; None to follow the training batch
 
 
 def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSettings | None:
     """Read and validate what a config says about validation; None for no validation."""
     dataset, batch_size, every = (cfg.get(key) for key in VALIDATION)
-    for key, value in (("batch_size_val", batch_size), ("run_val_every_n_steps", every)):
-        if value is not None:
-            require_positive_int(key, value)
+    for key in VALIDATION[1:]:
+        if cfg.get(key) is not None:
+            require_positive_int(key, cfg[key])
     if _is_taken_away(dataset):
         dataset = None
     parts = dataset if isinstance(dataset, ListConfig) else [] if dataset is None else [dataset]
@@ -108,8 +101,8 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
             f"dataset_val._component_"
         )
     if every is None:
-        for key in VALIDATION[:2]:
-            if warns and (dataset if key == "dataset_val" else batch_size) is not None:
+        for key, value in zip(VALIDATION, (dataset, batch_size), strict=False):
+            if warns and value is not None:
                 log.warning("%s=%s does nothing without run_val_every_n_steps", key, _plain(cfg, key))
         return None
     if not parts:
@@ -136,11 +129,11 @@ def _check_name(key: str, cfg: DictConfig) -> None:
 
 
 def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:
+    if settings.grows:
+        return
     default, keys, without = AdaptiveBatchingConfig(), _OF_GROWTH, "batch_increase_function"
     if not settings.enabled:
-        keys, without = (*_OF_GROWTH, *_OF_ANY), "any of the fields that change the batch"
-    elif settings.grows:
-        return
+        keys, without = _OF_GROWTH + _OF_ANY, "any of the fields that change the batch"
     for key in keys:
         if getattr(settings, key) != getattr(default, key):
             log.warning("adaptive_batching.%s=%s does nothing without %s", key, getattr(settings, key), without)
@@ -206,7 +199,6 @@ def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
 
 
 def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Return what the record says of a run before it begins, in JSON's types."""
     try:
         whole = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for

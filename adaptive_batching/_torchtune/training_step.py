@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,23 +24,19 @@ from adaptive_batching._torchtune.gradients import apply_gradients, forward_back
 from adaptive_batching._torchtune.gradients import discard as drop_step
 from adaptive_batching._torchtune.host import Gate, Host
 from adaptive_batching._torchtune.images import run_without_values
-from adaptive_batching._torchtune.next_token import keeps_scales
+from adaptive_batching._torchtune.losses import keeps_scales
 from adaptive_batching._torchtune.objective import Batch, Sums
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)
 
+# Groups of parameters -> an optimizer for each, as the config has it
 MakeOptimizers = Callable[[Sequence[Sequence[nn.Parameter]]], Sequence[Optimizer]]
-"""Groups of parameters -> an optimizer for each, as the config has it."""
+Note = Callable[[int, float], None]
 
 
 def training_step(
-    host: Host,
-    sample: Sample,
-    *,
-    accumulates: bool,
-    note: Callable[[int, float], None] | None = None,
-    traces_both: bool = False,
+    host: Host, sample: Sample, *, accumulates: bool, note: Note | None = None, traces_both: bool = False
 ) -> TrainingStep:
     """Return one optimizer step on copies of ``sample``, with the recipe's loss, collate function and clipping.
 
@@ -61,24 +56,26 @@ def training_step(
         target = _stand_in(host, model, optimizers) if is_trace else host
         runs_both = accumulates and (traces_both or not is_trace)
 
+        def run_one(batch: Batch, *, is_last: bool) -> Sums:
+            start = time.perf_counter()
+            with held_back(target, is_last=is_last):
+                sums = forward_backward(target, dict(batch))
+            if note is not None and not is_trace:
+                if host.device.type != "cpu":
+                    torch.get_device_module(host.device).synchronize(host.device)
+                note(num_samples, time.perf_counter() - start)
+            return sums
+
         def run(batch: Batch) -> None:
             if is_trace:
                 batch = without_block_mask(batch)
-
-            told = None if note is None or is_trace else partial(note, num_samples)
-
-            def run_one(*, is_last: bool) -> Sums:
-                with _timed(host.device, told), held_back(target, is_last=is_last):
-                    return forward_backward(target, dict(batch))
-
             if accumulates and not runs_both:
                 _hold_gradients(target.optimizers)  # those of earlier forwards, which take no more than the last one
-            forwards = [partial(run_one, is_last=last) for last in ([False, True] if runs_both else [True])]
+            forwards = [partial(run_one, batch, is_last=last) for last in ([False, True] if runs_both else [True])]
             outcome = run_micro_batches(forwards, target.ranks, target.collectives, partial(drop_step, target))
             if outcome.failed:
                 raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-            sums = sum(outcome.results[1:], outcome.results[0])
-            apply_gradients(target, sum_over_ranks(sums, target.ranks))
+            apply_gradients(target, sum_over_ranks(sum(outcome.results[1:], outcome.results[0]), target.ranks))
 
         return run
 
@@ -86,23 +83,11 @@ def training_step(
         host.objective.forget()
         compiling.forget(host)  # each size is compiled as it would be in training
 
-    frozen = host.objective.frozen_models
-    whole = nn.ModuleList([host.model, *frozen]) if frozen else host.model
+    whole = nn.ModuleList(host.models) if host.objective.frozen_models else host.model
     return TrainingStep(
         whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiling.is_cut_by_inductor(host),
         keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _timed(device: torch.device, tell: Callable[[float], None] | None) -> Iterator[None]:
-    """Tell the seconds that the device takes for what runs inside."""
-    start = time.perf_counter()
-    yield
-    if tell is not None:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-        tell(time.perf_counter() - start)
 
 
 def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, accumulates: bool) -> list[Remedy]:
@@ -110,7 +95,9 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
     step = training_step(host, sample, accumulates=accumulates)
     found = []
     if not host.checkpoints_activations:
-        found.append(Remedy("enable_activation_checkpointing=True", step, _checkpoint_activations))
+        layers = {modules.TransformerSelfAttentionLayer}
+        checkpoint = partial(training.set_activation_checkpointing, auto_wrap_policy=layers)
+        found.append(Remedy("enable_activation_checkpointing=True", step, checkpoint))
     ways = host.objective.saves_memory_by
     if "offloading" in ways and not host.offloads_activations and host.device.type == "cuda":
         found.append(Remedy("enable_activation_offloading=True (with enable_activation_checkpointing=True)"))
@@ -140,9 +127,8 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
 
 def batch_dependent_module(host: Host) -> str | None:
     """Name a part of the loss or of the model that computes over the batch dimension, or return None."""
-    of_loss = host.objective.batch_dependent_part()
-    if of_loss is not None:
-        return of_loss
+    if (part := host.objective.batch_dependent_part()) is not None:
+        return part
     tokens = torch.arange(1, 41, device=host.device).reshape(5, 8)  # [samples, tokens]; any text will do
     is_text = host.objective.is_text(host.loader.dataset[0])
 
@@ -160,7 +146,7 @@ def _hold_gradients(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _vocabulary(model: nn.Module) -> frozenset[int]:
-    """Return the size of the vocabulary, by which a trace knows logits; nothing for a model without embeddings."""
+    """Return the size of the vocabulary, if any, by which a trace knows logits."""
     sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     return frozenset([max(sizes)] if sizes else [])
 
@@ -192,13 +178,9 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 def without_block_mask(batch: dict[str, Any]) -> dict[str, Any]:
     """Return ``batch`` as a trace can take it: flex attention, which takes a mask of blocks, has no fake kernel.
 
-    Without the mask attention is causal, in a fused kernel that keeps what flex attention keeps for the backward pass.
+    Without it attention is causal, in a fused kernel that keeps as much for the backward pass.
     """
     return {key: value for key, value in batch.items() if not isinstance(value, BlockMask)}
-
-
-def _checkpoint_activations(model: nn.Module) -> None:
-    training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
 
 
 def _freeze_weights(model: nn.Module) -> None:

@@ -28,13 +28,13 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, ValidationRecovery
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.gradients import to_device
 from adaptive_batching._torchtune.growing import Increase
-from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
-from adaptive_batching._torchtune.recovery import ValidationRecovery
+from adaptive_batching._torchtune.probing import Probed
 from adaptive_batching._torchtune.settings import ValidationSettings
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
@@ -47,20 +47,11 @@ _LOOK_AHEAD = 16
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A data set to validate on."""
-
-    loader: SampleLoader
-    """Its samples, collate function and the ranks that share it; its order and its batches are not used."""
-
-    objective: Objective
-    """The recipe's objective, with an own state, for batches of this data set."""
-
+    loader: SampleLoader  # for its samples, collate function and ranks, not its order and batches
+    objective: Objective  # the recipe's, with an own state, for batches of this data set
     every: int
-    batch_size: int | None
-    """Samples of a forward; None to follow the training batch."""
-
-    longest: int
-    """Number of its longest sample."""
+    batch_size: int | None  # samples of a forward; None to follow the training batch
+    longest: int  # number of its longest sample
 
 
 def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Objective, model: nn.Module) -> HeldOut:
@@ -105,37 +96,16 @@ def check_validation(settings: ValidationSettings | None, increase: Increase, re
         )
 
 
-def execution_of(held_out: HeldOut, limit: TokenLimit, batch_size: int, probed_tokens: int) -> Execution:
-    """Return how a data set is cut into forwards.
-
-    A forward without a backward takes less memory than a training step of the same size, so that what the probe has run
-    needs no probe of its own: ``probed_tokens``, padded, or 0 if the training batch keeps its size.
-    """
-    if held_out.batch_size is None and probed_tokens:
-        return Execution(ByLength(), Capacity.of_tokens(probed_tokens), limit=limit, is_stock=False)
-    return Execution(Fixed(held_out.batch_size or batch_size), limit=limit, is_stock=False)
-
-
 class Validation:
     """Computes the loss of a model on a data set that is held out.
 
-    Each rank takes every n-th sample, without repeating any to make their numbers equal; a rank that has fewer makes up
-    for it with forwards of weight 0. A forward that runs out of memory runs again in smaller parts, and what has been
-    learned from that is remembered, apart from what training learns.
-
-    A forward has at most ``most_samples``, if all are long. With ``logs_peak_memory`` training logs peaks of memory,
-    which are to be its own.
+    Each rank takes every n-th sample; none is repeated, and a rank that has fewer makes up for it with forwards of
+    weight 0. A forward that runs out of memory runs again in smaller parts, which ``limit`` remembers. ``probed`` is
+    None if the training batch keeps its size.
     """
 
     def __init__(
-        self,
-        host: Host,
-        held_out: HeldOut,
-        execution: Execution,
-        *,
-        most_samples: int,
-        recovers: bool = True,
-        logs_peak_memory: bool = False,
+        self, host: Host, held_out: HeldOut, run: StockRun, limit: TokenLimit, probed: Probed | None, *, recovers: bool
     ) -> None:
         if failure := host.ranks.connect():
             raise GroupError(failure)
@@ -145,27 +115,27 @@ class Validation:
         self._host = host = replace(host, objective=held_out.objective, loader=held_out.loader, gate=None)
         self._loader, self._objective = held_out.loader, held_out.objective
         self._every, self._longest = held_out.every, held_out.longest
-        self._models = [host.model, *held_out.objective.frozen_models]
+        self._models = host.models
         first, self._replicas = int(self._loader.sampler.rank), int(self._loader.sampler.num_replicas)
         self._indices = range(first, len(self._loader.dataset), self._replicas)
         with unchanged_random_state(host.device):
             sample = self._loader.dataset[0]
         self._filler = self._objective.filler([sample])
+        most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
+        execution, tokens = Execution(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
+        if held_out.batch_size is None and probed is not None and probed.tokens:
+            # A forward alone takes less memory than a training step, so that it needs no probe of its own.
+            execution.size, execution.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
+            tokens = execution.capacity.tokens
         self._cutter = Cutter(host, execution)
-        self._recovery = ValidationRecovery(
-            host,
-            execution.limit,
-            functools.cache(partial(batch_dependent_module, host)),  # of the model in evaluation mode
-            recovers=recovers,
-            probed_tokens=execution.capacity.tokens if execution.capacity is not None else 0,
-        )
-        self._logs_peak_memory = logs_peak_memory
+        find = functools.cache(partial(batch_dependent_module, host))  # in the model in evaluation mode
+        self._recovery = ValidationRecovery(host, limit, find, recovers=recovers, probed_tokens=tokens)
+        self._logs_peak_memory = run.logs_peak_memory
         self._peaks: dict[str, float] = {}
         self._collectives = self._record_forward()
 
     def is_due(self, step: int) -> bool:
-        """True if a validation follows optimizer step number ``step``, from 1."""
         return step % self._every == 0
 
     def check_that_longest_fits(self) -> None:
@@ -200,20 +170,20 @@ class Validation:
         return functools.reduce(operator.add, self._host.ranks.gather(sums))
 
     def _run_window(self, indices: Sequence[int]) -> Sums:
-        """Run samples of this rank, in smaller parts if memory runs out, and return their sums on the host."""
         samples = self._loader.load(indices)
         self._recovery.start()
 
         def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
             micro_batches = self._cut(samples)
-            return [(micro_batches, self._run(micro_batches))]
+            forwards = [partial(self._forward, each) for each in micro_batches]
+            return [(micro_batches, run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard))]
 
         [(_, outcome)] = self._recovery.run_until_fits(attempt)
         on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
         return functools.reduce(operator.add, on_host)
 
     def _cut(self, samples: list[Sample]) -> list[MicroBatch]:
-        """Return micro-batches that weigh as much as they have targets; as many as every other rank has."""
+        """Return as many micro-batches as every other rank, which weigh as much as they have targets."""
         longest_first = sorted(samples, key=self._objective.size, reverse=True)
         weighted = []
         for each in self._cutter.cut(longest_first or [self._filler]):
@@ -222,10 +192,6 @@ class Validation:
                 each = MicroBatch([self._filler], self._objective.size(self._filler))
             weighted.append(replace(each, weight=float(terms), num_tokens=terms))
         return weighted
-
-    def _run(self, micro_batches: list[MicroBatch]) -> Outcome[Sums]:
-        forwards = [partial(self._forward, each) for each in micro_batches]
-        return run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard)
 
     def _forward(self, micro_batch: MicroBatch) -> Sums:
         batch = self._objective.collate(micro_batch.samples)
@@ -257,24 +223,16 @@ class Validation:
         device = self._host.device
         if self._logs_peak_memory:
             self._peaks = self.with_peaks_before(training.get_memory_stats(device=device))
+        modes = [(module, module.training) for model in self._models for module in model.modules()]
+        for model in self._models:
+            model.eval()
         try:
-            with unchanged_random_state(device), evaluation_mode(self._models), torch.no_grad():
+            with unchanged_random_state(device), torch.no_grad():
                 yield
         finally:
+            for module, mode in modes:
+                module.training = mode
             if device.type != "cpu":  # else training's allocator would have to start over to find room
                 torch.get_device_module(device).empty_cache()
             if self._logs_peak_memory:
                 training.get_memory_stats(device=device)  # resets them
-
-
-@contextlib.contextmanager
-def evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Have ``models`` in evaluation mode inside, and every module as it was after."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

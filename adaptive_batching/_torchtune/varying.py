@@ -22,7 +22,7 @@ from torchtune.datasets import ConcatDataset
 from tqdm import tqdm
 
 from adaptive_batching._torchtune.data import Sample, is_packed
-from adaptive_batching._torchtune.preferences import KINDS
+from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._trace.allocator import AllocatorFullError, CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.traced_step import BETWEEN, OPTIMIZER, StepRecord, TracedStep, TraceError
 

@@ -1,14 +1,15 @@
-"""Models that run out of memory where a test says."""
+"""Models that run out of memory where a test says, or note what they run on."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtune.models.llama2 import llama2, lora_llama2
 
@@ -49,16 +50,14 @@ def arm(layer: nn.Module) -> None:
         parameter.register_post_accumulate_grad_hook(after_accumulation)
 
 
-def full_model(**arguments: Any) -> nn.Module:
-    model = llama2(**arguments)
+def full_model(make: Callable[..., nn.Module] = llama2, **arguments: Any) -> nn.Module:
+    model: Any = make(**arguments)
     arm(list(model.layers)[plan["layer"]])
     return model
 
 
 def lora_model(**arguments: Any) -> nn.Module:
-    model = lora_llama2(**arguments)
-    arm(list(model.layers)[plan["layer"]])
-    return model
+    return full_model(lora_llama2, **arguments)
 
 
 class WholeCrossEntropy(nn.CrossEntropyLoss):
@@ -66,6 +65,22 @@ class WholeCrossEntropy(nn.CrossEntropyLoss):
 
     def __init__(self, **ignored: Any) -> None:
         super().__init__(ignore_index=-100)
+
+
+class CountingModel:
+    """Notes the shape of every forward's tokens."""
+
+    shapes: ClassVar[list[tuple[int, int]]] = []
+
+    def __new__(cls, **arguments: Any) -> nn.Module:  # type: ignore[misc]
+        model = llama2(**arguments)
+        model.register_forward_pre_hook(lambda module, args, kwargs: cls.note(kwargs["tokens"]), with_kwargs=True)
+        return model
+
+    @classmethod
+    def note(cls, tokens: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and not isinstance(tokens, FakeTensor):
+            cls.shapes.append((tokens.shape[0], tokens.shape[1]))
 
 
 def disarm() -> None:

@@ -1,12 +1,14 @@
-"""A recipe for ``tune run`` that probes and trains under a real memory limit, and prints what happened.
+"""A recipe for ``tune run`` under a real memory limit: once it is set up, the process may grow by ``extra_mib``.
 
-Once the recipe is set up, the process may grow by ``extra_mib``. Then the probe runs, 20 steps of worst-case samples at
-its answer, and one step of as many more as what is left free would hold, and two.
+With ``only_probes`` it then probes, runs 20 steps of worst-case samples at the answer, and one step of as many more as
+what is left free would hold, and two. Else it trains, with ``through_memory_limit`` under the limit of our field.
 """
 
+import dataclasses
 import gc
 import json
 import resource
+import sys
 from functools import partialmethod
 from typing import Any
 
@@ -20,11 +22,21 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.probing import Probe
 from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._values import MemoryAmount
+from adaptive_batching.torchtune import run_recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
 
-NUM_STEPS = 20
+MIB = 2**20
 find = Probe.result
+
+
+def limit_growth(extra_mib: int) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + extra_mib * MIB, -1))
+
+
+def unlimit() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
 
 
 def limited_probe(probe: Probe, extra_mib: int) -> Any:
@@ -32,39 +44,29 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
     host = probe.host
     CpuMeter().release()
     state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
-    resource.setrlimit(resource.RLIMIT_DATA, (data_before + extra_mib * 2**20, -1))
-    result = find(probe)
+    limit_growth(extra_mib)
+    result: ProbeResult = find(probe)
     after = _status("RssAnon")
     states = [state for optimizer in host.optimizers for state in optimizer.state.values()]
     unchanged = all(map(torch.equal, state, snapshot(host))) and not states
 
     step = training_step(host, probe.sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
-    for _ in range(NUM_STEPS):
+    for _ in range(20):
         run(step.make_batch(result.batch_size))
+    (b0, peak0), (b1, peak1) = result.predicted[-2:]
+    free = extra_mib * MIB - (result.budget_bytes - data_before)
     larger_fails = False
-    free = extra_mib * 2**20 - (result.budget_bytes - data_before)
     try:
-        run(step.make_batch(result.batch_size + 2 + int(free / bytes_per_sample(result))))
+        run(step.make_batch(result.batch_size + 2 + int(free / ((peak1 - peak0) / (b1 - b0)))))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         larger_fails = True
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, -1))
-    outcome = {
-        "larger_fails": larger_fails,
-        "unchanged": unchanged,
-        "left_bytes": after - before,
-        **result.to_dict(),
-    }
-    print("OUTCOME " + json.dumps(outcome), flush=True)
+    unlimit()
+    seen = {"larger_fails": larger_fails, "unchanged": unchanged, "left_bytes": after - before}
+    print("OUTCOME " + json.dumps({**seen, **result.to_dict()}), flush=True)
     raise SystemExit(0)
-
-
-def bytes_per_sample(result: ProbeResult) -> float:
-    """How the predicted peak rises from the answer on."""
-    (b0, peak0), (b1, peak1) = result.predicted[-2:]
-    return (peak1 - peak0) / (b1 - b0)
 
 
 def snapshot(host: Host) -> list[torch.Tensor]:
@@ -73,14 +75,35 @@ def snapshot(host: Host) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(t.detach().clone() for t in tensors if type(t.data) is torch.Tensor)]
 
 
+class Limited(FullFinetuneRecipeSingleDevice):
+    def setup(self, cfg: DictConfig) -> None:
+        self._extra_mib = cfg.extra_mib
+        self._through_memory_limit = cfg.get("through_memory_limit", False)
+        super().setup(cfg)
+
+    def train(self) -> None:
+        meter = CpuMeter()
+        meter.release()
+        if self._through_memory_limit:
+            limit = MemoryAmount(num_bytes=meter.used_bytes() + self._extra_mib * MIB)
+            self._session.settings = dataclasses.replace(self._session.settings, memory_limit=limit)
+        elif self._extra_mib > 0:
+            limit_growth(self._extra_mib)
+        super().train()
+        print(f"LIMIT AFTER {resource.getrlimit(resource.RLIMIT_DATA)[0]}")
+        unlimit()
+
+
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     gc.freeze()  # else each collection goes through all that torch has made
+    if not cfg.get("only_probes", False):
+        run_recipe(Limited, cfg)
+        return
     Probe.result = partialmethod(limited_probe, cfg.extra_mib)  # type: ignore[assignment, method-assign]
     lora = "lora" in cfg.model._component_
-    recipe = (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg)
-    recipe.setup(cfg=cfg)
+    (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg).setup(cfg=cfg)
 
 
 if __name__ == "__main__":
-    recipe_main()
+    sys.exit(recipe_main())

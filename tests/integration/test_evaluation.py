@@ -23,11 +23,10 @@ pytestmark = pytest.mark.xdist_group("harness")  # which takes seconds to import
 
 LARGEST = {"use_maximum_batch_size": True, "adaptive_batching": {"memory_limit": "6GiB", "max_batch_size": 16}}
 PARTS_WITH_IMAGES = {"model": "model", "checkpointer": "Checkpointer"}
-GENERATED = 24
-STOPS = [*range(7, 700, 23)]
-"""Tokens that end what is generated, each row after another number of them."""
+STOPS = [*range(7, 700, 23)]  # end what is generated, each row after another number of tokens
 
 Responses = dict[str, list[Any]]
+Make = Callable[..., "Evaluation"]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +34,6 @@ def folder(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("harness")
     make_harness_inputs(folder, inputs)
     return folder
-
-
-def in_characters(tokens: list[int]) -> str:
-    """Return a text that has a character for each token, of which a real one would hide some."""
-    return "".join(chr(0x4E00 + token) for token in tokens)
 
 
 class Evaluation:
@@ -52,7 +46,8 @@ class Evaluation:
         self.wrapper = recipe.eleuther_model_wrapper
         if isinstance(self.wrapper, self.stock._LLMEvalWrapper):
             self.wrapper._tokenizer.stop_tokens = STOPS
-            self.wrapper._tokenizer.decode = in_characters
+            # A character for each token, of which a real text would hide some.
+            self.wrapper._tokenizer.decode = lambda tokens: "".join(chr(0x4E00 + token) for token in tokens)
         self.rows: list[int] = []
         self.wrapper.model.register_forward_pre_hook(lambda _, inputs: self.rows.append(len(inputs[0])))
 
@@ -72,7 +67,7 @@ class Evaluation:
 
 
 @pytest.fixture(scope="module")
-def evaluation(folder: Path, inputs: Path) -> Iterator[Callable[..., Evaluation]]:
+def evaluation(folder: Path, inputs: Path) -> Iterator[Make]:
     """``evaluation(of_stock=False, **config)``: a recipe, which generates few tokens."""
     from recipes.eleuther_eval import EleutherEvalRecipe
 
@@ -87,13 +82,13 @@ def evaluation(folder: Path, inputs: Path) -> Iterator[Callable[..., Evaluation]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(stock._LLMEvalWrapper, "max_gen_toks", GENERATED)
+        patch.setattr(stock._LLMEvalWrapper, "max_gen_toks", 24)
         patch.setattr(stock, "TaskManager", task_manager)
         yield make
 
 
 @pytest.fixture(scope="module")
-def one_by_one(evaluation: Callable[..., Evaluation]) -> Responses:
+def one_by_one(evaluation: Make) -> Responses:
     """Results of stock with a batch of one."""
     return evaluation(of_stock=True, batch_size=1).responses()
 
@@ -113,15 +108,13 @@ def assert_same(ours: Responses, theirs: Responses) -> None:
                     assert here == pytest.approx(there, rel=1e-5)
 
 
-def test_with_the_field_unset_it_is_stock_bit_for_bit(evaluation: Callable[..., Evaluation]) -> None:
+def test_with_the_field_unset_it_is_stock_bit_for_bit(evaluation: Make) -> None:
     ours, stock = evaluation(), evaluation(of_stock=True)
     assert ours.responses() == stock.responses()
     assert ours.rows == stock.rows
 
 
-def test_the_largest_batch_gives_the_results_of_a_batch_of_one(
-    evaluation: Callable[..., Evaluation], one_by_one: Responses
-) -> None:
+def test_the_largest_batch_gives_the_results_of_a_batch_of_one(evaluation: Make, one_by_one: Responses) -> None:
     largest = evaluation(**LARGEST)
     assert_same(largest.responses(), one_by_one)
     assert max(largest.rows) == 16
@@ -131,18 +124,15 @@ def test_the_largest_batch_gives_the_results_of_a_batch_of_one(
 class Room:
     """A device that has room for so many rows, once it is short of memory."""
 
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.is_short = False
-        self.failures = 0
+    def __init__(self, rows: int, *, is_short: bool = False) -> None:
+        self.rows, self.is_short, self.failures = rows, is_short, 0
 
     def take(self, rows: int) -> None:
         if self.is_short and rows > self.rows:
             self.failures += 1
             raise torch.OutOfMemoryError(f"CUDA out of memory: {rows} rows")
 
-    @contextlib.contextmanager
-    def short_after_each_probe(self) -> Iterator[None]:
+    def short_after_each_probe(self) -> Any:
         find = BatchesThatFit._rows_that_fit
 
         def find_in_plenty(wrapper: BatchesThatFit, *arguments: Any) -> Rows:
@@ -151,35 +141,31 @@ class Room:
             self.is_short = True
             return found
 
-        with mock.patch.object(BatchesThatFit, "_rows_that_fit", find_in_plenty):
-            yield
+        return mock.patch.object(BatchesThatFit, "_rows_that_fit", find_in_plenty)
 
 
 def in_a_forward(of: Evaluation, room: Room, patch: pytest.MonkeyPatch) -> None:
     of.wrapper.model.register_forward_pre_hook(lambda _, inputs: room.take(len(inputs[0])))
 
 
+def before(owner: Any, name: str, room: Room, patch: pytest.MonkeyPatch) -> None:
+    function = getattr(owner, name)
+
+    def taking_room(of_rows: Any, *arguments: Any, **kwargs: Any) -> Any:
+        room.take(of_rows if isinstance(of_rows, int) else len(of_rows))
+        return function(of_rows, *arguments, **kwargs)
+
+    patch.setattr(owner, name, taking_room)
+
+
 def after_a_forward(of: Evaluation, room: Room, patch: pytest.MonkeyPatch) -> None:
     """In what the harness makes of the logits."""
-    log_softmax = torch.nn.functional.log_softmax
-
-    def taking_room(logits: torch.Tensor, *arguments: Any, **kwargs: Any) -> torch.Tensor:
-        room.take(len(logits))
-        return log_softmax(logits, *arguments, **kwargs)
-
-    patch.setattr(torch.nn.functional, "log_softmax", taking_room)
+    before(torch.nn.functional, "log_softmax", room, patch)
 
 
 def in_the_caches(of: Evaluation, room: Room, patch: pytest.MonkeyPatch) -> None:
     """When the first layer has its cache of keys and values, and the second has none."""
-    layer = of.wrapper.model.layers[1]
-    setup_caches = layer.setup_caches
-
-    def taking_room(rows: int, *arguments: Any, **kwargs: Any) -> None:
-        room.take(rows)
-        setup_caches(rows, *arguments, **kwargs)
-
-    patch.setattr(layer, "setup_caches", taking_room)
+    before(of.wrapper.model.layers[1], "setup_caches", room, patch)
 
 
 def in_the_tenth_token(of: Evaluation, room: Room, patch: pytest.MonkeyPatch) -> None:
@@ -193,21 +179,20 @@ def in_the_tenth_token(of: Evaluation, room: Room, patch: pytest.MonkeyPatch) ->
     of.wrapper.model.register_forward_pre_hook(count)
 
 
+GENERATING = ["small_answers", "small_lines"]
+
+
 @pytest.mark.parametrize(
     ("runs_out", "tasks"),
     [
         (in_a_forward, [*TASKS]),
         (after_a_forward, ["small_choices", "small_letters", "small_texts"]),
-        (in_the_caches, ["small_answers", "small_lines"]),
-        (in_the_tenth_token, ["small_answers", "small_lines"]),
+        (in_the_caches, GENERATING),
+        (in_the_tenth_token, GENERATING),
     ],
 )
 def test_a_batch_that_runs_out_of_memory_gives_the_same_results_in_parts(
-    evaluation: Callable[..., Evaluation],
-    one_by_one: Responses,
-    runs_out: Callable[..., None],
-    tasks: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    evaluation: Make, one_by_one: Responses, runs_out: Any, tasks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest, room = evaluation(**LARGEST, tasks=tasks), Room(rows=3)
     runs_out(largest, room, monkeypatch)
@@ -217,44 +202,32 @@ def test_a_batch_that_runs_out_of_memory_gives_the_same_results_in_parts(
 
 
 def test_with_the_field_unset_a_batch_that_does_not_fit_runs_in_parts(
-    evaluation: Callable[..., Evaluation],
-    one_by_one: Responses,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    evaluation: Make, one_by_one: Responses, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    unset, room = evaluation(), Room(rows=3)
-    in_a_forward(unset, room, monkeypatch)
-    room.is_short = True
+    unset = evaluation()
+    in_a_forward(unset, Room(rows=3, is_short=True), monkeypatch)
     assert_same(unset.responses(), one_by_one)
     assert "out of memory with batch_size=8; running the requests again, with at most 4 at once" in caplog.text
 
 
-def test_a_request_that_does_not_fit_ends_the_evaluation(
-    evaluation: Callable[..., Evaluation], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("config", "rows", "message"),
+    [
+        (LARGEST, 0, r"1 row of up to 42 tokens.*set max_seq_length below 512"),
+        ({"adaptive_batching": {"recover_from_oom": False}}, 3, "out of memory with batch_size=8; set a smaller one"),
+    ],
+)
+def test_memory_that_runs_out_for_good_ends_the_evaluation(
+    config: dict[str, Any], rows: int, message: str, evaluation: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    largest, room = evaluation(**LARGEST, tasks=["small_letters"]), Room(rows=0)
-    in_a_forward(largest, room, monkeypatch)
-    with (
-        room.short_after_each_probe(),
-        pytest.raises(DoesNotFitError, match=r"1 row of up to 42 tokens.*set max_seq_length below 512"),
-    ):
-        largest.recipe.evaluate()
-    assert not largest.wrapper.model.caches_are_setup()
+    made, room = evaluation(**config, tasks=["small_letters"]), Room(rows, is_short=True)
+    in_a_forward(made, room, monkeypatch)
+    with room.short_after_each_probe(), pytest.raises(DoesNotFitError, match=message):
+        made.recipe.evaluate()
+    assert not made.wrapper.model.caches_are_setup()
 
 
-def test_without_recovery_memory_that_runs_out_ends_the_evaluation(
-    evaluation: Callable[..., Evaluation], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unset, room = evaluation(adaptive_batching={"recover_from_oom": False}, tasks=["small_letters"]), Room(rows=3)
-    in_a_forward(unset, room, monkeypatch)
-    room.is_short = True
-    with pytest.raises(DoesNotFitError, match="out of memory with batch_size=8; set a smaller one"):
-        unset.recipe.evaluate()
-
-
-def test_a_model_that_reads_images_keeps_its_batch(
-    evaluation: Callable[..., Evaluation], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_reads_images_keeps_its_batch(evaluation: Make, caplog: pytest.LogCaptureFixture) -> None:
     parts = {key: {"_component_": f"tests.support.vision.{value}"} for key, value in PARTS_WITH_IMAGES.items()}
     sees = evaluation(**LARGEST | parts | {"batch_size": 1})
     assert "use_maximum_batch_size=True does nothing for a model that reads images" in caplog.text

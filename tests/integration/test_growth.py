@@ -10,7 +10,7 @@ from adaptive_batching._growth.increase import IncreaseFunction
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import TuneRun, assert_close, assert_same_weights
-from tests.integration.counting import CountingModel
+from tests.integration.faults import CountingModel
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events
@@ -106,7 +106,7 @@ def adds_three(every: int = 1) -> IncreaseFunction:
 @pytest.mark.serial
 def test_growth_beyond_memory_accumulates_what_does_not_fit(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forwards stay within what was found to fit, the gradients are those of the whole batch."""
-    model = "model._component_=tests.integration.counting.CountingModel"
+    model = "model._component_=tests.integration.faults.CountingModel"
     few = [*SGD, model, "dataset.split=train[:130]", "tokenizer.max_seq_len=256", "epochs=2", "batch_size=64"]
     whole = tune_run("full", *few, *DOUBLE, "adaptive_batching.max_batch_size=128", name="whole")
     meter = CpuMeter()

@@ -1,10 +1,21 @@
 """With neither field set, our recipes train as torchtune's own: the same bits."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from tests.conftest import TuneRun, assert_same_weights
 
-CASES = {
+PART = {
+    "_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "${data_dir}/train.json",
+    "column_map": {"input": "instruction", "output": "output"},
+}  # fmt: skip
+TWO_DATA_SETS = [{**PART, "split": "train[:20]"}, {**PART, "split": "train[20:45]"}]
+# What other recipes show of these holds for their loop, which is the same.
+SLOW = pytest.mark.slow
+CASES: dict[str, tuple[Any, ...]] = {
     "full-plain": ("full",),
     "full-no-clipping": ("full", "clip_grad_norm=null"),
     # 12 batches: 2 windows of 5, and 2 batches that stock carries into the next epoch
@@ -19,6 +30,7 @@ CASES = {
         "profiler.output_dir=${output_dir}/profile", "profiler.wait_steps=1", "profiler.warmup_steps=1",
         "profiler.active_steps=2", "profiler.num_cycles=1",
     ),
+    "full-without-scheduler-two-data-sets": ("full", {"lr_scheduler": None, "dataset": TWO_DATA_SETS}),
     "lora-dropout": ("lora", "model.lora_dropout=0.1"),
     "lora-accumulation": ("lora", "gradient_accumulation_steps=5", "model.lora_dropout=0.1"),
     "lora-packed": ("lora", "dataset.packed=True", "batch_size=2"),
@@ -28,50 +40,28 @@ CASES = {
     "qlora": ("lora", "model.quantize_base=True"),
     "kd": ("kd", "model.lora_dropout=0.1"),
     "kd-accumulation": ("kd", "gradient_accumulation_steps=5"),
-    "kd-packed": ("kd", "dataset.packed=True", "batch_size=2"),
+    "kd-packed": ("kd", "dataset.packed=True", "batch_size=2", SLOW),
     "kd-whole-logits": (
         "kd", "loss._component_=torch.nn.CrossEntropyLoss", "kd_loss._component_=torchtune.modules.loss.ForwardKLLoss",
     ),
-    "kd-compile": ("kd", "compile=True"),
+    "kd-compile": ("kd", "compile=True", SLOW),
     "lora-dpo": ("lora_dpo", "model.lora_dropout=0.1"),
     "lora-dpo-accumulation": ("lora_dpo", "gradient_accumulation_steps=5"),
     "lora-dpo-checkpointing": (
         "lora_dpo", "enable_activation_checkpointing=True", "loss._component_=torchtune.rlhf.loss.RSOLoss",
-        "~loss.beta",
+        "~loss.beta", SLOW,
     ),
 }  # fmt: skip
 
 
-# What other recipes show of these holds for their loop, which is the same.
-SLOW = ("kd-packed", "kd-compile", "lora-dpo-checkpointing")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(k, marks=[SLOW] if SLOW in case else []) for k, case in CASES.items()])
 def test_off_gives_the_bits_of_the_stock_recipe(case: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")  # needs no compiler; torchtune reads it
-    stock = tune_run(*CASES[case], name="stock", stock=True)
-    ours = tune_run(*CASES[case], name="ours")
+    overrides = [each for each in CASES[case] if isinstance(each, str)]
+    replaced = next((each for each in CASES[case] if isinstance(each, dict)), {})
+    stock = tune_run(*overrides, name="stock", stock=True, replaced=replaced)
+    ours = tune_run(*overrides, name="ours", replaced=replaced)
     assert len(stock.metrics) >= 4
-    assert ours.metrics == stock.metrics
-    assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
-
-
-def test_off_gives_the_bits_of_the_stock_recipe_without_a_scheduler_and_with_two_data_sets(tune_run: TuneRun) -> None:
-    part = {
-        "_component_": "torchtune.datasets.instruct_dataset",
-        "source": "json",
-        "data_files": "${data_dir}/train.json",
-        "column_map": {"input": "instruction", "output": "output"},
-    }
-    replaced = {
-        "lr_scheduler": None,
-        "dataset": [{**part, "split": "train[:20]"}, {**part, "split": "train[20:45]"}],
-    }
-    stock = tune_run("full", name="stock", stock=True, replaced=replaced)
-    ours = tune_run("full", name="ours", replaced=replaced)
-    assert len(stock.metrics) == 22
     assert ours.metrics == stock.metrics
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
 
@@ -81,12 +71,11 @@ def test_off_resumes_as_the_stock_recipe_does(kind: str, tune_run: TuneRun) -> N
     resume = ["resume_from_checkpoint=True", "epochs=3"]
     if kind == "full":
         resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]")
-    runs = []
-    for name, stock in (("stock", True), ("ours", False)):
-        tune_run(kind, "epochs=3", name=name, stock=stock)
-        runs.append(tune_run(kind, *resume, name=name, stock=stock))
-    assert runs[1].metrics == runs[0].metrics
-    assert_same_weights(runs[1].weights(epoch=2), runs[0].weights(epoch=2))
+    for name in ("stock", "ours"):
+        tune_run(kind, "epochs=3", name=name, stock=name == "stock")
+    stock, ours = (tune_run(kind, *resume, name=name, stock=name == "stock") for name in ("stock", "ours"))
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(epoch=2), stock.weights(epoch=2))
 
 
 def test_the_bits_would_differ_if_the_batch_did(tune_run: TuneRun) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import TuneRun, assert_close
+from tests.conftest import Run, TuneRun, assert_close
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.records import events
@@ -19,6 +19,12 @@ def no_plan() -> None:
     disarm()
 
 
+def assert_same_metrics(ours: Run, theirs: Run, names: set[str]) -> None:
+    for here, there in zip(ours.metrics, theirs.metrics, strict=True):
+        for name in names:
+            assert here[name] == pytest.approx(there[name], rel=1e-3, abs=1e-5), name
+
+
 @KINDS
 @pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.slow), "2", "auto"])
 def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: TuneRun, baseline: TuneRun) -> None:
@@ -29,9 +35,7 @@ def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: Tun
     assert len(cut.metrics) == 4
     assert [step["loss"] for step in cut.metrics] != [step["loss"] for step in whole.metrics], "it was cut"
     assert_close(cut, whole, epoch=0)
-    for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
-        for name in {"class_loss", "kd_loss", "margins", "accuracies"} & ours.keys():
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    assert_same_metrics(cut, whole, {"class_loss", "kd_loss", "margins", "accuracies"} & cut.metrics[0].keys())
 
 
 def test_a_distillation_in_parts_has_the_gradient_of_its_mean_loss(tune_run: TuneRun, baseline: TuneRun) -> None:
@@ -42,21 +46,12 @@ def test_a_distillation_in_parts_has_the_gradient_of_its_mean_loss(tune_run: Tun
 
 def test_metrics_of_a_step_are_those_of_all_its_pairs(tune_run: TuneRun, baseline: TuneRun) -> None:
     """Stock logs those of the last batch of a step, which are all where there is one."""
-    names = ["chosen", "rejected", "accuracies", "margins"]
     whole = baseline("lora_dpo", *COMMON["lora_dpo"], "batch_size=12")
-    cut = tune_run("lora_dpo", *COMMON["lora_dpo"], "batch_size=12", "micro_batch_size=4", name="cut")
-    in_batches = tune_run(
-        "lora_dpo",
-        *COMMON["lora_dpo"],
-        "batch_size=6",
-        "gradient_accumulation_steps=2",
-        "micro_batch_size=6",
-        name="in_batches",
-    )
-    for ours, of_batches, theirs in zip(cut.metrics, in_batches.metrics, whole.metrics, strict=True):
-        for name in names:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
-            assert of_batches[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    in_parts = ["batch_size=12", "micro_batch_size=4"]
+    in_batches = ["batch_size=6", "gradient_accumulation_steps=2", "micro_batch_size=6"]
+    for how in (in_parts, in_batches):
+        ours = tune_run("lora_dpo", *COMMON["lora_dpo"], *how, name=f"out_{len(how)}")
+        assert_same_metrics(ours, whole, {"chosen", "rejected", "accuracies", "margins"})
 
 
 @KINDS

@@ -17,10 +17,21 @@ from adaptive_batching._memory import CpuMeter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import Run, TuneRun, assert_close, assert_same_weights
-from tests.integration.counting import CountingModel
-from tests.integration.faults import disarm, full_model, plan
+from tests.integration.faults import CountingModel, disarm, full_model, plan
 from tests.support.overrides import DOUBLE, SGD
 from tests.support.records import events, without_sizes
+
+FAULTY = "model._component_=tests.integration.faults.full_model"
+COUNTING = "model._component_=tests.integration.faults.CountingModel"
+# Stock does not divide the gradient there: the rate is for sums over some 400 targets.
+IN_BACKWARD = [
+    "optimizer_in_bwd=True", "clip_grad_norm=null", "optimizer._component_=torch.optim.SGD", "optimizer.lr=2.5e-4",
+    "epochs=1",
+]  # fmt: skip
+DROPOUT = [
+    "model._component_=tests.integration.faults.lora_model", "model.lora_dropout=0.2", "dataset.packed=True",
+    "epochs=1", "gradient_accumulation_steps=2", "dataset.split=train[:100]",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -28,38 +39,36 @@ def no_plan() -> None:
     disarm()
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+# One epoch: at its end stock's LoRA recipe merges on the cpu, and ours does not where a field is set.
+MASKED = ["batch_size=6", "gradient_accumulation_steps=2", "epochs=1"]
+# Without a masked prompt a sample has a label more than it has targets, which weighs most in short samples.
+UNMASKED = [
+    "batch_size=8", "dataset.train_on_input=True", "tokenizer.max_seq_len=256", "epochs=1",
+    "adaptive_batching.memory_limit=8GiB", "lr_scheduler.num_warmup_steps=0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "common", "size", "rel"),
+    [
+        *((kind, MASKED, size, 2e-4) for kind in ("full", "lora") for size in (1, 2, 3)),
+        *(("full", UNMASKED, size, 3e-6) for size in (1, "auto")),
+    ],
+)
 def test_micro_batches_train_as_the_whole_batch(
-    kind: str, micro_batch_size: int, tune_run: TuneRun, baseline: TuneRun
+    kind: str, common: list[str], size: Any, rel: float, tune_run: TuneRun, baseline: TuneRun
 ) -> None:
-    # One epoch: at its end stock's LoRA recipe merges on the cpu, and ours does not where a field is set.
-    common = [*SGD, "batch_size=6", "gradient_accumulation_steps=2", "epochs=1"]
-    whole = baseline(kind, *common)
-    cut = tune_run(kind, *common, f"micro_batch_size={micro_batch_size}", name="cut")
+    whole = baseline(kind, *SGD, *common)
+    cut = tune_run(kind, *SGD, *common, f"micro_batch_size={size}", name="cut")
     assert cut.metrics != whole.metrics, "rounding tells that the batch was cut"
-    assert_close(cut, whole, epoch=0)
-
-
-@pytest.mark.parametrize("micro_batch_size", ["1", "auto"])
-def test_micro_batches_weigh_by_targets_where_every_token_is_one(
-    micro_batch_size: str, tune_run: TuneRun, baseline: TuneRun
-) -> None:
-    """Without a masked prompt a sample has a label more than it has targets, which weighs most in short samples."""
-    common = [*SGD, "batch_size=8", "dataset.train_on_input=True", "tokenizer.max_seq_len=256", "epochs=1"]
-    common += ["adaptive_batching.memory_limit=8GiB", "lr_scheduler.num_warmup_steps=0"]
-    whole = baseline("full", *common)
-    assert_close(
-        tune_run("full", *common, f"micro_batch_size={micro_batch_size}", name="cut"), whole, epoch=0, rel=3e-6
-    )
+    assert_close(cut, whole, epoch=0, rel=rel)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: bool, tune_run: TuneRun) -> None:
     common = [
-        *SGD, "model._component_=tests.integration.counting.CountingModel", "gradient_accumulation_steps=2",
-        "dataset.split=train[:200]", "epochs=1", "tokenizer.max_seq_len=256", f"dataset.packed={packed}",
-        f"batch_size={4 if packed else 16}",
+        *SGD, COUNTING, "gradient_accumulation_steps=2", "dataset.split=train[:200]", "epochs=1",
+        "tokenizer.max_seq_len=256", f"dataset.packed={packed}", f"batch_size={4 if packed else 16}",
     ]  # fmt: skip
     CountingModel.shapes.clear()
     whole = tune_run("full", *common, name="whole")
@@ -81,64 +90,49 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
         assert padded[1] < 0.7 * padded[0]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("where", ["forward", "backward", "hook"])
-@pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("call", [1, 4])
+FULL, LORA = ("full", "gradient_accumulation_steps=2"), ("lora", "gradient_accumulation_steps=2")
+CHECKPOINTED = ("full", "enable_activation_checkpointing=True")
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "where", "layer", "call", "times"),
+    [
+        *((*each, where, layer, call, 2) for each in (FULL, LORA) for where in ("forward", "backward", "hook")
+          for layer in (0, 1) for call in (1, 4)),
+        *((*CHECKPOINTED, where, 0, 3, 1) for where in ("forward", "backward")),
+    ],
+)  # fmt: skip
 def test_a_step_that_runs_out_of_memory_is_run_again_in_smaller_parts(
-    kind: str, where: str, layer: int, call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = f"model._component_=tests.integration.faults.{kind}_model"
-    common = [*SGD, model, "gradient_accumulation_steps=2", "epochs=1"]
+    kind: str, setting: str, where: str, layer: int, call: int, times: int, tune_run: TuneRun, baseline: TuneRun,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    common = [*SGD, f"model._component_=tests.integration.faults.{kind}_model", setting, "epochs=1"]
     undisturbed = baseline(kind, *common)
-    plan.update(where=where, layer=layer, call=call, calls=0, times=2)
+    plan.update(where=where, layer=layer, call=call, calls=0, times=times)
     recovered = tune_run(kind, *common, name="recovered")
     assert plan["times"] == 0
-    assert caplog.text.count("running the step's samples again") == 2
+    assert caplog.text.count("running the step's samples again") == times
     assert_close(recovered, undisturbed, epoch=0)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_recovery_with_activation_checkpointing(where: str, tune_run: TuneRun, baseline: TuneRun) -> None:
-    common = [
-        *SGD,
-        "model._component_=tests.integration.faults.full_model",
-        "enable_activation_checkpointing=True",
-        "epochs=1",
-    ]
-    undisturbed = baseline("full", *common)
-    plan.update(where=where, call=3, calls=0, times=1)
-    assert_close(tune_run("full", *common, name="recovered"), undisturbed, epoch=0)
-    assert plan["times"] == 0
 
 
 def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, with dropout: the random state goes back to the beginning of the step."""
-    common = [
-        "model._component_=tests.integration.faults.lora_model",
-        "model.lora_dropout=0.2",
-        "dataset.packed=True",
-        "epochs=1",
-    ]
-    common += ["gradient_accumulation_steps=2", "dataset.split=train[:100]"]
     plan.update(where="backward", call=1, times=1)
-    recovered = tune_run("lora", *common, name="recovered")
-
+    recovered = tune_run("lora", *DROPOUT, name="recovered")
+    plan.update(times=0)
     unlimited = TokenLimit.__init__
 
     def limited(self: TokenLimit) -> None:
         unlimited(self)
         self.max_tokens = 2 * 64
 
-    plan.update(times=0)
     monkeypatch.setattr(TokenLimit, "__init__", limited)
-    at_once = tune_run("lora", *common, name="at_once")
-    assert [step.pop("out_of_memory_recoveries") for step in recovered.metrics] == [1.0] * len(at_once.metrics)
+    at_once = tune_run("lora", *DROPOUT, name="at_once")
+    assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == [1.0] * len(at_once.metrics)
     assert without_sizes(recovered.metrics) == at_once.metrics
-    for name, weights in at_once.weights(0).items():
-        assert torch.equal(recovered.weights(0)[name], weights), name
+    assert_same_weights(recovered.weights(0), at_once.weights(0))
 
 
 @pytest.mark.parametrize("call", [2, 5, 6])
@@ -146,18 +140,14 @@ def test_what_has_fitted_before_runs_again_as_it_was(
     call: int, tune_run: TuneRun, baseline: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bit for bit the run without the error, with dropout; memory was only scattered."""
-    common = [
-        "model._component_=tests.integration.faults.lora_model", "model.lora_dropout=0.2", "dataset.packed=True",
-        "epochs=1", "gradient_accumulation_steps=2", "dataset.split=train[:100]",
-    ]  # fmt: skip
-    undisturbed = baseline("lora", *common)
+    undisturbed = baseline("lora", *DROPOUT)
     disarm()
     plan.update(where="backward", call=call, times=1)
-    recovered = tune_run("lora", *common, name="recovered")
+    recovered = tune_run("lora", *DROPOUT, name="recovered")
     assert plan["times"] == 0
-    metrics = recovered.metrics
-    assert metrics[-1].pop("out_of_memory_recoveries") == 1
-    assert metrics[-1] == undisturbed.metrics[-1]
+    last = recovered.metrics[-1]
+    assert last.pop("out_of_memory_recoveries") == 1
+    assert last == undisturbed.metrics[-1]
     assert_same_weights(recovered.weights(0), undisturbed.weights(0))
     assert "running the step's samples again as they were (recovery number 1)" in caplog.text
 
@@ -167,27 +157,12 @@ def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
     fits: int, tune_run: TuneRun, baseline: TuneRun
 ) -> None:
     """Down to single samples. Whatever is cut, the tokens behind each step's loss are the same."""
-    common = [*SGD, "model._component_=tests.integration.faults.full_model", "batch_size=8", "epochs=1"]
+    common = [*SGD, FAULTY, "batch_size=8", "epochs=1"]
     undisturbed = baseline("full", *common)
     plan.update(where="forward", call=1, calls=0, times=10**6, fits=fits)
     recovered = tune_run("full", *common, name="recovered")
     assert_close(recovered, undisturbed, epoch=0)
     assert 10**6 - plan["times"] < 20, "the limit is kept from step to step"
-
-
-def test_a_single_sample_that_does_not_fit_is_named(tune_run: TuneRun) -> None:
-    plan.update(times=10**6)
-    with pytest.raises(
-        SystemExit, match=r"1 sample of up to \d+ tokens, which cannot be cut: number \d+ .*max_seq_len below"
-    ):
-        tune_run("full", "model._component_=tests.integration.faults.full_model")
-
-
-# Stock does not divide the gradient there: the rate is for sums over some 400 targets.
-IN_BACKWARD = [
-    "optimizer_in_bwd=True", "clip_grad_norm=null", "optimizer._component_=torch.optim.SGD", "optimizer.lr=2.5e-4",
-    "epochs=1",
-]  # fmt: skip
 
 
 def weights_are_close(ours: Run, theirs: Run) -> None:
@@ -201,10 +176,8 @@ def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
     micro_batch_size: str, tune_run: TuneRun, baseline: TuneRun
 ) -> None:
     whole = baseline("full", *IN_BACKWARD, "batch_size=12")
-    limit = ["adaptive_batching.memory_limit=8GiB", "tokenizer.max_seq_len=64"]
-    cut = tune_run(
-        "full", *IN_BACKWARD, *limit, "batch_size=12", f"micro_batch_size={micro_batch_size}", name="cut"
-    )  # fmt: skip
+    limit = ["adaptive_batching.memory_limit=8GiB", "tokenizer.max_seq_len=64", "batch_size=12"]
+    cut = tune_run("full", *IN_BACKWARD, *limit, f"micro_batch_size={micro_batch_size}", name="cut")
     weights_are_close(cut, whole)
     assert len(cut.metrics) == 4, "12 samples in each step"
 
@@ -221,14 +194,10 @@ def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
     ],
 )
 def test_with_optimizers_in_backward_a_step_runs_again_until_a_parameter_is_updated(
-    fault: dict[str, Any],
-    fields: list[str],
-    recoverable: bool,
-    tune_run: TuneRun,
-    baseline: TuneRun,
+    fault: dict[str, Any], fields: list[str], recoverable: bool, tune_run: TuneRun, baseline: TuneRun,
     caplog: pytest.LogCaptureFixture,
-) -> None:
-    common = [*IN_BACKWARD, "model._component_=tests.integration.faults.full_model"]
+) -> None:  # fmt: skip
+    common = [*IN_BACKWARD, FAULTY]
     whole = baseline("full", *common)
     disarm()
     plan.update({"times": 1, **fault})
@@ -241,28 +210,36 @@ def test_with_optimizers_in_backward_a_step_runs_again_until_a_parameter_is_upda
     assert re.search(r"as they were|which holds \d+ MiB of gradients until the last", caplog.text)
 
 
-def test_where_recovery_is_off_the_error_says_what_to_set(tune_run: TuneRun) -> None:
-    plan.update(times=1, where="backward")
-    off = ["adaptive_batching.recover_from_oom=False", "clip_grad_norm=null"]
-    with pytest.raises(SystemExit, match=r"set adaptive_batching.recover_from_oom=True"):
-        tune_run("full", "model._component_=tests.integration.faults.full_model", *off)
+class OptimizerWithoutMemory(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings", "message"),
+    [
+        ({"times": 10**6}, [FAULTY],
+         r"1 sample of up to \d+ tokens, which cannot be cut: number \d+ .*max_seq_len below"),
+        ({"times": 1, "where": "backward"},
+         [FAULTY, "adaptive_batching.recover_from_oom=False", "clip_grad_norm=null"],
+         r"set adaptive_batching.recover_from_oom=True"),
+        ({}, [f"optimizer._component_={__name__}.OptimizerWithoutMemory"],
+         r"in the optimizer's step.*resume from the last checkpoint"),
+    ],
+)  # fmt: skip
+def test_where_smaller_parts_are_no_way_out_the_error_says_what_to_do(
+    fault: dict[str, Any], settings: list[str], message: str, tune_run: TuneRun
+) -> None:
+    plan.update(fault)
+    with pytest.raises(SystemExit, match=message):
+        tune_run("full", *settings)
 
 
 def test_other_errors_are_not_recovered_from(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.integration.faults.run_out", lambda: 1 / 0)
     plan.update(times=1)
     with pytest.raises(ZeroDivisionError):
-        tune_run("full", "model._component_=tests.integration.faults.full_model")
-
-
-class OptimizerWithoutMemory(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_out_of_memory_in_the_optimizer_is_fatal_and_says_so(tune_run: TuneRun) -> None:
-    with pytest.raises(SystemExit, match=r"in the optimizer's step.*resume from the last checkpoint"):
-        tune_run("full", f"optimizer._component_={__name__}.OptimizerWithoutMemory")
+        tune_run("full", FAULTY)
 
 
 def bytes_of_tensors() -> int:
@@ -290,9 +267,7 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
 
     monkeypatch.setattr(TrainingLoop, "_finish_step", finish_and_note)
     plan.update(times=10**6, fits=2, where="forward")
-    tune_run(
-        "full", *SGD, "model._component_=tests.integration.faults.full_model", "dataset.split=train[:240]", "epochs=2"
-    )
+    tune_run("full", *SGD, FAULTY, "dataset.split=train[:240]", "epochs=2")
     (_, tensors_at_first, used_at_first), *_, (recoveries, tensors, used_at_last) = used
     assert recoveries >= 100
     assert tensors == tensors_at_first
@@ -312,7 +287,7 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(
 
     monkeypatch.setattr(TrainingLoop, "_finish_step", finish_with_less_memory)
     plan.update(times=10**6, fits=8)
-    run = tune_run("full", "model._component_=tests.integration.faults.full_model", "batch_size=16", "epochs=1")
+    run = tune_run("full", FAULTY, "batch_size=16", "epochs=1")
     assert caplog.text.count("training crawls. Set a smaller batch_size or micro_batch_size, or") == 1
     # First half; then what has fitted before runs as it was, with an eighth less, and with half of that.
     assert [step["out_of_memory_recoveries"] for step in run.metrics] == [1, 4, 7]
@@ -333,26 +308,24 @@ def batch_dependent_model(**arguments: Any) -> nn.Module:
     return model
 
 
+DEPENDENT = f"model._component_={__name__}.batch_dependent_model"
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("settings", "what"),
     [
-        "micro_batch_size=2",
-        "micro_batch_size=auto",
-        "micro_batch_size=explore",
-        "adaptive_batching.grow_beyond_memory=True",
-        "adaptive_batching.noise_scale_every=2",
+        *(([each], each) for each in ("micro_batch_size=2", "micro_batch_size=auto", "micro_batch_size=explore")),
+        ([*DOUBLE, "adaptive_batching.grow_beyond_memory=True"], "adaptive_batching.grow_beyond_memory=True"),
+        ([*DOUBLE, "adaptive_batching.noise_scale_every=2"], "measuring the gradient noise scale, for .*,"),
     ],
 )
-def test_a_model_that_computes_over_the_batch_is_not_cut(setting: str, tune_run: TuneRun) -> None:
-    what = "measuring the gradient noise scale, for .*," if "noise" in setting else re.escape(setting)
-    common = [f"model._component_={__name__}.batch_dependent_model", "epochs=1"]
-    grows = DOUBLE if "adaptive" in setting else []
+def test_a_model_that_computes_over_the_batch_is_not_cut(settings: list[str], what: str, tune_run: TuneRun) -> None:
     with pytest.raises(SystemExit, match=rf"{what} would change the result: layers.1.mlp_norm \(NormalisedOver"):
-        tune_run("full", *common, *grows, setting, "adaptive_batching.memory_limit=8GiB")
+        tune_run("full", DEPENDENT, "epochs=1", *settings, "adaptive_batching.memory_limit=8GiB")
 
 
 def test_a_model_that_computes_over_the_batch_trains_whole_and_is_not_recovered(tune_run: TuneRun) -> None:
-    common = [f"model._component_={__name__}.batch_dependent_model", "epochs=1"]
+    common = [DEPENDENT, "epochs=1"]
     assert len(tune_run("full", *common, name="whole").metrics) == 12
     plan.update(times=1, call=plan["calls"] + 3)
     message = r"smaller parts of the batch would not give the same result: layers.1.mlp_norm \(NormalisedOverTheBatch\)"
@@ -371,7 +344,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
         retries += 1
         return retries
 
-    common = [*SGD, "model._component_=tests.integration.counting.CountingModel", "epochs=1", "dataset.packed=True"]
+    common = [*SGD, COUNTING, "epochs=1", "dataset.packed=True"]
     undisturbed = tune_run("full", *common, name="undisturbed")
     monkeypatch.setattr("adaptive_batching._torchtune.gradients.num_allocation_retries", rising)
     assert tune_run("full", *common, name="off").metrics == undisturbed.metrics
@@ -382,7 +355,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     assert "num_alloc_retries" in caplog.text
     assert_close(shrunk, undisturbed, epoch=0)
     assert {step["out_of_memory_recoveries"] for step in shrunk.metrics} == {0.0}
-    dependent = [*common, f"model._component_={__name__}.batch_dependent_model", "adaptive_batching.max_batch_size=4"]
+    dependent = [*common, DEPENDENT, "adaptive_batching.max_batch_size=4"]
     CountingModel.shapes.clear()
     kept = tune_run("full", *dependent, *DOUBLE, name="kept")
     monkeypatch.undo()

@@ -16,7 +16,7 @@ from torchtune.modules.attention_utils import packed_block_causal_mask
 
 from adaptive_batching._torchtune import validating
 from adaptive_batching._torchtune.objective import Sums
-from adaptive_batching._torchtune.validating import Validation, evaluation_mode
+from adaptive_batching._torchtune.validating import Validation
 from tests.conftest import Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
 from tests.support.overrides import VALIDATE
@@ -70,15 +70,13 @@ def logits_of(model: nn.Module, sample: Any) -> torch.Tensor:
     return (torch.cat(logits, 1) if isinstance(logits, list) else logits)[0, :-1].float()  # [s - 1, vocabulary]
 
 
-def split(run: Run) -> tuple[list[dict[str, float]], list[float]]:
-    """What was logged of training, and the losses of validations."""
-    logged = run.metrics
-    return [step for step in logged if "val_loss" not in step], [s["val_loss"] for s in logged if "val_loss" in s]
+def losses_of(run: Run) -> list[float]:
+    return [step["val_loss"] for step in run.metrics if "val_loss" in step]
 
 
 def assert_trained_alike(run: Run, without: Run) -> None:
     """Bit for bit."""
-    assert split(run)[0] == without.metrics
+    assert without_sizes([step for step in run.metrics if "val_loss" not in step]) == without.metrics
     assert_same_weights(run.weights(0), without.weights(0))
 
 
@@ -104,7 +102,7 @@ def test_the_loss_is_that_of_each_sample_alone_and_training_that_without(
     dropout = ["model.lora_dropout=0.2"] if kind == "kd" else ["model.attn_dropout=0.2"]
     drawing = "dataset_val._component_=tests.integration.test_validation.drawing_dataset"
     run = tune_run(kind, *COMMON, *dropout, *EVERY_THIRD, drawing, "batch_size_val=4")
-    _, losses = split(run)
+    losses = losses_of(run)
     assert losses == pytest.approx(truths, rel=1e-6)
     assert len(losses) == 2, "once for each optimizer step, not for each of its batches"
     assert_trained_alike(run, baseline(kind, *COMMON, *dropout))
@@ -116,9 +114,9 @@ def test_forwards_are_as_large_as_the_probe_has_found_to_fit(
     """Of packs, where training has none."""
     probe = ["use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=4"]
     run = tune_run("full", *COMMON, *EVERY_THIRD, *probe, "dataset_val.packed=True")
-    training, losses = split(run)
+    losses = losses_of(run)
     assert losses == pytest.approx(truths, rel=1e-6) and len(losses) == 2
-    assert without_sizes(training) == baseline("full", *COMMON).metrics
+    assert_trained_alike(run, baseline("full", *COMMON))
     assert [(event["step"], event["loss"]) for event in events(run, "validation")] == [
         (step, pytest.approx(loss)) for step, loss in zip((3, 6), losses, strict=True)
     ]
@@ -138,7 +136,7 @@ def test_a_validation_that_runs_out_of_memory_has_the_same_loss_and_leaves_train
     run = tune_run(kind, *common, *EVERY_THIRD, "batch_size_val=8")
     shown = [each for each in caplog.messages if "samples of dataset_val again" in each or each.startswith("val_loss")]
     assert ["val_loss" in each for each in shown[-3:]] == [False, True, True], "the second does not run out again"
-    assert split(run)[1] == pytest.approx(truths, rel=1e-6)
+    assert losses_of(run) == pytest.approx(truths, rel=1e-6)
     assert_trained_alike(run, without)
 
 
@@ -148,51 +146,27 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(
     monkeypatch.setattr(validating, "batch_dependent_module", lambda host: None)  # which runs the model, too
     plan.update(where="forward", layer=1, without_gradients=True, call=1, times=10**6)
     common = [*COMMON, "model._component_=tests.integration.faults.full_model", *VALIDATE, "run_val_every_n_steps=100"]
-    with pytest.raises(
-        SystemExit,
-        match=r"out of memory .* \d+ tokens, which cannot be cut: number \d+ of dataset_val .*max_seq_len below",
-    ):
+    message = r"out of memory .* \d+ tokens, which cannot be cut: number \d+ of dataset_val .*max_seq_len below"
+    with pytest.raises(SystemExit, match=message):
         tune_run("full", *common)
     assert not Run(tmp_path / "out").metrics, "before training"
 
 
-def test_each_module_is_in_its_own_mode_after_an_error() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout(), nn.Dropout()), nn.Dropout().eval())
-    before = [module.training for module in model.modules()]
-    with pytest.raises(ZeroDivisionError), evaluation_mode([model]):
-        assert not any(module.training for module in model.modules())
-        raise ZeroDivisionError
-    assert [module.training for module in model.modules()] == before
+def all_prompt(tokenizer: Any) -> Any:
+    return [{"tokens": [1, 2, 3], "labels": [5, -100, -100], "mask": [True] * 3}] * 3
 
 
-class NothingToLearn:
-    """Samples that are all prompt."""
-
-    def __init__(self, tokenizer: Any = None) -> None:
-        self._sample = {"tokens": [1, 2, 3], "labels": [5, -100, -100], "mask": [True] * 3}
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> Any:
-        return dict(self._sample)
-
-
-class OneLongSample(NothingToLearn):
-    """Samples that the tokenizer does not cut, the last one longer than the model takes."""
-
-    def __getitem__(self, index: int) -> Any:
-        length = 513 if index == 2 else 5
-        return {"tokens": [1] * length, "labels": [1] * length, "mask": [True] * length}
+def one_longer_than_the_model_takes(tokenizer: Any) -> Any:
+    return [{"tokens": [1] * n, "labels": [1] * n, "mask": [True] * n} for n in (5, 5, 513)]
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"_component_": "tests.integration.test_validation.NothingToLearn"}, "dataset_val has no target token in any"),
+        ({"_component_": "tests.integration.test_validation.all_prompt"}, "dataset_val has no target token in any"),
         ({"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "/no/file.json"},
          "dataset_val cannot be loaded: .*Check dataset_val.source"),
-        ({"_component_": "tests.integration.test_validation.OneLongSample"},
+        ({"_component_": "tests.integration.test_validation.one_longer_than_the_model_takes"},
          r"dataset_val has a sample of 513 tokens, number 2 .*and the model takes 512; set tokenizer.max_seq_len=512"),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.data import SampleLoader
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.next_token import NextToken
+from adaptive_batching._torchtune.losses import NextToken
 from adaptive_batching._torchtune.objective import Objective
 
 ALONE = Ranks(alone=True)

@@ -6,7 +6,6 @@ python -m tests.support.settings_table
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -42,17 +41,15 @@ def table() -> str:
     """Return the table in Markdown, one row for each setting."""
     rows = ["| setting | default | values | what it does |", "|---|---|---|---|"]
     docstrings = _docstrings()
-    default = AdaptiveBatchingConfig()
-    for field in dataclasses.fields(AdaptiveBatchingConfig):
-        name = field.name if field.name in FIELDS else f"adaptive_batching.{field.name}"
-        values = "`True`, `False`" if isinstance(getattr(default, field.name), bool) else _VALUES[field.name]
-        shown = _DEFAULTS.get(field.name) or _spelled(getattr(default, field.name))
-        rows.append(f"| `{name}` | `{shown}` | {values} | {_markdown(docstrings[field.name])} |")
+    for name, default in vars(AdaptiveBatchingConfig()).items():
+        setting = name if name in FIELDS else f"adaptive_batching.{name}"
+        values = "`True`, `False`" if isinstance(default, bool) else _VALUES[name]
+        shown = _DEFAULTS.get(name) or ("null" if default is None else default)
+        rows.append(f"| `{setting}` | `{shown}` | {values} | {_markdown(docstrings[name])} |")
     return "\n".join(rows) + "\n"
 
 
 def page() -> str:
-    """Return the whole page, with the table as it should be."""
     before, rest = PAGE.read_text().split(_START)
     return f"{before}{_START}{table()}{_END}{rest.split(_END)[1]}"
 
@@ -67,10 +64,6 @@ def _docstrings() -> dict[str, str]:
             assert isinstance(field.target, ast.Name)
             found[field.target.id] = " ".join(str(text.value.value).split())
     return found
-
-
-def _spelled(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 def _markdown(text: str) -> str:

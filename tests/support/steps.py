@@ -9,10 +9,23 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.training import TrainingStep
-from tests.support.real_memory import most_in_use
+
+
+def most_in_use(run: Callable[[], Any]) -> int:
+    """Return the most bytes that ``run`` has in use beyond those before it, as torch's profiler counts them."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
 
 
 def step_of(

@@ -11,91 +11,65 @@ from adaptive_batching._micro_batches.cut import Capacity, length_in_chunks
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._torchtune import cutting
 from adaptive_batching._torchtune.cutting import Cutter, Execution
-from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.host import Gate
-from adaptive_batching._torchtune.next_token import NextToken
+from adaptive_batching._torchtune.losses import NextToken
 from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 
 
-def with_image(length: int) -> dict[str, Any]:
-    tokens = list(range(length))
-    return {"tokens": tokens, "labels": tokens, "mask": [False] * length, "encoder_input": {"images": [torch.ones(2)]}}
+def of_length(length: int, label: int = 1, **more: Any) -> dict[str, Any]:
+    return {"tokens": [1] * length, "labels": [label] * length, **more}
 
 
 def cut(
-    samples: list[dict[str, Any]], limit: TokenLimit, capacity: Capacity, objective: NextToken | None = None
+    samples: list[dict[str, Any]], capacity: Capacity, objective: NextToken | None = None, failed: int | None = None
 ) -> list[list[dict[str, Any]]]:
+    limit = TokenLimit()
+    if failed is not None:
+        limit.shrink(failed)
     cutter = Cutter(host(objective), Execution(ByLength(), capacity, limit=limit))
     return [micro_batch.samples for micro_batch in cutter.cut(samples)]
 
 
 def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
-    samples = [with_image(length) for length in (5, 900, 7, 40, 3, 300, 10)]
+    samples = [of_length(n, encoder_input={"images": [torch.ones(2)]}) for n in (5, 900, 7, 40, 3, 300, 10)]
     assert [next_token().size(sample) for sample in samples] == [1] * 7
-    parts = cut(samples, TokenLimit(), capacity=Capacity(((1, 4),)))
-    assert [len(part) for part in parts] == [4, 3]
-    limit = TokenLimit()
-    limit.shrink(4)
-    assert [len(part) for part in cut(samples, limit, capacity=Capacity(((1, 4),)))] == [2, 2, 2, 1]
+    assert [len(part) for part in cut(samples, Capacity(((1, 4),)))] == [4, 3]
+    assert [len(part) for part in cut(samples, Capacity(((1, 4),)), failed=4)] == [2, 2, 2, 1]
 
 
 def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
     """Its loss is 0/0 however it runs; it must not run out of memory for ever."""
-    samples = [{"tokens": [1] * 10, "labels": [-100] * 10} for _ in range(8)]
-    limit = TokenLimit()
-    limit.shrink(80)
-    [part] = cut(samples, limit, capacity=Capacity.of_tokens(1000))
+    [part] = cut([of_length(10, -100)] * 8, Capacity.of_tokens(1000), failed=80)
     assert len(part) == 4
 
 
 def test_the_labels_of_a_part_without_targets_count() -> None:
     """The first label of a sample is no target, but stock counts it."""
-    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (1, 9)]
-    cutter = Cutter(host(), Execution(Fixed(1)))
-    [part] = cutter.cut(samples)
+    samples = [of_length(1), of_length(9)]
+    [part] = Cutter(host(), Execution(Fixed(1))).cut(samples)
     assert (part.samples, part.weight, part.num_tokens) == (samples[1:], 10, 10)
 
 
 def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
     filler = next_token().filler
-    assert filler([{"tokens": [7], "labels": [7]}]) == {"tokens": [7, 7], "labels": [7, 7]}
-    several = [{"tokens": [7], "labels": [7]}, {"tokens": [1, 2, 3], "labels": [-100] * 3}]
-    assert filler(several) == {"tokens": [1, 2, 3], "labels": [1, 2, 3]}
-
-
-def test_a_rank_with_fewer_forwards_fills_up_with_some_that_weigh_nothing() -> None:
-    ranks = CountingRanks(at_least=3)
-    cutter = Cutter(host(ranks=ranks), Execution(Fixed(2)))
-    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (3, 4)]
-    micro_batches = cutter.cut(samples)
-    assert [(each.is_filler, each.weight, each.num_tokens) for each in micro_batches] == [
-        (False, None, None), (True, 0, 0), (True, 0, 0),
-    ]  # fmt: skip
+    assert filler([of_length(1)]) == of_length(2)
+    assert filler([of_length(1), of_length(3, -100)]) == of_length(3)
 
 
 def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
-    samples = [{"tokens": [1] * 10, "labels": [label] * 10} for label in (-100, 1, 1, 1)]
+    samples = [of_length(10, label) for label in (-100, 1, 1, 1)]
     cutter = Cutter(host(), Execution(ByLength(), Capacity.of_tokens(1000)))
     first, others = cutter.cut_apart([samples], 1)
     assert first == []
     assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, None)]
 
 
-def test_text_samples_are_cut_by_tokens() -> None:
-    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (5, 900, 7, 40, 3, 300, 10)]
-    parts = cut(samples, TokenLimit(), capacity=Capacity.of_tokens(1000))
-    assert sorted(len(sample["tokens"]) for part in parts for sample in part) == [3, 5, 7, 10, 40, 300, 900]
-    assert all(len(part) * max(len(sample["tokens"]) for sample in part) <= 1000 for part in parts)
-    assert index_of(samples[0]) is None
-
-
 def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     """As where short forwards would gather a sharded output layer less often than others."""
-    samples = [{"tokens": [1] * n, "labels": [1] * n} for n in (2, 3, 4, 5, 9)]
     in_chunks = next_token(num_chunks=8)
     in_chunks.equalize_collectives()
-    parts = cut(samples, TokenLimit(), Capacity.of_tokens(16), in_chunks)
+    parts = cut([of_length(n) for n in (2, 3, 4, 5, 9)], Capacity.of_tokens(16), in_chunks)
     assert len(parts) == 3
     for part in parts:
         assert len(part) * max(length_in_chunks(len(sample["tokens"]), 8) for sample in part) <= 16
@@ -104,15 +78,11 @@ def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
 class CountingRanks:
     """Two ranks; counts how often they agree on a number of forwards."""
 
-    size = 2
-
-    def __init__(self, at_least: int = 0) -> None:
-        self.agreements = 0
-        self._at_least = at_least
+    size, agreements = 2, 0
 
     def largest(self, value: float) -> float:
         self.agreements += 1
-        return max(value, self._at_least)
+        return value
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -122,8 +92,7 @@ def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cu
     monkeypatch.setattr(cutting, "compiles_each_size", lambda dataset: True)
     ranks = CountingRanks()
     cutter = Cutter(host(ranks=ranks, gate=Gate() if in_backward else None), Execution(is_stock=False))
-    pack = {"tokens": [1] * 10, "labels": [1] * 10}
-    sizes = [[len(each.samples) for each in cutter.cut([pack] * number)] for number in range(1, 40)]
+    sizes = [[len(each.samples) for each in cutter.cut([of_length(10)] * number)] for number in range(1, 40)]
     assert [sum(parts) for parts in sizes] == [*range(1, 40)]
     if in_backward:
         assert all(len(parts) == 1 for parts in sizes), "each part would be an optimizer step of its own"

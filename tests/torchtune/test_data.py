@@ -32,36 +32,6 @@ def test_samples_come_in_stock_order_at_every_batch_size() -> None:
         assert [sample for batch in batches for sample in batch] == expected
 
 
-def test_the_size_of_a_batch_can_change_while_an_epoch_is_loaded() -> None:
-    loader, sizes = SampleLoader(stock_loader(2)), iter((2, 3))
-    batches = []
-    for batch in loader:
-        batches.append(batch)
-        loader.set_batch_size(next(sizes, 1))
-    assert [len(batch) for batch in batches] == [2, 2, 3]
-    order = [sample for batch in SampleLoader(stock_loader(7)) for sample in batch]
-    assert [sample for batch in batches for sample in batch] == order
-
-
-def test_an_epoch_goes_on_from_a_sample_and_the_next_begins_at_its_first() -> None:
-    whole = SampleLoader(stock_loader(1))
-    whole.sampler.set_epoch(1)
-    expected = [batch[0] for batch in whole]
-    loader = SampleLoader(stock_loader(2))
-    for _ in range(2):
-        loader.sampler.set_epoch(1)
-        assert [sample for batch in loader.iter_from(3) for sample in batch] == expected[3:7]
-        assert [sample for batch in loader for sample in batch] == expected[:6]
-
-
-def test_a_checkpoint_holds_stocks_state_and_what_is_added_to_it() -> None:
-    stock, off, on = stock_loader(2), SampleLoader(stock_loader(2)), SampleLoader(stock_loader(2), lambda: {"a": 1})
-    for loader in (stock, off, on):
-        list(loader)
-    assert off.state_dict() == stock.state_dict()
-    assert on.state_dict() == {**stock.state_dict(), "adaptive_batching": {"a": 1}}
-
-
 @pytest.mark.parametrize(
     ("samples", "batch_size", "accumulation", "message"),
     [(0, 1, 1, "dataset is empty"), (3, 4, 1, "dataset has 3 samples"), (7, 4, 2, "at most 7")],
@@ -73,9 +43,8 @@ def test_data_that_fill_no_step_are_refused(samples: int, batch_size: int, accum
 
 
 def worst_case(data: list[Any], **limits: int) -> dict[str, Any]:
-    return worst_case_sample(
-        data, next_token(), **{"sequence_length": None, "tokenizer_max": None, "model_max": None, **limits}
-    )
+    unset = {"sequence_length": None, "tokenizer_max": None, "model_max": None}
+    return worst_case_sample(data, next_token(), **{**unset, **limits})
 
 
 def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the_longest_sample() -> None:
@@ -87,17 +56,13 @@ def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the
     assert length(sequence_length=20, tokenizer_max=12) == 20
     assert length(tokenizer_max=12) == 12
     assert length(tokenizer_max=12, model_max=11) == 11
-    assert length() == 9
-    assert length(model_max=9) == 9
+    assert length() == length(model_max=9) == 9
     with pytest.raises(ConfigError, match="longest sample has 9 tokens, and the model takes 8"):
         length(model_max=8)
     with pytest.raises(ConfigError, match="sequence_length asks for 20 tokens, and the model takes 8"):
         length(model_max=8, sequence_length=20)
-
-
-def test_samples_with_images_are_not_stretched() -> None:
     images: list[dict[str, Any]] = [{**sample, "encoder_input": object()} for sample in DATA]
-    assert worst_case(images, tokenizer_max=100) == images[1]
+    assert worst_case(images, tokenizer_max=100) == images[1], "not stretched"
     with pytest.raises(ConfigError, match="multimodal data, whose longest sample has 9 tokens"):
         worst_case(images, sequence_length=20)
 

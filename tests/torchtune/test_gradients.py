@@ -15,16 +15,11 @@ from adaptive_batching._torchtune import gradients
 from tests.support.hosts import host, next_token
 
 
-@pytest.fixture
-def no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchtune's offloading be made without CUDA, of whose streams it asks."""
-    for name in ("default_stream", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-
-
 def test_offloaded_activations_of_a_step_that_broke_off_are_gone_before_memory_is_released(
-    no_streams: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("default_stream", "Stream"):  # of CUDA, which offloading asks for
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     context = OffloadActivations(use_pin_memory=False, use_streams=False)
     objective = next_token(activations=context)
@@ -70,8 +65,5 @@ def test_batches_are_copied_without_waiting_for_the_device(device: str, expected
     gradients.to_device(batch, torch.device(device))
     assert Copied.log == expected * 2
     assert set(batch) == {"tokens", "images"}
-
-
-def test_what_is_no_tensor_is_refused_as_in_stock() -> None:
     with pytest.raises(ValueError, match="must be a dict or Tensor"):
         gradients.to_device({"tokens": [1, 2, 3]}, torch.device("cpu"))

@@ -19,15 +19,15 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.losses import preferences
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
-from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.training import TrainingStep, kept_tensors
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER
-from tests.support.real_memory import most_in_use
+from tests.support.steps import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, assert_same, config, real_host
 
 BATCH = 6

@@ -13,7 +13,7 @@ from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.recorder import state_tensors
 from adaptive_batching._trace.trace import trace_step
-from tests.support.real_memory import most_in_use
+from tests.support.steps import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, config, real_host, traced
 
 BATCH = 16

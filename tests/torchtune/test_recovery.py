@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
@@ -17,11 +15,10 @@ from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import Question, find_largest
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
-from adaptive_batching._torchtune.next_token import Distillation
+from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, Recovery, remedy
+from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.losses import Distillation
 from adaptive_batching._torchtune.objective import StockParts
-from adaptive_batching._torchtune.recovery import Recovery, remedy
 from adaptive_batching._torchtune.training_step import remedies
 from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
@@ -34,14 +31,17 @@ PARTS = [MicroBatch([{"tokens": [1] * 8, "labels": [1] * 8}] * 2, tokens=16)]
 class OtherRanks:
     """Two ranks, and how often this one waited for the other."""
 
-    size = 2
-
-    def __init__(self) -> None:
-        self.waited = 0
+    size, waited = 2, 0
 
     def largest(self, value: float) -> float:
         self.waited += 1
         return value
+
+
+def end_steps(recovery: Recovery, *retried: bool) -> None:
+    for each in retried:
+        recovery.note(PARTS, Outcome([], failed=False, retried=each))
+        recovery.end_step()
 
 
 @pytest.mark.parametrize("collectives", [None, object()])
@@ -49,21 +49,16 @@ def test_ranks_that_cannot_tell_each_other_do_not_shrink_alone(collectives: Any)
     """A rank whose allocator starts over would wait for the others, which do not know."""
     ranks, limit = OtherRanks(), TokenLimit()
     recovery = Recovery(host(ranks=ranks, collectives=collectives, device=CUDA), limit, lambda: None)
-    for _ in range(4):
-        recovery.note(PARTS, Outcome([], failed=False, retried=True))
-        recovery.end_step()
+    end_steps(recovery, *[True] * 4)
     assert (ranks.waited > 0, limit.max_tokens is not None) == ((collectives is not None,) * 2)
 
 
 def test_only_what_goes_on_shrinks_micro_batches_and_by_as_little_as_helps() -> None:
     limit = TokenLimit()
     recovery = Recovery(host(device=CUDA), limit, lambda: None)
-    for retried in (True, True, False, True, True):
-        recovery.note(PARTS, Outcome([], failed=False, retried=retried))
-        recovery.end_step()
+    end_steps(recovery, True, True, False, True, True)
     assert limit.max_tokens is None
-    recovery.note(PARTS, Outcome([], failed=False, retried=True))
-    recovery.end_step()
+    end_steps(recovery, True)
     assert limit.max_tokens == 14, "an eighth less than 16"
 
 
@@ -87,42 +82,30 @@ class Run:
     """Training on a model of a GPU's allocator: batches are cut, run, and run again in smaller parts."""
 
     def __init__(self, device: Device, capacity: Capacity) -> None:
-        self.device = device
-        self.limit = TokenLimit()
+        self.device, self.limit = device, TokenLimit()
         self._cutter = Cutter(host(device=device.device), Execution(ByLength(), capacity, limit=self.limit))
         self._recovery = Recovery(host(device=device.device), self.limit, lambda: None)
-        self.forwards: list[int] = []
 
-    def step(self, batch: list[dict[str, Any]]) -> None:
+    def step(self, lengths: list[int]) -> None:
+        batch = [{"tokens": [1] * n, "labels": [1] * n} for n in lengths]
+
         def attempt(again: bool) -> list[tuple[list[MicroBatch], Outcome[None]]]:
-            micro_batches = self._cutter.cut(batch)
-            outcome = run_micro_batches(
-                [partial(self.device.forward_backward, each.tokens) for each in micro_batches],
-                ALONE, None, self.device.release, self.device.num_retries,
-            )  # fmt: skip
-            return [(micro_batches, outcome)]
+            parts = self._cutter.cut(batch)
+            forwards = [partial(self.device.forward_backward, each.tokens) for each in parts]
+            return [(parts, run_micro_batches(forwards, ALONE, None, self.device.release, self.device.num_retries))]
 
         self._recovery.start()
-        [(micro_batches, _)] = self._recovery.run_until_fits(attempt)
-        assert sorted(len(s["tokens"]) for m in micro_batches for s in m.samples) == sorted(
-            len(s["tokens"]) for s in batch
-        ), "each sample once"
-        self.forwards.append(len(micro_batches))
+        [(parts, _)] = self._recovery.run_until_fits(attempt)
+        ran = [len(sample["tokens"]) for part in parts for sample in part.samples]
+        assert sorted(ran) == sorted(lengths), "each sample once"
         self._recovery.end_step()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-@given(
-    weights=st.integers(8 * MIB, 64 * MIB),
-    kept=st.integers(2, 64),
-    passing=st.integers(0, 64),
-    room=st.integers(1 * GIB, 12 * GIB),
-    lost=st.floats(0, 0.4),
-    seed=st.integers(0, 1000),
-)
-def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memory_few(
-    weights: int, kept: int, passing: int, room: int, lost: float, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memory_few(seed: int) -> None:
+    chance = random.Random(seed)
+    weights, room = chance.randint(8 * MIB, 64 * MIB), chance.randint(1 * GIB, 12 * GIB)
+    kept, passing, lost = chance.randint(2, 64), chance.randint(0, 64), chance.uniform(0, 0.4)
     layers = [Layer(weights, kept * KIB, passing * KIB)] * 6
     device = Device(4 * 6 * weights + room, layers, libraries_bytes=24 * MIB)
     step = device.training_step()
@@ -131,13 +114,11 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
         found = find_largest(step, config, device, Question(64))
     except DoesNotFitError:
         return
-    chance = random.Random(seed)
     run = Run(device, Capacity(((device.length, found.batch_size),)))
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            lengths = [chance.randint(8, device.length) for _ in range(48)]
-            run.step([{"tokens": [1] * n, "labels": [1] * n} for n in lengths])
+            run.step([chance.randint(8, device.length) for _ in range(48)])
 
     with device.limit(found.budget_bytes):
         train(60)
@@ -154,36 +135,32 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
         assert run.limit.num_recoveries <= 8, "and less and less"
 
 
-def test_the_remedy_is_one_that_is_not_used_yet() -> None:
-    def of(device: str, checkpointing: bool, offloading: bool) -> str:
-        uses = {"checkpoints_activations": checkpointing, "offloads_activations": offloading}
-        setting, what_fits = remedy(host(device=torch.device(device), **uses)).split("; ")
-        assert "'adaptive-batching plan'" in what_fits, "one setting may not be enough"
-        return setting
+@pytest.mark.parametrize(
+    ("device", "checkpoints", "offloads", "setting"),
+    [
+        *((device, False, False, "enable_activation_checkpointing=True") for device in ("cpu", "cuda")),
+        ("cuda", True, False, "enable_activation_offloading=True"),
+        # Elsewhere stock refuses to offload.
+        *((device, True, device == "cuda", "a model with quantized weights, as in QLoRA")
+          for device in ("cuda", "cpu", "xpu", "mps")),
+    ],
+)  # fmt: skip
+def test_the_remedy_is_one_that_is_not_used_yet(device: str, checkpoints: bool, offloads: bool, setting: str) -> None:
+    uses = {"checkpoints_activations": checkpoints, "offloads_activations": offloads}
+    found, what_fits = remedy(host(device=torch.device(device), **uses)).split("; ")
+    assert found == setting
+    assert "'adaptive-batching plan'" in what_fits, "one setting may not be enough"
 
-    assert of("cpu", False, False) == of("cuda", False, False) == "enable_activation_checkpointing=True"
-    assert of("cuda", True, False) == "enable_activation_offloading=True"
-    quantized = "a model with quantized weights, as in QLoRA"
-    assert of("cuda", True, True) == of("cpu", True, False) == quantized
-    assert of("xpu", True, False) == of("mps", True, False) == quantized, "stock refuses to offload there"
+
+def remedies_of(host: Host) -> list[str]:
+    return [each.setting for each in remedies(host, dict(SAMPLES[0]), lambda groups: [], accumulates=False)]
 
 
-def test_offloading_is_no_remedy_for_a_distillation() -> None:
-    """Its recipes do not read the key."""
-    teacher = nn.Linear(2, 2)
-    objective = Distillation(StockParts(None, None, None, 0, frozen=teacher, teacher_share=0.5))
-    learner = host(objective, device=torch.device("cuda"), checkpoints_activations=True)
+def test_no_remedy_is_a_key_that_the_recipe_does_not_read() -> None:
+    """Distillation does not offload, and PPO has no key for clipping."""
+    objective = Distillation(StockParts(None, None, None, 0, frozen=nn.Linear(2, 2), teacher_share=0.5))
+    learner = host(objective, device=CUDA, checkpoints_activations=True)
     assert remedy(learner).startswith("a model with quantized weights, as in QLoRA;")
-    found = remedies(learner, dict(SAMPLES[0]), lambda groups: [], accumulates=False)
-    assert not any("offloading" in each.setting for each in found)
-
-
-def test_clipping_is_to_be_left_out_where_it_is_on_and_nowhere_else() -> None:
-    """PPO has no key for it."""
-
-    def optimizer_in_backward(clip_norm: float | None) -> str:
-        found = remedies(host(clip_norm=clip_norm), dict(SAMPLES[0]), lambda groups: [], accumulates=False)
-        return next(each.setting for each in found if "optimizer_in_bwd" in each.setting)
-
-    assert optimizer_in_backward(None) == "optimizer_in_bwd=True"
-    assert optimizer_in_backward(1.0) == "optimizer_in_bwd=True (with clip_grad_norm=null)"
+    assert not any("offloading" in each for each in remedies_of(learner))
+    assert "optimizer_in_bwd=True" in remedies_of(host())
+    assert "optimizer_in_bwd=True (with clip_grad_norm=null)" in remedies_of(host(clip_norm=1.0))

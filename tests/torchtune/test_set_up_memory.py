@@ -11,7 +11,7 @@ from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.set_up_memory import Allocations
-from tests.support.real_memory import most_in_use
+from tests.support.steps import most_in_use
 from tests.torchtune.test_on_paper import LENGTH, LORA, config
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching._growth.increase import IncreaseFunctionError, resolve
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
 from adaptive_batching._values import ConfigError
 from tests.conftest import ROOT
@@ -58,20 +57,6 @@ MISTAKES = {read_settings: OF_BOTH + OF_TRAINING, read_evaluation: OF_BOTH + OF_
 def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(read: Any, overrides: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         read(config(*overrides.split()))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("no.such.function", r"batch_increase_function='no\.such\.function' cannot be imported"),
-        ("math.pi", "is not callable but of type float"),
-        ("math.sqrt", "failed with the arguments"),
-    ],
-)
-def test_an_increase_function_that_cannot_be_had_is_refused(path: str, message: str) -> None:
-    with pytest.raises(IncreaseFunctionError, match=message) as error:
-        resolve({"_component_": path, "every": 1})
     assert "\n" not in str(error.value)
 
 

@@ -10,14 +10,13 @@ import torch
 from torchtune.rlhf import PPOStats
 
 from adaptive_batching._micro_batches.run import Outcome
-from adaptive_batching._torchtune.cutting import Cutter, MicroBatch
+from adaptive_batching._torchtune.cutting import Cutter, MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.ppo.stock_ppo import Sizes
 from adaptive_batching._torchtune.ppo.trajectories import Experience, Trajectories, stats_of
-from adaptive_batching._torchtune.recovery import Recovery
 
 
 class Learning:

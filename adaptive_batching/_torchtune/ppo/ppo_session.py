@@ -9,8 +9,7 @@ from typing import Any
 from adaptive_batching._growth.increase import Accumulation, InParts
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.cutting import Cutter
-from adaptive_batching._torchtune.growing import StockSchedule
+from adaptive_batching._torchtune.cutting import Cutter, Recovery
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.ppo.learning import Learning
 from adaptive_batching._torchtune.ppo.phases import find_sizes
@@ -19,7 +18,6 @@ from adaptive_batching._torchtune.ppo.rollout import Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 from adaptive_batching._torchtune.ppo.trajectories import Trajectories
 from adaptive_batching._torchtune.probing import Circumstances, Probed
-from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.session import Session
 
 

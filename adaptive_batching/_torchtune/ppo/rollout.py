@@ -11,12 +11,11 @@ from torchtune.rlhf import Trajectory
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._torchtune.cutting import MicroBatch
+from adaptive_batching._torchtune.cutting import MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.ppo.draws import Draws
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
-from adaptive_batching._torchtune.recovery import Recovery
 
 
 class Rollout:
