@@ -8,10 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchtune.generation import _generation, generate, get_causal_mask_from_padding_mask
-from torchtune.models.llama2 import llama2
+from torchtune.generation import _generation, get_causal_mask_from_padding_mask
 
-from adaptive_batching._torchtune.ppo.draws import Draws, sampling_with
+from adaptive_batching._torchtune.ppo.rollout import Draws
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 
 TOKENS, VOCABULARY = 3, 11
@@ -61,23 +60,6 @@ def test_rows_get_the_numbers_of_stock_however_they_are_cut(num_rows: int, chunk
     expected = of_stock(num_rows, chunk, theirs)
     assert torch.equal(of_parts(num_rows, chunk, [*sorted(inner), num_rows], ours), expected)
     assert torch.equal(ours.get_state(), theirs.get_state()), "and so do the rollouts that follow"
-
-
-def test_each_token_of_a_response_is_sampled_with_what_is_given() -> None:
-    """torchtune asks for the first token in another way than for the others."""
-    model = llama2(vocab_size=VOCABULARY, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=8, max_seq_len=16)
-    calls = 0
-
-    def noise() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        only = torch.ones(2, VOCABULARY)
-        only[:, calls] = 1e-20  # probabilities are divided by these, and the largest taken
-        return only
-
-    with sampling_with(noise):
-        tokens, _ = generate(model, torch.ones(2, 4, dtype=torch.long), max_generated_tokens=TOKENS, rng=generator())
-    assert tokens[:, 4:].tolist() == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("row", range(5))

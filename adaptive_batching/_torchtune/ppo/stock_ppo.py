@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,69 +31,28 @@ class PolicyAndValue(nn.Module):
         return self.policy(tokens), self.value(tokens)
 
 
-@dataclass(frozen=True)
-class Share:
-    """Share of a part in the losses of the batch that it was cut from."""
-
-    policy: float
-    """Of the tokens that the policy's loss is a mean over."""
-
-    value: torch.Tensor
-    """Of the tokens that the loss of the value model is a mean over."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a config, in trajectories."""
-
-    rollout_rows: int
-    """``forward_batch_size``."""
-
-    epochs: int
-    """``ppo_epochs``: times that a batch of trajectories is learned from."""
-
-    steps: int
-    """Optimizer steps of each of them: ``batch_size / ppo_batch_size``, which a batch keeps as it grows."""
-
-    backwards: int
-    """Backward passes of an optimizer step: ``gradient_accumulation_steps``."""
-
-    @property
-    def parts(self) -> int:
-        """Parts of a batch of trajectories that each have a backward pass."""
-        return self.steps * self.backwards
-
-
 class StockPPO:
-    """Stock's methods of a recipe that has been set up, run on any part of a batch."""
+    """Stock's methods of a recipe that has been set up, run on any part of a batch. Sizes are in trajectories."""
 
     def __init__(self, recipe: Any, ppo_batch_size: int) -> None:
         self._recipe = recipe
         self.model = PolicyAndValue(recipe._policy_model, recipe._value_model)
+        self.loss = recipe._loss_fn
         self.rng: torch.Generator = recipe._rng
         self.device: torch.device = recipe._device
         self.pad_id: int = recipe._tokenizer.pad_id
         self.vocabulary: int = recipe._policy_model.tok_embeddings.num_embeddings
         self.max_generated_tokens: int = recipe._max_generated_tokens
         self.total_rollouts: int = recipe._total_steps
-        self.sizes = Sizes(
-            rollout_rows=recipe._forward_batch_size,
-            epochs=recipe._ppo_epochs,
-            steps=recipe.batch_size // ppo_batch_size,
-            backwards=recipe._gradient_accumulation_steps,
-        )
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Most tokens of a prompt for which the policy can take prompt and response; None if it has no limit."""
-        longest = getattr(self.model.policy, "max_seq_len", None)
-        return None if longest is None else longest - self.max_generated_tokens
-
-    @property
-    def uncuttable(self) -> str | None:
-        """Name of the loss if its parts cannot be weighed apart, so that no batch can be cut; else None."""
-        loss = self._recipe._loss_fn
-        return None if hasattr(loss, "value_coeff") else f"{type(loss).__name__}, which has no value_coeff,"
+        self.rollout_rows: int = recipe._forward_batch_size
+        self.epochs: int = recipe._ppo_epochs
+        """Times that a batch of trajectories is learned from."""
+        self.steps: int = recipe.batch_size // ppo_batch_size
+        """Optimizer steps of each of them, which a batch keeps as it grows."""
+        self.backwards: int = recipe._gradient_accumulation_steps
+        """Backward passes of an optimizer step."""
+        self.parts = self.steps * self.backwards
+        """Parts of a batch of trajectories that each have a backward pass."""
 
     def generate(self, prompts: torch.Tensor) -> Trajectory:
         """Generate a trajectory for each of ``prompts``, [b, s], all in one forward.
@@ -130,22 +86,30 @@ class StockPPO:
         self,
         model: PolicyAndValue,
         trajectory: Trajectory,
-        advantages: torch.Tensor,
-        returns: torch.Tensor,
+        estimates: tuple[torch.Tensor, torch.Tensor],
         context_length: int,
-        share: Share | None,
+        shares: tuple[float, torch.Tensor] | None,
     ) -> PPOStats:
         """Run forward and backward of ``model``, the recipe's or a copy, on a trajectory with attention masks.
 
-        Advantages and returns are [b, t]. Without ``share`` the batch is a whole one, which is computed as in stock.
+        Estimates are advantages and returns, [b, t]. Shares are those of a part in the losses of the batch that it was
+        cut from, of policy and value model; None for a whole batch, which is computed as in stock.
         """
         recipe = self._recipe
-        if model is not self.model or share is not None:
+        if model is not self.model or shares is not None:
             recipe = copy.copy(recipe)
             recipe._policy_model, recipe._value_model = model.policy, model.value
-        if share is not None:
-            recipe._loss_fn = _LossOfPart(recipe._loss_fn, share)
-        stats: PPOStats = recipe.ppo_step(trajectory, advantages, returns, context_length)
+        if shares is not None:
+            of_policy, of_value = shares
+            loss_fn = copy.copy(self.loss)
+            loss_fn.value_coeff = self.loss.value_coeff * (of_value / of_policy)
+
+            def loss_of_part(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+                loss, *others = loss_fn(*args, **kwargs)
+                return loss * of_policy, *others
+
+            recipe._loss_fn = loss_of_part
+        stats: PPOStats = recipe.ppo_step(trajectory, *estimates, context_length)
         return stats
 
     def forget(self) -> None:
@@ -153,28 +117,6 @@ class StockPPO:
         policy: Any = self.model.policy
         if policy.caches_are_setup():
             delete_kv_caches(policy)
-
-    @contextlib.contextmanager
-    def unchanged_draws(self) -> Iterator[None]:
-        """Restore the state of the generator that rollouts draw from."""
-        state = self.rng.get_state()
-        try:
-            yield
-        finally:
-            self.rng.set_state(state)
-
-
-class _LossOfPart:
-    """The loss of a part of a batch: policy and value tokens each weigh by their own share."""
-
-    def __init__(self, loss: Any, share: Share) -> None:
-        self._loss = copy.copy(loss)
-        self._loss.value_coeff = loss.value_coeff * (share.value / share.policy)
-        self._policy = share.policy
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        loss, *others = self._loss(*args, **kwargs)
-        return loss * self._policy, *others
 
 
 def host_of(recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, gate: Gate) -> Host:
@@ -217,15 +159,3 @@ def run_of(recipe: Any, num_samples: int, learning_rate: float) -> StockRun:
         memory_history=history,
         samples=num_samples,
     )
-
-
-def checkpointers_of(recipe: Any) -> tuple[Any, Any]:
-    return recipe._policy_checkpointer, recipe._value_checkpointer
-
-
-def note_progress(recipe: Any, *, epochs_run: int, rollouts: int) -> None:
-    recipe._epochs_run, recipe._steps_run = epochs_run, rollouts
-
-
-def rollouts_of(recipe: Any) -> int:
-    return int(recipe._steps_run)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torchtune.rlhf import PPOStats, Trajectory
+from torchtune.rlhf import Trajectory
 
 from adaptive_batching._device import without_waiting
 from adaptive_batching._torchtune.data import Sample, indexed, stretch
 from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
-from adaptive_batching._torchtune.ppo.stock_ppo import PolicyAndValue, Share, StockPPO
+from adaptive_batching._torchtune.ppo.stock_ppo import PolicyAndValue, StockPPO
 
 _OF_LEARNING = (
     "query_responses", "logprobs", "values", "position_ids", "response_padding_masks", "value_padding_masks",
@@ -36,11 +35,6 @@ class Experience:
     numbers: Sequence[int | None] = ()
     """Numbers of the prompts in the data set."""
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a forward and backward needs, by name, with trajectories in dimension 0."""
-        found = {name: getattr(self.trajectory, name) for name in _OF_LEARNING}
-        return {**found, "advantages": self.advantages, "returns": self.returns}
-
     def counts(self) -> tuple[list[int], list[int]]:
         """Return the tokens of each trajectory that are not padding, for the policy and for the value model."""
         masks = self.trajectory.response_padding_masks, self.trajectory.value_padding_masks
@@ -59,11 +53,12 @@ class Trajectories(Objective):
     sums_gradients = False
     saves_memory_by = frozenset()
 
+    _seen: Experience
+    _policy_tokens: list[int]
+    _value_tokens: list[int]
+
     def __init__(self, stock: StockPPO) -> None:
         self._stock = stock
-        self._seen: Experience | None = None
-        self._policy_tokens: list[int] = []
-        self._value_tokens: list[int] = []
         self._held_bytes: Callable[[int], int] = lambda rows: 0
 
     def see(self, experience: Experience) -> None:
@@ -74,34 +69,27 @@ class Trajectories(Objective):
     def rows(self, rows: Sequence[int]) -> list[Sample]:
         """Return the samples of one backward pass: rows whose losses are means over all of them."""
         tokens = sum(self._value_tokens[row] for row in rows)
-        numbers = self._experience.numbers
+        numbers = self._seen.numbers
         return [
             indexed({"row": row, "rows": len(rows), "value_tokens": tokens}, numbers[row] if numbers else None)
             for row in rows
         ]
 
-    def at_worst(self, context_length: int, held_bytes: Callable[[int], int]) -> Trajectories:
-        """Return a copy that has seen one trajectory, as long as can be after a prompt of ``context_length`` tokens.
+    def at_worst(self, longest: Experience, held_bytes: Callable[[int], int]) -> Trajectories:
+        """Return a copy that has seen ``longest``.
 
         ``held_bytes`` tells from the rows of a backward pass the bytes of all trajectories, which are held meanwhile.
         """
         worst = copy.copy(self)
-        worst.see(longest(self._stock, context_length))
+        worst.see(longest)
         worst._held_bytes = held_bytes
         return worst
-
-    @property
-    def _experience(self) -> Experience:
-        assert self._seen is not None, "no trajectories yet"
-        return self._seen
-
-    # Samples
 
     def tokens(self, sample: Sample) -> Sequence[int]:
         if self.is_text(sample):
             prompt: Sequence[int] = sample["tokens"]
             return prompt
-        row: Sequence[int] = self._experience.trajectory.query_responses[sample["row"]].tolist()
+        row: Sequence[int] = self._seen.trajectory.query_responses[sample["row"]].tolist()
         return row
 
     def is_text(self, sample: Sample) -> bool:
@@ -117,16 +105,15 @@ class Trajectories(Objective):
     def weight_of(self, batch: Counts) -> int:
         return 1
 
-    # A forward
-
     def collate(self, samples: Sequence[Sample]) -> Batch:
-        experience, rows = self._experience, [sample["row"] for sample in samples]
+        experience, rows = self._seen, [sample["row"] for sample in samples]
         index = without_waiting(torch.tensor(rows), experience.advantages.device)
-        batch = {name: tensor.index_select(0, index) for name, tensor in experience.tensors().items()}
-        whole = samples[0]
-        value_share = sum(self._value_tokens[row] for row in rows) / whole["value_tokens"]
-        batch["value_share"] = torch.tensor(value_share)
-        batch["row_share"] = torch.tensor(len(rows) / whole["rows"])
+        tensors = {name: getattr(experience.trajectory, name) for name in _OF_LEARNING}
+        tensors |= {"advantages": experience.advantages, "returns": experience.returns}
+        batch = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
+        value_tokens = sum(self._value_tokens[row] for row in rows)
+        batch["value_share"] = torch.tensor(value_tokens / samples[0]["value_tokens"])
+        batch["row_share"] = torch.tensor(len(rows) / samples[0]["rows"])
         held = self._held_bytes(len(rows))
         if held:
             batch["held"] = torch.empty(held, dtype=torch.uint8, device=index.device)
@@ -135,20 +122,16 @@ class Trajectories(Objective):
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
         """Run forward and backward, which stock has in one; the number returned has no model behind it any more."""
         assert isinstance(model, PolicyAndValue)
-        tokens = batch["query_responses"]
-        fields: dict[str, Any] = dict.fromkeys(Trajectory._fields)
-        fields |= {name: batch[name] for name in _OF_LEARNING}
-        trajectory = Trajectory(**{**fields, "masks": self._stock.masks(tokens)})
-        share = None if weight is None else Share(weight, batch["value_share"])
-        stats = self._stock.learn(
-            model, trajectory, batch["advantages"], batch["returns"], self._experience.context_length, share
-        )
-        of_rows = batch["row_share"]
-        shares = {"ratios": of_rows, "approx_policy_kls": of_rows, "policy_loss": weight, "clipfrac": weight}
-        shares["value_loss"] = batch["value_share"]
+        tokens, of_values, of_rows = batch["query_responses"], batch["value_share"], batch["row_share"]
+        known = {name: batch[name] for name in _OF_LEARNING}
+        trajectory = Trajectory(**{**dict.fromkeys(Trajectory._fields), **known, "masks": self._stock.masks(tokens)})
+        shares = None if weight is None else (weight, of_values)
+        estimates, context_length = (batch["advantages"], batch["returns"]), self._seen.context_length
+        stats = self._stock.learn(model, trajectory, estimates, context_length, shares)
         metrics = {name: value.detach() for name, value in stats._asdict().items() if name != "loss"}
         if weight is not None:
-            metrics = {name: value * shares[name] for name, value in metrics.items()}
+            weights = {"policy_loss": weight, "clipfrac": weight, "value_loss": of_values}
+            metrics = {name: value * weights.get(name, of_rows) for name, value in metrics.items()}
         over = torch.zeros((), requires_grad=True)
         return over, Sums(stats.loss.detach(), torch.tensor(tokens.numel()), metrics)
 
@@ -156,36 +139,24 @@ class Trajectories(Objective):
         self._stock.forget()
 
     def batch_dependent_part(self) -> str | None:
-        return self._stock.uncuttable
-
-
-def stats_of(sums: Sums) -> PPOStats:
-    return PPOStats(loss=sums.loss, **sums.metrics)
+        loss = self._stock.loss  # without this, its two parts cannot be weighed apart
+        return None if hasattr(loss, "value_coeff") else f"{type(loss).__name__}, which has no value_coeff,"
 
 
 def longest(stock: StockPPO, context_length: int) -> Experience:
     """Return one trajectory whose response does not end early, on the device."""
     generated, total = stock.max_generated_tokens, context_length + stock.max_generated_tokens
-    token = 1 if stock.pad_id == 0 else 0  # any but padding
     weight = next(stock.model.parameters())
-
-    def numbers() -> torch.Tensor:
-        return torch.zeros(1, generated, dtype=weight.dtype, device=stock.device)
-
-    def mask() -> torch.Tensor:
-        return torch.zeros(1, generated, dtype=torch.bool, device=stock.device)
-
+    numbers = torch.zeros(1, generated, dtype=weight.dtype, device=stock.device)
+    mask = torch.zeros(1, generated, dtype=torch.bool, device=stock.device)
     last = torch.full((1,), generated - 1, device=stock.device)
+    token = 1 if stock.pad_id == 0 else 0  # any but padding
     trajectory = Trajectory(
         query_responses=torch.full((1, total), token, device=stock.device),
-        logprobs=numbers(), ref_logprobs=numbers(), values=numbers(),
-        masks=mask().new_empty(1, 0),
+        logprobs=numbers, ref_logprobs=numbers, values=numbers,
+        masks=mask.new_empty(1, 0),
         position_ids=torch.arange(total, dtype=torch.int, device=stock.device)[None],
-        response_padding_masks=mask(), value_padding_masks=mask(),
-        value_seq_idxs=last, scores=numbers()[:, 0], seq_lens=last,
+        response_padding_masks=mask, value_padding_masks=mask,
+        value_seq_idxs=last, scores=numbers[:, 0], seq_lens=last,
     )  # fmt: skip
-    return Experience(trajectory, numbers(), numbers(), context_length)
-
-
-def bytes_of(experience: Experience) -> int:
-    return sum(tensor.nbytes for tensor in (*experience.trajectory, experience.advantages, experience.returns))
+    return Experience(trajectory, numbers, numbers, context_length)
