@@ -25,7 +25,7 @@ from adaptive_batching import AdaptiveStep
 from adaptive_batching._memory import Segments, cuda_segments, memory_meter
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.fsdp import can_drain
-from adaptive_batching._torchtune.ppo.trajectories import Experience
+from adaptive_batching._torchtune.ppo.stock_ppo import Experience
 from adaptive_batching._trace import trace
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.reserved import ReservedPeaks

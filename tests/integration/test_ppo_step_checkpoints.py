@@ -12,12 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from adaptive_batching._torchtune.resuming import from_last_checkpoint, take_value_model_of
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune.checkpoints import restore_state
+from adaptive_batching._torchtune.checkpoints import from_last_checkpoint, restore_state, take_value_model_of
 from adaptive_batching._values import ConfigError
 from tests.conftest import assert_same_weights
 from tests.integration.test_full_disk import full_disk_from

@@ -25,8 +25,7 @@ from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradi
 from adaptive_batching._torchtune.loop import Loop, Training
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.ppo.rollout import Rollout
-from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
-from adaptive_batching._torchtune.ppo.trajectories import Experience, Trajectories
+from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
 from adaptive_batching._torchtune.recovery import Recovery
 from adaptive_batching._torchtune.step_cost import recorded_memory
 
