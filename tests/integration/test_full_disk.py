@@ -12,14 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune import checkpoints
 from tests.conftest import TuneRun, assert_same_weights
 
 GROW = [
     "batch_increase_function._component_=adaptive_batching.growth.fixed_increase", "batch_increase_function.increase=4",
     "~batch_increase_function.every", "adaptive_batching.max_batch_size=16", "epochs=3",
 ]  # fmt: skip
-ON_RESUME = ["resume_from_checkpoint=True", "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"]
+STEPS = ["micro_batch_size=4", "save_every_n_steps=4", "epochs=1"]
+RESUME = "resume_from_checkpoint=True"
+FIRST = "checkpointer.checkpoint_files=[{}/model-00001-of-00001.safetensors]"
 
 
 def full_disk_from(call: int, function: Any) -> Any:
@@ -41,57 +42,32 @@ def full_disk_from(call: int, function: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", ["weights", "state"])
-@pytest.mark.parametrize("fields", [[], GROW], ids=["off", "growth"])
+@pytest.mark.parametrize("case", ["off", "growth", "steps"])
 def test_the_last_checkpoint_stands_and_training_goes_on_from_it(
-    what: str, fields: list[str], tune_run: TuneRun, tmp_path: Path
+    what: str, case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
 ) -> None:
-    fields = fields or ["epochs=3"]
-    whole = tune_run("full", *fields, name="whole")
+    fields = {"off": ["epochs=3"], "growth": GROW, "steps": STEPS}[case]
+    of_steps = case == "steps"
+    gone, kept, last = ("step_8", "step_4", "step_12") if of_steps else ("epoch_1", "epoch_0", "epoch_2")
+    whole = baseline("full", *fields)
     target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
-    full = full_disk_from(2, getattr(target, name))  # the second epoch's
+    full = full_disk_from(2, getattr(target, name))
     with mock.patch.object(target, name, full), pytest.raises(SystemExit) as error:
         tune_run("full", *fields)
-    message = str(error.value)
-    assert "error: the checkpoint of epoch 1 cannot be written: the disk of output_dir=" in message
-    assert "The checkpoint of epoch 0 stands" in message
-    assert "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]" in message
-    assert not (tmp_path / "out" / "epoch_1").exists(), "half a checkpoint"
+    message, output_dir = str(error.value), tmp_path / "out"
+    of_gone = gone.replace("_", " ")
+    assert f"error: the checkpoint of {of_gone} cannot be written: the disk of output_dir=" in message
+    if of_steps:
+        assert "The checkpoint step_4 stands; to go on from it, free some space and add resume_from_check" in message
+        with pytest.raises(SystemExit, match="were saved within an epoch; set save_every_n_steps as in the run"):
+            tune_run("full", RESUME, FIRST.format(kept))
+    else:
+        assert "The checkpoint of epoch 0 stands" in message and FIRST.format(kept) in message
+    assert not (output_dir / gone).exists() and not (output_dir / "unfinished_checkpoint").exists()
 
-    resumed = tune_run("full", *fields, *ON_RESUME)
-    assert_same_weights(resumed.weights(2), whole.weights(2))
-    assert [path.name for path in (tmp_path / "out" / "recipe_state").iterdir()] == ["recipe_state.pt"]
-
-
-@pytest.mark.parametrize("when", ["before the state", "within the state"])
-def test_a_run_that_was_killed_while_saving_goes_on_from_the_last_checkpoint(
-    when: str, tune_run: TuneRun, tmp_path: Path
-) -> None:
-    whole = tune_run("full", "epochs=3", name="whole")
-
-    def killed(values: Any, path: Any, **options: Any) -> None:
-        Path(path).write_bytes(bytes(1000))
-        raise KeyboardInterrupt
-
-    def second(function: Any) -> Any:
-        calls = 0
-
-        def save(*args: Any, **options: Any) -> None:
-            nonlocal calls
-            calls += 1
-            (function if calls < 2 else killed)(*args, **options)
-
-        return save
-
-    target, name = (_checkpointer, "save_file") if when == "before the state" else (torch, "save")
-    with (
-        mock.patch.object(target, name, second(getattr(target, name))),
-        mock.patch.object(checkpoints, "restore_state"),  # as a kill leaves no time for it
-        pytest.raises(KeyboardInterrupt),
-    ):
-        tune_run("full", "epochs=3")
-    assert (tmp_path / "out" / "recipe_state" / "recipe_state.before").exists()
-    resumed = tune_run("full", "epochs=3", *ON_RESUME)
-    assert_same_weights(resumed.weights(2), whole.weights(2))
+    resumed = tune_run("full", *fields, RESUME, *([] if of_steps else [FIRST.format(kept)]))
+    assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
+    assert [path.name for path in output_dir.glob("*/*.*") if "state" in path.name] == ["recipe_state.pt"]
 
 
 def test_another_error_after_a_complete_checkpoint_leaves_it(
