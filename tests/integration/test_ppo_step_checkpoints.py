@@ -19,7 +19,7 @@ from torchtune.training.checkpointing import _checkpointer
 from adaptive_batching._torchtune.checkpoints import from_last_checkpoint, restore_state, take_value_model_of
 from adaptive_batching._values import ConfigError
 from tests.conftest import assert_same_weights
-from tests.integration.test_full_disk import full_disk_from
+from tests.integration.test_checkpoints import full_disk_from
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import PPORun, config_of, ppo_run
 from tests.support.records import events
@@ -65,7 +65,7 @@ def test_a_run_that_is_cut_off_within_epochs_goes_on_as_if_it_had_not_been(
 
 @contextlib.contextmanager
 def copied_at_each_moment(output_dir: Path, copies: list[Path]) -> Iterator[None]:
-    """Copy ``output_dir`` before each operation on its files inside, and within those that write: what a kill leaves."""
+    """Copy ``output_dir`` before each operation on its files, and within those that write: what a kill leaves."""
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -78,9 +78,8 @@ def copied_at_each_moment(output_dir: Path, copies: list[Path]) -> Iterator[None
 
         return call
 
-    files = mock.patch.multiple(os, **{name: noted(getattr(os, name)) for name in ("rename", "unlink", "rmdir")})
     with (
-        files,
+        mock.patch.multiple(os, rename=noted(os.rename), unlink=noted(os.unlink), rmdir=noted(os.rmdir)),
         mock.patch.object(torch, "save", noted(torch.save)),
         mock.patch.object(_checkpointer, "save_file", noted(save_file)),
     ):

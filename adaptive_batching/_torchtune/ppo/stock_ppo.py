@@ -211,12 +211,7 @@ class Trajectories(Objective):
     def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
         """Run forward and backward, which stock has in one; the number returned has no model behind it any more."""
         assert isinstance(model, PolicyAndValue)
-        stock, tokens, of_values, of_rows = (
-            self._stock,
-            batch["query_responses"],
-            batch["value_share"],
-            batch["row_share"],
-        )
+        stock, tokens, of_values = self._stock, batch["query_responses"], batch["value_share"]
         known = {name: batch[name] for name in _OF_LEARNING}
         trajectory = Trajectory(**{**dict.fromkeys(Trajectory._fields), **known, "masks": stock.masks(tokens)})
         # A whole batch is computed as in stock.

@@ -1,10 +1,16 @@
-"""Checkpoints at optimizer steps: a run that ends anywhere goes on as if it had not, and the last one always stands."""
+"""Checkpoints: a run that ends anywhere goes on as if it had not, and a full disk leaves the last one."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torchtune.training.checkpointing import _checkpointer
 
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
@@ -123,7 +129,7 @@ def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
 def test_another_size_that_leaves_no_room_for_a_step_begins_the_next_epoch(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = [*GROW[:-1], "save_every_n_steps=18", "epochs=2"]
+    late = [*GROW, "save_every_n_steps=18"]
     cut_off(tune_run, monkeypatch, "full", *late)
     resumed = tune_run("full", *late, RESUME, "batch_size=16")
     assert [s["batch_size_samples"] for s in resumed.metrics][-6:] == [16] * 6
@@ -132,9 +138,8 @@ def test_another_size_that_leaves_no_room_for_a_step_begins_the_next_epoch(
 
 def test_a_checkpoint_without_state_is_refused(tune_run: TuneRun, baseline: TuneRun) -> None:
     whole = baseline("full", *GROW, *NOISE)
-    named = "checkpointer.checkpoint_files=[step_8/model-00001-of-00001.safetensors]"
     with pytest.raises(SystemExit, match=r"of step_8 in checkpointer: that folder holds weights alone; .* is step_24"):
-        tune_run("full", *GROW, *NOISE, RESUME, f"output_dir={whole.output_dir}", named)
+        tune_run("full", *GROW, *NOISE, RESUME, f"output_dir={whole.output_dir}", WEIGHTS_OF.format("step_8"))
     with pytest.raises(SystemExit, match="has no checkpoint to go on from; set output_dir"):
         tune_run("full", *GROW, *NOISE, RESUME, name="nowhere")
 
@@ -158,12 +163,12 @@ def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run:
     ]  # fmt: skip
     disarm()
     run = tune_run("full", *alone)
-    before, weights = run.by_step, run.weights_in("step_10")
+    before, weights = list(run.by_step.values()), run.weights_in("step_10")
     plan.update(where="backward", call=1, calls=0, times=1)
     again = tune_run("full", *alone, RESUME)
     assert [event["step"] for event in events(again, "resume")] == [8] and plan["times"] == 0
     assert [step.pop("out_of_memory_recoveries") for step in again.metrics[-2:]] == [1, 1]
-    assert without_sizes(list(again.by_step.values())) == without_sizes(list(before.values()))
+    assert without_sizes(list(again.by_step.values())) == without_sizes(before)
     assert_same_weights(again.weights_in("step_10"), weights)
 
 
@@ -178,10 +183,109 @@ def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run:
 def test_another_order_within_an_epoch_is_warned_of(
     changed: str, warning: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    short = ["epochs=1", "save_every_n_steps=4"]
-    tune_run("full", *short, "dataset.split=train[:20]")
-    kept = [each for each in [*short, "dataset.split=train[:20]"] if each.split("=")[0] != changed.split("=")[0]]
+    short = ["epochs=1", "save_every_n_steps=4", "dataset.split=train[:20]"]
+    tune_run("full", *short)
     caplog.clear()
-    tune_run("full", *kept, changed, RESUME)
+    tune_run("full", *short, changed, RESUME)
     warnings = [message for message in caplog.messages if "in another order" in message]
     assert len(warnings) == bool(warning) and all(message.startswith(warning) for message in warnings)
+
+
+def full_disk_from(call: int, function: Any) -> Any:
+    """``function(values, path)``, which from its ``call``-th call on writes a part of them and then has no room."""
+    calls = 0
+
+    def save(values: Any, path: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            function(values, path, **options)
+            return
+        Path(path).write_bytes(bytes(1000))
+        if function is save_file:  # it would replace a device by a file
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        function(values, "/dev/full", **options)
+
+    return save
+
+
+WEIGHTS_OF = "checkpointer.checkpoint_files=[{}/model-00001-of-00001.safetensors]"
+STEPS = ["micro_batch_size=4", "save_every_n_steps=4", "epochs=1"]
+FULL = {  # fields, the checkpoint that the disk has no room for, the one before, the last one of the run
+    "off": (["epochs=3"], "epoch_1", "epoch_0", "epoch_2"),
+    "growth": ([*FUNCTION, "adaptive_batching.max_batch_size=16", "epochs=3"], "epoch_1", "epoch_0", "epoch_2"),
+    "steps": (STEPS, "step_8", "step_4", "step_12"),
+}
+
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
+    what: str, case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
+) -> None:
+    fields, gone, kept, last = FULL[case]
+    whole = baseline("full", *fields)
+    target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+    full = full_disk_from(2, getattr(target, name))
+    with mock.patch.object(target, name, full), pytest.raises(SystemExit) as error:
+        tune_run("full", *fields)
+    message, output_dir = str(error.value), tmp_path / "out"
+    of_gone, weights = gone.replace("_", " "), WEIGHTS_OF.format(kept)
+    assert f"error: the checkpoint of {of_gone} cannot be written: the disk of output_dir=" in message
+    assert not (output_dir / gone).exists() and not (output_dir / "unfinished_checkpoint").exists()
+    if case == "steps":
+        assert "The checkpoint step_4 stands; to go on from it, free some space and add resume_from_check" in message
+        with pytest.raises(SystemExit, match="were saved within an epoch; set save_every_n_steps as in the run"):
+            tune_run("full", RESUME, weights)
+    else:
+        assert "The checkpoint of epoch 0 stands" in message and weights in message
+    resumed = tune_run("full", *fields, RESUME, *([weights] if case != "steps" else []))
+    assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
+    assert [path.name for path in output_dir.glob("*/*.*") if "state" in path.name] == ["recipe_state.pt"]
+
+
+def test_another_error_after_a_complete_checkpoint_leaves_it(
+    tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another rank has died when all ranks meet after saving."""
+    save = _checkpointer.FullModelHFCheckpointer.save_checkpoint
+
+    def fails_after(self: Any, state: Any, epoch: int, **options: Any) -> None:
+        save(self, state, epoch=epoch, **options)
+        if epoch == 1:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(_checkpointer.FullModelHFCheckpointer, "save_checkpoint", fails_after)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        tune_run("full", "epochs=3")
+    assert list((tmp_path / "out" / "epoch_1").glob("model-*"))
+    state = torch.load(tmp_path / "out" / "recipe_state" / "recipe_state.pt", weights_only=True)
+    assert state["epochs_run"] == 2, "that of the new checkpoint"
+
+
+def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) -> None:
+    full = full_disk_from(1, _checkpointer.save_file)
+    said = pytest.raises(SystemExit, match=r"the checkpoint of epoch 0 cannot be written: .* No checkpoint stands")
+    with mock.patch.object(_checkpointer, "save_file", full), said:
+        tune_run("full", "max_steps_per_epoch=1")
+
+
+def test_a_full_disk_under_reports_and_metrics_ends_nothing(
+    tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    for name in ("report.jsonl", "probe.partial"):
+        (reports / name).symlink_to("/dev/full")
+    full = [f"adaptive_batching.report_dir={reports}", "metric_logger.log_dir=/dev", "metric_logger.filename=full"]
+    probe = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=8", "epochs=1"]
+    run = tune_run("full", *probe, *full)
+    assert run.weights(0)
+    warnings = [record.getMessage() for record in caplog.records if "No space left on device" in record.getMessage()]
+    about = (
+        "probe's result cannot be kept",
+        "record of this run",
+        "metrics are not logged",
+        "logger of metrics cannot",
+    )
+    assert [sum(text in warning for warning in warnings) for text in about] == [1] * 4 == [1] * len(warnings)
