@@ -71,6 +71,9 @@ class AdaptiveBatching:
     prepare: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
     """Called with the config before the recipe is launched."""
 
+    _batches_of_a_step: int | None = None
+    """Batches of the loader that an optimizer step takes, at least; None for as many as stock accumulates."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
@@ -224,7 +227,8 @@ class AdaptiveBatching:
         sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
         drops_last = self._settings.enabled or stock_loader.drop_last
         loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
-        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
+        batches = self._batches_of_a_step or self._gradient_accumulation_steps
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, batches)
         if self._validation is not None:
             size = self._validation.batch_size or loader.batch_size
             of_validation = {"cfg_dataset": self._validation.dataset, "shuffle": False, "batch_size": size}
@@ -242,11 +246,6 @@ class AdaptiveBatching:
                 f"{key} cannot be loaded: {_in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
         return made if isinstance(made, tuple) else (None, made)
-
-    @property
-    def _batches_of_a_step(self) -> int:
-        """Batches of the loader that an optimizer step takes, at least."""
-        return self._gradient_accumulation_steps
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)

@@ -24,8 +24,7 @@ from adaptive_batching._torchtune.cutting import Cutter
 from adaptive_batching._torchtune.kept_probe import Circumstances, kept_probe
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.objective import worst_case_sample
-from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
-from adaptive_batching._torchtune.ppo.rollout import Rollout
+from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
 from adaptive_batching._torchtune.probing import Probe, Probed, upper_bound
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
