@@ -254,9 +254,6 @@ class BatchStateInCheckpoint:
             super().save_checkpoint(epoch=epoch)  # type: ignore[misc]
 
 
-# The checkpoint to go on from
-
-
 @contextlib.contextmanager
 def from_last_checkpoint(cfg: DictConfig) -> Iterator[None]:
     """Have stock load, inside, the last checkpoint, or the one that the config names; ``checkpointer`` is set so.

@@ -207,7 +207,6 @@ class PPOLoop(Loop):
         self._progress.total = self.global_step + self._schedule.course.steps_left()
 
     def _run_batch(self, epoch: int, samples: list[Sample]) -> None:
-        """Generate, and learn."""
         schedule = self._schedule
         prompts = without_waiting(self._host.loader.collate(samples)["tokens"], self._host.device)  # [b, s]
         start = time.perf_counter()
@@ -271,7 +270,6 @@ class PPOLoop(Loop):
         return sums, [micro_batch for micro_batches, _ in ran for micro_batch in micro_batches]
 
     def _gather(self, batches: list[list[Sample]]) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
-        """Run each backward pass."""
         for batch in batches:
             micro_batches = self._cutter.cut(batch)
             counts_retries = self._schedule.adapts

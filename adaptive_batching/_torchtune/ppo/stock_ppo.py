@@ -53,14 +53,12 @@ class StockPPO:
         self.max_generated_tokens: int = recipe._max_generated_tokens
         self.total_rollouts: int = recipe._total_steps
         self.rollout_rows: int = recipe._forward_batch_size
-        self.epochs: int = recipe._ppo_epochs
-        """Times that a batch of trajectories is learned from."""
-        self.steps: int = recipe.batch_size // ppo_batch_size
-        """Optimizer steps of each of them, which a batch keeps as it grows."""
-        self.backwards: int = recipe._gradient_accumulation_steps
-        """Backward passes of an optimizer step."""
-        self.parts = self.steps * self.backwards
-        """Parts of a batch of trajectories that each have a backward pass."""
+        self.epochs: int = recipe._ppo_epochs  # times that a batch of trajectories is learned from
+        self.steps: int = (
+            recipe.batch_size // ppo_batch_size
+        )  # of the optimizer in each; a batch keeps them as it grows
+        self.backwards: int = recipe._gradient_accumulation_steps  # passes in each of these
+        self.parts = self.steps * self.backwards  # of a batch, that each have a backward pass
 
     def generate(self, prompts: torch.Tensor) -> Trajectory:
         """Generate a trajectory for each of ``prompts``, [b, s], all in one forward.
@@ -165,10 +163,7 @@ class Trajectories(Objective):
         ]
 
     def at_worst(self, longest: Experience, held_bytes: Callable[[int], int]) -> Trajectories:
-        """Return a copy that has seen ``longest``.
-
-        ``held_bytes`` tells from the rows of a backward pass the bytes of all trajectories, which are held meanwhile.
-        """
+        """Return a copy that has seen ``longest``, and holds ``held_bytes`` of the rows of a backward pass meanwhile."""
         worst = copy.copy(self)
         worst.see(longest)
         worst._held_bytes = held_bytes
@@ -176,10 +171,8 @@ class Trajectories(Objective):
 
     def tokens(self, sample: Sample) -> Sequence[int]:
         if self.is_text(sample):
-            prompt: Sequence[int] = sample["tokens"]
-            return prompt
-        row: Sequence[int] = self._seen.trajectory.query_responses[sample["row"]].tolist()
-        return row
+            return list(sample["tokens"])
+        return list(self._seen.trajectory.query_responses[sample["row"]].tolist())
 
     def is_text(self, sample: Sample) -> bool:
         return "row" not in sample
