@@ -54,9 +54,7 @@ class StockPPO:
         self.total_rollouts: int = recipe._total_steps
         self.rollout_rows: int = recipe._forward_batch_size
         self.epochs: int = recipe._ppo_epochs  # times that a batch of trajectories is learned from
-        self.steps: int = (
-            recipe.batch_size // ppo_batch_size
-        )  # of the optimizer in each; a batch keeps them as it grows
+        self.steps: int = recipe.batch_size // ppo_batch_size  # of the optimizer in each, however large a batch is
         self.backwards: int = recipe._gradient_accumulation_steps  # passes in each of these
         self.parts = self.steps * self.backwards  # of a batch, that each have a backward pass
 
@@ -163,7 +161,7 @@ class Trajectories(Objective):
         ]
 
     def at_worst(self, longest: Experience, held_bytes: Callable[[int], int]) -> Trajectories:
-        """Return a copy that has seen ``longest``, and holds ``held_bytes`` of the rows of a backward pass meanwhile."""
+        """Return a copy that has seen ``longest``, and holds ``held_bytes(rows)`` in a backward pass of ``rows``."""
         worst = copy.copy(self)
         worst.see(longest)
         worst._held_bytes = held_bytes
