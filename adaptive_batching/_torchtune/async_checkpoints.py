@@ -6,12 +6,10 @@ they can, and of those within an epoch only the last keeps its state.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import re
 import threading
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -33,30 +31,51 @@ log = logging.getLogger(__name__)
 
 _OF_STEPS = "dist_step"
 _NOT_READ_BACK = "recipe.pt"
-_METADATA = ".metadata"
-"""File that torch writes when a checkpoint is complete."""
-
+_METADATA = ".metadata"  # torch writes it when a checkpoint is complete
 _ONE_AT_A_TIME = threading.Lock()  # a checkpoint is completed in a thread, which that of the next may overtake
 
 
 class ThroughClient:
     """Mixed into a stock recipe that saves through a checkpoint client, before the recipe.
 
-    The client's checkpoints get the state of our loader, and asynchronous ones what resuming needs.
+    The client's checkpoints get the state of our loader, and asynchronous ones what resuming needs. With
+    ``save_every_n_steps`` these are named ``dist_step_N``, rather than by epochs.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
         recipe: Any = self
-        by_step = cfg.get("save_every_n_steps") is not None
-        self._async = None
+        self._distributed: Any = None
         if recipe._enable_async_checkpointing:
-            client = recipe._checkpoint_client
-            self._async = AsyncCheckpoint(client, by_step=by_step, resumes=cfg.resume_from_checkpoint)
+            self._by_step = cfg.get("save_every_n_steps") is not None
+            self._distributed = recipe._checkpoint_client._get_dcp_checkpointer()
+            self._last = self._find_last(self._distributed)
+            if cfg.resume_from_checkpoint and self._last is not None and self._last.name.startswith(_OF_STEPS):
+                check_that_state_is_there(self._last)
+
+    def _find_last(self, checkpointer: Any) -> Path | None:
+        of_epochs = checkpointer._checkpoint_dir_prefix
+        own = _OF_STEPS if self._by_step else of_epochs
+        # A thread saves while training goes on: on the group of the training, their collectives would mix.
+        checkpointer._process_group = dist.new_group(backend="gloo")
+        # One rank looks, for all: another may see a folder sooner or later, on a shared disk or while it is completed.
+        last: list[str | None] = [None]
+        for prefix in (own, of_epochs):  # the run to resume may have saved at epochs
+            checkpointer._checkpoint_dir_prefix = prefix
+            last[0] = last[0] or checkpointer._get_latest_intermediate_checkpoint()
+        dist.broadcast_object_list(last, src=0, group=checkpointer._process_group)
+        checkpointer._checkpoint_dir_prefix = own
+        checkpointer._get_latest_intermediate_checkpoint = lambda: last[0]
+        return None if last[0] is None else Path(last[0])
 
     def _update_recipe_state(self, ckpt_dict: dict[str, Any]) -> None:
-        if self._async is not None:
-            ckpt_dict[training.DATALOADER_KEY] = self._async.load(groups_of(self))
+        if self._distributed is not None:
+            ckpt_dict[training.DATALOADER_KEY] = {}
+            if self._last is not None and (self._last / _NOT_READ_BACK).exists():
+                stored = torch.load(self._last / _NOT_READ_BACK, weights_only=True)
+                ckpt_dict[training.DATALOADER_KEY] = stored["loader"]
+                for group, initial_lr in zip(groups_of(self), stored["initial_lr"], strict=True):
+                    group["initial_lr"] = initial_lr  # which a schedule starts from
         super()._update_recipe_state(ckpt_dict)  # type: ignore[misc]
 
     def save_checkpoint(self, epoch: int) -> None:
@@ -68,63 +87,23 @@ class ThroughClient:
             max_steps_per_epoch=recipe.max_steps_per_epoch,
             dataloader_state_dict=recipe._dataloader.state_dict(),
         )
-        save = recipe._checkpoint_client.save_checkpoint
-        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._async is not None and progress.epochs_run < progress.total_epochs:  # the last one is not asynchronous
-            epoch = recipe.global_step if self._async.by_step else epoch  # names the folder
-            around = self._async.saved_as(epoch, progress.dataloader_state_dict, groups_of(self))
-            save = recipe._checkpoint_client._save_checkpoint_async
-        with around:
-            save(
-                model=recipe._model, optimizer=learning_rate_holder(self), training_progress=progress, epoch=epoch
-            )  # fmt: skip
-
-
-class AsyncCheckpoint:
-    """Completes stock's distributed checkpoints; ``by_step`` they are named ``dist_step_N``, rather than by epochs."""
-
-    def __init__(self, client: Any, *, by_step: bool, resumes: bool) -> None:
-        self.by_step = by_step
-        self._checkpointer = checkpointer = client._get_dcp_checkpointer()
-        of_epochs = checkpointer._checkpoint_dir_prefix
-        self._prefix = _OF_STEPS if by_step else of_epochs
-        # A thread saves while training goes on: on the group of the training, their collectives would mix.
-        checkpointer._process_group = dist.new_group(backend="gloo")
-        # One rank looks, for all: another may see a folder sooner or later, on a shared disk or while it is completed.
-        last: list[str | None] = [None]
-        for prefix in (self._prefix, of_epochs):  # the run to resume may have saved at epochs
-            checkpointer._checkpoint_dir_prefix = prefix
-            last[0] = last[0] or checkpointer._get_latest_intermediate_checkpoint()
-        dist.broadcast_object_list(last, src=0, group=checkpointer._process_group)
-        self._last = None if last[0] is None else Path(last[0])
-        checkpointer._checkpoint_dir_prefix = self._prefix
-        checkpointer._get_latest_intermediate_checkpoint = lambda: last[0]
-        if resumes and self._last is not None and self._last.name.startswith(_OF_STEPS):
-            check_that_state_is_there(self._last)
-
-    @contextlib.contextmanager
-    def saved_as(self, number: int, loader_state: Any, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Have what the client begins to save inside become a checkpoint, with what stock does not read back."""
-        checkpointer = self._checkpointer
-        folder = Path(checkpointer._output_dir, f"{self._prefix}_{number}")
+        client, optimizer = recipe._checkpoint_client, learning_rate_holder(self)
+        what = {"model": recipe._model, "optimizer": optimizer, "training_progress": progress}
+        if (
+            self._distributed is None or progress.epochs_run >= progress.total_epochs
+        ):  # the last one is not asynchronous
+            client.save_checkpoint(**what, epoch=epoch)
+            return
+        number = recipe.global_step if self._by_step else epoch
+        folder = Path(self._distributed._output_dir, f"{self._distributed._checkpoint_dir_prefix}_{number}")
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            initial_lr = [float(group.get("initial_lr", group["lr"])) for group in groups]
-            torch.save({"loader": loader_state, "initial_lr": initial_lr}, folder / _NOT_READ_BACK)
-        yield
-        if self.by_step and dist.get_rank() == 0:
+            initial_lr = [float(group.get("initial_lr", group["lr"])) for group in groups_of(self)]
+            torch.save({"loader": progress.dataloader_state_dict, "initial_lr": initial_lr}, folder / _NOT_READ_BACK)
+        client._save_checkpoint_async(**what, epoch=number)
+        if self._by_step and dist.get_rank() == 0:
             # When its own part is done, the rank that writes the metadata has heard from all others.
-            checkpointer._checkpoint_future.add_done_callback(partial(_supersede, folder))
-
-    def load(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Give ``groups`` the rates that a schedule starts from; return the loader's state, if it is stored."""
-        if self._last is None or not (self._last / _NOT_READ_BACK).exists():
-            return {}
-        stored = torch.load(self._last / _NOT_READ_BACK, weights_only=True)
-        for group, initial_lr in zip(groups, stored["initial_lr"], strict=True):
-            group["initial_lr"] = initial_lr
-        loader_state: dict[str, Any] = stored["loader"]
-        return loader_state
+            self._distributed._checkpoint_future.add_done_callback(partial(_supersede, folder))
 
 
 def check_that_state_is_there(folder: Path) -> None:
@@ -156,9 +135,9 @@ def keep_weights_alone(folder: Path) -> None:
     """Remove all but the weights from a distributed checkpoint, from which these can still be loaded."""
     if not (folder / _METADATA).exists() or not (folder / _NOT_READ_BACK).exists():
         return  # one that was broken off, or has weights alone
-    metadata = FileSystemReader(folder).read_metadata()
-    stored = {index: info for index, info in metadata.storage_data.items() if _is_weight(index.fqn)}
-    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if _is_weight(name)}
+    metadata, of_weights = FileSystemReader(folder).read_metadata(), f"{training.MODEL_KEY}."
+    stored = {index: info for index, info in metadata.storage_data.items() if index.fqn.startswith(of_weights)}
+    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(of_weights)}
     unfinished = folder / f"{_METADATA}.unfinished"
     unfinished.write_bytes(pickle.dumps(replace(metadata, state_dict_metadata=entries, storage_data=stored)))
     flush(unfinished)
@@ -168,7 +147,3 @@ def keep_weights_alone(folder: Path) -> None:
         if path.name not in kept:
             path.unlink()
     (folder / _NOT_READ_BACK).unlink()  # last, so that what is broken off here is done again
-
-
-def _is_weight(name: str) -> bool:
-    return name.startswith(f"{training.MODEL_KEY}.")

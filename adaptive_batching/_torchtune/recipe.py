@@ -29,12 +29,10 @@ from adaptive_batching._torchtune.learning_rate import scheduled_rates, schedule
 from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.probing import Circumstances
-from adaptive_batching._torchtune.resuming import from_last_checkpoint, refuse_step_checkpoints
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
-from adaptive_batching._torchtune.validating import HeldOut, check_validation, hold_out
+from adaptive_batching._torchtune.validating import check_validation, hold_out
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -70,6 +68,9 @@ class AdaptiveBatching:
 
     prepare: Callable[[DictConfig], None] = staticmethod(lambda cfg: None)
     """Called with the config before the recipe is launched."""
+
+    _batches_of_a_step: int | None = None
+    """Batches of the loader that an optimizer step takes, at least; None for as many as stock accumulates."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -114,38 +115,37 @@ class AdaptiveBatching:
             directory, resume = report_dir(cfg, settings), bool(cfg.resume_from_checkpoint)
             about = describe(cfg, type(self).__name__, self._device, self.ranks.size)
             self._report = Report(directory, resume=resume, rank=self.ranks.rank, ranks=self.ranks.size, about=about)
+        found: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if cfg.resume_from_checkpoint:
             if self.ranks.is_first:
                 checkpoints.restore_state(self._checkpoints)
             if self.ranks.size > 1:
                 dist.barrier()
-        resumes = cfg.resume_from_checkpoint and not hosts.saves_asynchronously(self)
-        if resumes and not settings.enabled:
-            refuse_step_checkpoints(cfg)
-        with from_last_checkpoint(cfg) if resumes and settings.enabled else contextlib.nullcontext():
+            if not hosts.saves_asynchronously(self):
+                if settings.enabled:
+                    found = checkpoints.from_last_checkpoint(cfg)
+                else:
+                    checkpoints.refuse_step_checkpoints(cfg)
+        with found:
             super().setup(cfg=cfg)  # type: ignore[misc]
         with self._at_work():
             self._settle(cfg, self._report)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
-        settings = self._settings
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
         host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
         circumstances = Circumstances(cfg, measures_noise=self._increase.noise_scale_every is not None)
-        held_out = self._hold_out(host)
-        self._session = Session(host, run, settings, self._increase, report, self._stored, held_out)
+        held_out = None
+        if self._validation is not None and self._validation_loader is not None:
+            objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
+            with unchanged_random_state(self._device):
+                held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
+        self._session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
         self._session.settle(circumstances)
         self.global_step = self._session.run.first_step
-
-    def _hold_out(self, host: hosts.Host) -> HeldOut | None:
-        if self._validation is None or self._validation_loader is None:
-            return None
-        objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
-        with unchanged_random_state(self._device):
-            return hold_out(self._validation, self._validation_loader, objective, host.model)
 
     def train(self) -> None:
         assert self._session is not None, "set up first"
@@ -156,14 +156,12 @@ class AdaptiveBatching:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         """Collect little garbage, and show errors on the page of the run; ranks on other machines leave it alone."""
-        if self._report is None:
+        with contextlib.ExitStack() as stack:
+            if self._report is not None:
+                stack.enter_context(little_to_collect())
+                if self.ranks.is_next_to_first:
+                    stack.enter_context(self._report.showing_errors())
             yield
-            return
-        leads = self.ranks.is_next_to_first
-        with little_to_collect(), self._report.showing_errors() if leads else contextlib.nullcontext():
-            yield
-
-    # What stock must see of a run
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
         """Let stock know how far the run is."""
@@ -171,8 +169,7 @@ class AdaptiveBatching:
 
     def learning_rate(self) -> float:
         """Return the learning rate that stock would log."""
-        rate: float = get_lr(hosts.learning_rate_holder(self))
-        return rate
+        return float(get_lr(hosts.learning_rate_holder(self)))
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Hand metrics to stock's logger; with adaptive batching on, a full disk there ends no training."""
@@ -213,8 +210,6 @@ class AdaptiveBatching:
                 raise
             log.warning("the logger of metrics cannot be closed (%s); training has ended, and is saved", error)
 
-    # Where stock's set-up is extended
-
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
@@ -230,7 +225,8 @@ class AdaptiveBatching:
         sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
         drops_last = self._settings.enabled or stock_loader.drop_last
         loader = SampleLoader(stock_loader, self._state_to_store, drops_last=drops_last)
-        check_data_fills_a_step(len(loader.sampler), loader.batch_size, self._batches_of_a_step)
+        batches = self._batches_of_a_step or self._gradient_accumulation_steps
+        check_data_fills_a_step(len(loader.sampler), loader.batch_size, batches)
         if self._validation is not None:
             size = self._validation.batch_size or loader.batch_size
             of_validation = {"cfg_dataset": self._validation.dataset, "shuffle": False, "batch_size": size}
@@ -248,11 +244,6 @@ class AdaptiveBatching:
                 f"{key} cannot be loaded: {_in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
         return made if isinstance(made, tuple) else (None, made)
-
-    @property
-    def _batches_of_a_step(self) -> int:
-        """Batches of the loader that an optimizer step takes, at least."""
-        return self._gradient_accumulation_steps
 
     def _state_to_store(self) -> dict[str, Any] | None:
         return None if self._session is None else self._session.state_dict(self.global_step)
@@ -282,9 +273,8 @@ class AdaptiveBatching:
             if last_epoch < 0:  # a new schedule starts from the present rate, which a checkpoint may have changed
                 for group in hosts.groups_of(self):
                     set_rate(group, initial_lr)
-        scheduler = super()._setup_lr_scheduler(  # type: ignore[misc]
-            num_training_steps=num_training_steps, last_epoch=last_epoch, **kwargs
-        )
+        kwargs |= {"num_training_steps": num_training_steps, "last_epoch": last_epoch}
+        scheduler = super()._setup_lr_scheduler(**kwargs)  # type: ignore[misc]
         if enabled and last_epoch >= 0 and scheduler is not None:
             # Some of torch's schedulers take the step that they resume at a second time.
             for group in hosts.groups_of(self):

@@ -32,7 +32,7 @@ from adaptive_batching._torchtune.host import Host, Outlet, StockRun
 from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
-from adaptive_batching._torchtune.probing import Probed, find_maximum
+from adaptive_batching._torchtune.probing import Circumstances, Probed, find_maximum
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation
 from adaptive_batching._values import ByLength, ConfigError, Explore, Whole

@@ -24,7 +24,7 @@ from torchtune.models.llama2 import llama2
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._memory import Segments, cuda_segments
 from adaptive_batching._ranks.fsdp import can_drain
-from adaptive_batching._torchtune.ppo.trajectories import Experience
+from adaptive_batching._torchtune.ppo.stock_ppo import Experience
 from adaptive_batching._trace import trace
 from adaptive_batching._trace.allocator import CachingAllocator, ExpandableAllocator
 from adaptive_batching._trace.reserved import ReservedPeaks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from torchtune.models.llama2 import llama2_classifier
 from torchtune.modules import KVCache
 
+from adaptive_batching._micro_batches.cut import Capacity
+from adaptive_batching._torchtune import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
 from tests.support.overrides import DOUBLE, VALIDATE
@@ -38,19 +41,11 @@ def faulty_value_model(**arguments: Any) -> nn.Module:
     return model
 
 
-@pytest.fixture(autouse=True)
-def no_plan() -> None:
-    disarm()
-
-
 @pytest.fixture
 def run(inputs: Path, tmp_path: Path) -> PPO:
     """``run(*overrides, name=..., stock=...)``: a real run of the recipe."""
-
-    def of(*overrides: str, name: str = "out", **arguments: Any) -> PPORun:
-        return ppo_run(inputs, tmp_path / name, *overrides, **arguments)
-
-    return of
+    disarm()
+    return lambda *overrides, name="out", **arguments: ppo_run(inputs, tmp_path / name, *overrides, **arguments)
 
 
 @pytest.fixture
@@ -88,11 +83,11 @@ def updates(run: PPORun, inputs: Path) -> dict[str, torch.Tensor]:
     """The change of each model's weights over a run: with one step of SGD, its gradient."""
     before = {"policy": load_file(inputs / "model" / "model.safetensors")}
     before["value"] = load_file(inputs / "reward" / "model.safetensors")
-    added: dict[str, list[torch.Tensor]] = {"policy": [], "value": []}
-    for name, weight in sorted(run.weights(0).items()):
-        model, _, key = name.partition(".")
-        added[model].append((weight - before[model][key]).flatten().double())
-    return {model: torch.cat(each) for model, each in added.items()}
+    names = [(*name.partition(".")[::2], weight) for name, weight in sorted(run.weights(0).items())]
+    return {
+        model: torch.cat([(weight - before[model][key]).flatten().double() for of, key, weight in names if of == model])
+        for model in before
+    }
 
 
 @pytest.mark.parametrize(("size", "backwards"), [("1", 1), ("2", 2), ("auto", 1)])
@@ -101,8 +96,9 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
 ) -> None:
     common = [*ONE_STEP, f"gradient_accumulation_steps={backwards}"]
     whole = undisturbed(*common, stock=True)
-    if size == "auto":  # as if three fitted
-        monkeypatch.setattr("adaptive_batching._torchtune.probing.settled", three_fit)
+    if size == "auto":
+        three_fit = Capacity(((1, 3),))
+        monkeypatch.setattr(probing, "settled", lambda settings, found, *_: replace(found, capacity=three_fit))
     cut = run(*common, LIMIT, f"micro_batch_size={size}", name="cut")
     if size == "auto":
         assert events(cut, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"
@@ -111,16 +107,14 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     for model in ("policy", "value"):
         assert not torch.equal(ours[model], theirs[model]), "rounding tells that it was cut"
         assert (ours[model] - theirs[model]).norm() < 2e-4 * theirs[model].norm(), model
-    for name, value in whole.metrics[0].items():
-        assert cut.metrics[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert_close_metrics(cut.metrics[:1], whole.metrics[:1], rel=1e-4, abs_=1e-6)
 
 
-def three_fit(settings: Any, found: Any, *_: Any) -> Any:
-    from dataclasses import replace
-
-    from adaptive_batching._micro_batches.cut import Capacity
-
-    return replace(found, capacity=Capacity(((1, 3),)))
+def assert_close_metrics(
+    ours: list[dict[str, float]], theirs: list[dict[str, float]], rel: float = 2e-4, abs_: float = 1e-5
+) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {name: mine[name] for name in other} == pytest.approx(other, rel=rel, abs=abs_)
 
 
 FAULTS: dict[str, dict[str, Any]] = {
@@ -131,6 +125,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "learning, forward": dict(call=3, times=2, fits=1),
     "learning, backward": dict(call=2, times=1, where="backward"),
     "learning, the value model's backward": dict(call=2, times=1, where="backward", of_value=True),
+    "making caches": {},  # those of the first layer are there already, and in the way
 }
 
 
@@ -144,37 +139,23 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
     if "down to one" in fault:
         without_trying_out(monkeypatch)
     plan.update(FAULTS[fault])
+    if fault == "making caches":
+        make = KVCache.__init__
+        errors = iter([None, torch.OutOfMemoryError("CUDA out of memory")])
+
+        def make_or_fail(self: KVCache, *arguments: Any, **named: Any) -> None:
+            if error := next(errors, None):
+                raise error
+            make(self, *arguments, **named)
+
+        monkeypatch.setattr(KVCache, "__init__", make_or_fail)
     recovered = run(*common, name="recovered")
     recoveries = caplog.text.count("running the step's samples again")
-    assert recoveries == (FAULTS[fault]["times"] - plan["times"]) > 0
+    assert recoveries == FAULTS[fault].get("times", 1) - plan["times"] > 0
     metrics = recovered.metrics
     assert metrics[-1].pop("out_of_memory_recoveries") == recoveries
-    for ours, theirs in zip(metrics, expected.metrics, strict=True):
-        assert ours["response_lengths"] == theirs["response_lengths"], "the same samples were drawn"
-        for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, rel=2e-4, abs=1e-5), name
-    for name, weight in expected.weights(0).items():
-        torch.testing.assert_close(recovered.weights(0)[name], weight, rtol=1e-3, atol=1e-5)
-
-
-def test_caches_that_do_not_fit_are_made_again_for_fewer(
-    run: PPO, undisturbed: PPO, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of the first layer they were there already, and would be in the way."""
-    common = [*FAULTY, "ppo_batch_size=4", "forward_batch_size=4", "num_steps=12"]
-    expected = undisturbed(*common)
-    made, make = 0, KVCache.__init__
-
-    def make_or_fail(self: KVCache, *arguments: Any, **named: Any) -> None:
-        nonlocal made
-        made += 1
-        if made == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        make(self, *arguments, **named)
-
-    monkeypatch.setattr(KVCache, "__init__", make_or_fail)
-    recovered = run(*common, name="recovered")
-    assert "running the step's samples again with at most" in caplog.text
+    assert [step["response_lengths"] for step in metrics] == [step["response_lengths"] for step in expected.metrics]
+    assert_close_metrics(metrics, expected.metrics)
     for name, weight in expected.weights(0).items():
         torch.testing.assert_close(recovered.weights(0)[name], weight, rtol=1e-3, atol=1e-5)
 
@@ -226,8 +207,7 @@ def test_the_maximum_trains_as_stock_does_with_that_batch(run: PPO) -> None:
     assert [(e["batch_size"], e["steps"]) for e in events(ours, "epoch")] == [(16, 1)]
     assert events(ours, "rollout")[0]["batch_size"] == 16
     stock = run("batch_size=16", "ppo_batch_size=8", name="stock", stock=True)
-    for name, value in stock.metrics[0].items():
-        assert ours.metrics[0][name] == pytest.approx(value, rel=2e-4, abs=1e-5), name
+    assert_close_metrics(ours.metrics[:1], stock.metrics[:1])
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

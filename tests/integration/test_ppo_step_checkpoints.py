@@ -16,11 +16,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torchtune.training.checkpointing import _checkpointer
 
-from adaptive_batching._torchtune.checkpoints import restore_state
-from adaptive_batching._torchtune.resuming import from_last_checkpoint, take_value_model_of
+from adaptive_batching._torchtune.checkpoints import from_last_checkpoint, restore_state, take_value_model_of
 from adaptive_batching._values import ConfigError
 from tests.conftest import assert_same_weights
-from tests.integration.test_full_disk import full_disk_from
+from tests.integration.test_checkpoints import full_disk_from
 from tests.support.power_cut import FUNCTION
 from tests.support.ppo import PPORun, config_of, ppo_run
 from tests.support.records import events
@@ -66,21 +65,24 @@ def test_a_run_that_is_cut_off_within_epochs_goes_on_as_if_it_had_not_been(
 
 @contextlib.contextmanager
 def copied_at_each_moment(output_dir: Path, copies: list[Path]) -> Iterator[None]:
-    """Copy ``output_dir`` before each operation on its files inside: what a kill at that moment leaves."""
+    """Copy ``output_dir`` before each operation on its files, and within those that write: what a kill leaves."""
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            copies.append(output_dir.parent / f"moment_{len(copies)}")
-            shutil.copytree(output_dir, copies[-1])
+            for writes in [False, True] if function in (torch.save, save_file) else [False]:
+                if writes:
+                    Path(arguments[1]).write_bytes(bytes(1000))
+                copies.append(output_dir.parent / f"moment_{len(copies)}")
+                shutil.copytree(output_dir, copies[-1])
             return function(*arguments, **options)
 
         return call
 
-    with contextlib.ExitStack() as stack:
-        for module, name in (
-            (os, "rename"), (os, "unlink"), (os, "rmdir"), (torch, "save"), (_checkpointer, "save_file")
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(module, name, noted(getattr(module, name))))
+    with (
+        mock.patch.multiple(os, rename=noted(os.rename), unlink=noted(os.unlink), rmdir=noted(os.rmdir)),
+        mock.patch.object(torch, "save", noted(torch.save)),
+        mock.patch.object(_checkpointer, "save_file", noted(save_file)),
+    ):
         yield
 
 
@@ -90,11 +92,11 @@ def pair_at(inputs: Path, output_dir: Path) -> tuple[str, bytes, bytes] | None:
     try:
         with from_last_checkpoint(cfg):
             take_value_model_of(cfg.checkpointer, cfg.value_checkpointer)
-    except ConfigError:
+        [policy], [value] = cfg.checkpointer.checkpoint_files, cfg.value_checkpointer.checkpoint_files
+        value_path = Path(cfg.value_checkpointer.checkpoint_dir, value)
+        return value_path.parent.name, (output_dir / policy).read_bytes(), value_path.read_bytes()
+    except (ConfigError, FileNotFoundError):  # nothing to go on from
         return None
-    [policy], [value] = cfg.checkpointer.checkpoint_files, cfg.value_checkpointer.checkpoint_files
-    value_path = Path(cfg.value_checkpointer.checkpoint_dir, value)
-    return value_path.parent.name, (output_dir / policy).read_bytes(), value_path.read_bytes()
 
 
 def pair_in(run: PPORun, name: str) -> tuple[str, bytes, bytes]:

@@ -6,17 +6,15 @@ import os
 
 from adaptive_batching._growth.increase import GrowthState, IncreaseFunction
 
+FUNCTION = ["batch_increase_function._component_=tests.support.power_cut.factory"]
 fail_at_epoch = int(os.environ["FAIL_AT_EPOCH"]) if "FAIL_AT_EPOCH" in os.environ else None
+
+
+def factory(every: int = 1) -> IncreaseFunction:
+    return doubles_until_told_to_fail
 
 
 def doubles_until_told_to_fail(epoch: int, current_batch_size: int, state: GrowthState) -> int:
     if epoch == fail_at_epoch:
         raise RuntimeError("the power went out")
     return current_batch_size if epoch else 0
-
-
-FUNCTION = ["batch_increase_function._component_=tests.support.power_cut.factory"]
-
-
-def factory(every: int = 1) -> IncreaseFunction:
-    return doubles_until_told_to_fail

@@ -40,7 +40,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 def complete(folder: Path, error: Exception | None = None) -> None:
     """Tell that a checkpoint has been saved, or has failed."""
     done: Future[None] = Future()
-    done.set_result(None) if error is None else done.set_exception(error)
+    done.set_exception(error) if error else done.set_result(None)
     _supersede(folder, done)
 
 

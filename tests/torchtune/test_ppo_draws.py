@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchtune.generation import _generation, generate, get_causal_mask_from_padding_mask
-from torchtune.models.llama2 import llama2
+from torchtune.generation import _generation, get_causal_mask_from_padding_mask
 
-from adaptive_batching._torchtune.ppo.draws import Draws, sampling_with
+from adaptive_batching._torchtune.ppo.ppo_loop import Draws
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 
 TOKENS, VOCABULARY = 3, 11
@@ -21,35 +20,27 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
+def drawn(rows: int, rng: torch.Generator) -> torch.Tensor:
+    return torch.empty((rows, VOCABULARY)).exponential_(1, generator=rng)
+
+
 def of_stock(num_rows: int, chunk: int, rng: torch.Generator) -> torch.Tensor:
     """The numbers of each row, [rows, tokens, vocabulary], drawn chunk by chunk."""
-    chunks = []
-    for start in range(0, num_rows, chunk):
-        rows = min(chunk, num_rows - start)
-        drawn = [torch.empty((rows, VOCABULARY)).exponential_(1, generator=rng) for _ in range(TOKENS)]
-        chunks.append(torch.stack(drawn, dim=1))
-    return torch.cat(chunks)
+    sizes = [min(chunk, num_rows - start) for start in range(0, num_rows, chunk)]
+    return torch.cat([torch.stack([drawn(rows, rng) for _ in range(TOKENS)], dim=1) for rows in sizes])
 
 
 def of_parts(num_rows: int, chunk: int, ends: list[int], rng: torch.Generator) -> torch.Tensor:
     """The numbers that a rollout in parts samples with."""
-    draws, parts, used = Draws(rng, num_rows, chunk, TOKENS, VOCABULARY), [], []
-
-    def sample(*, q: torch.Tensor) -> None:
-        used.append(q)
-
-    original, _generation.generate_next_token = _generation.generate_next_token, sample
-    try:
+    draws, parts, used = Draws(rng, num_rows, chunk, TOKENS, VOCABULARY), [], list[torch.Tensor]()
+    with mock.patch.object(_generation, "generate_next_token", lambda *, q: used.append(q)):
         for start, end in zip([0, *ends], ends, strict=False):
             for _ in range(2):  # the first time it runs out of memory
                 used.clear()
                 with draws.of(start, end):
                     for _ in range(TOKENS):
-                        drawn = torch.empty((end - start, VOCABULARY)).exponential_(1, generator=rng)
-                        _generation.generate_next_token(q=drawn)
+                        _generation.generate_next_token(q=drawn(end - start, rng))
             parts.append(torch.stack(used, dim=1))
-    finally:
-        _generation.generate_next_token = original
     draws.finish()
     return torch.cat(parts)
 
@@ -61,29 +52,6 @@ def test_rows_get_the_numbers_of_stock_however_they_are_cut(num_rows: int, chunk
     expected = of_stock(num_rows, chunk, theirs)
     assert torch.equal(of_parts(num_rows, chunk, [*sorted(inner), num_rows], ours), expected)
     assert torch.equal(ours.get_state(), theirs.get_state()), "and so do the rollouts that follow"
-
-
-def test_each_token_of_a_response_is_sampled_with_what_is_given() -> None:
-    """torchtune asks for the first token in another way than for the others."""
-    model = llama2(vocab_size=VOCABULARY, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=8, max_seq_len=16)
-    calls = 0
-
-    def noise() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        only = torch.ones(2, VOCABULARY)
-        only[:, calls] = 1e-20  # probabilities are divided by these, and the largest taken
-        return only
-
-    with sampling_with(noise):
-        tokens, _ = generate(model, torch.ones(2, 4, dtype=torch.long), max_generated_tokens=TOKENS, rng=generator())
-    assert tokens[:, 4:].tolist() == [[1, 2, 3]] * 2
-
-
-@pytest.mark.parametrize("row", range(5))
-def test_a_chunk_ends_with_the_batch_at_the_latest(row: int) -> None:
-    draws = Draws(generator(), 5, 3, TOKENS, VOCABULARY)
-    assert draws.end_of_chunk(row) == (3 if row < 3 else 5)
 
 
 def test_attention_masks_are_those_of_torchtune() -> None:

@@ -17,19 +17,20 @@ def as_it_is(parts: Any) -> Any:
     return parts
 
 
-def test_a_stock_recipe_before_ours_is_refused_when_the_class_is_made() -> None:
-    with pytest.raises(TypeError, match=r"class Wrong: FullFinetuneRecipeSingleDevice stands before AdaptiveBatching"):
-
-        class Wrong(stock.FullFinetuneRecipeSingleDevice, AdaptiveBatching):  # type: ignore[misc, name-defined]
-            """Stock's setup and train would run."""
-
-
-def test_a_loss_step_that_would_not_be_called_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"class Own: _loss_step of Own would not be called; .*make_objective"):
-
-        class Own(FullFinetuneRecipeSingleDevice):
-            def _loss_step(self, batch: Any) -> Any:
-                return super()._loss_step(batch)
+@pytest.mark.parametrize(
+    ("name", "bases", "message"),
+    [
+        ("Wrong", (stock.FullFinetuneRecipeSingleDevice, AdaptiveBatching),
+         "class Wrong: FullFinetuneRecipeSingleDevice stands before AdaptiveBatching"),
+        ("Own", (FullFinetuneRecipeSingleDevice,),
+         "class Own: _loss_step of Own would not be called; .*make_objective"),
+    ],
+)  # fmt: skip
+def test_a_class_whose_code_would_not_run_is_refused_when_it_is_made(
+    name: str, bases: tuple[type, ...], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        type(name, bases, {"_loss_step": as_it_is} if name == "Own" else {})
 
 
 def test_our_recipes_can_be_subclassed_and_mixed_with_others() -> None:

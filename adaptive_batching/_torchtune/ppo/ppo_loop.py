@@ -7,50 +7,180 @@ step that the batch size is decided for, and it has two phases that each run out
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import time
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Any
+from unittest import mock
 
 import torch
+from torchtune.generation import _generation
 from torchtune.rlhf import PPOStats, Trajectory
 from tqdm import tqdm
 
 from adaptive_batching._device import without_waiting
+from adaptive_batching._memory import release_cached_memory
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._torchtune.cutting import Cutter, MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample, index_of
-from adaptive_batching._torchtune.host import Outlet
+from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
+from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.loop import Loop, Training
-from adaptive_batching._torchtune.ppo.learning import Learning
-from adaptive_batching._torchtune.ppo.rollout import Rollout
-from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
-from adaptive_batching._torchtune.ppo.trajectories import Experience
+from adaptive_batching._torchtune.objective import Sums
+from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
 from adaptive_batching._torchtune.step_cost import recorded_memory
 
 
-class PPOOutlet(Outlet, Protocol):
-    """Takes what stock itself must see of a run, whose steps are rollouts."""
+class Rollout:
+    """Generates the trajectories of a batch of prompts, in parts that fit, which change no sample that is drawn.
 
-    global_step: int
-    """Optimizer steps so far."""
+    A part that runs out of memory runs again in smaller ones; those before it stand. ``limit`` is in padded tokens of a
+    forward, responses included, and lowered then; ``most_rows`` is what a probe has found, None for the config's rows.
+    """
 
-    def log_rollout(
-        self,
-        trajectory: Trajectory,
-        stats: PPOStats,
-        divergence: tuple[torch.Tensor, torch.Tensor],
-        tokens_per_second: tuple[float, float],
-        added: dict[str, float],
-    ) -> None: ...
+    def __init__(
+        self, host: Host, stock: StockPPO, limit: TokenLimit, recovery: Recovery, most_rows: int | None = None
+    ) -> None:
+        self._host = host
+        self._stock = stock
+        self._limit = limit
+        self.recovery = recovery
+        self._most_rows = most_rows
+
+    def run(self, samples: Sequence[Sample], prompts: torch.Tensor) -> Trajectory:
+        """Return a trajectory, without attention masks, for each of ``prompts``, [b, s] and padded on the left.
+
+        DoesNotFitError if the trajectory of a single prompt does not fit.
+        """
+        stock, num_rows = self._stock, len(prompts)
+        length = prompts.shape[1] + stock.max_generated_tokens
+        chunk = min(stock.rollout_rows, num_rows)
+        draws = Draws(stock.rng, num_rows, chunk, stock.max_generated_tokens, stock.vocabulary)
+        parts: list[Trajectory] = []
+        start = 0
+
+        def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Trajectory]]]:
+            end = self._end_of(start, draws, num_rows, chunk, length)
+            part = [MicroBatch(list(samples[start:end]), (end - start) * length)]
+
+            def generate() -> Trajectory:
+                with draws.of(start, end):
+                    return stock.generate(prompts[start:end])
+
+            return [(part, run_micro_batches([generate], self._host.ranks, None, self._discard))]
+
+        while start < num_rows:
+            self.recovery.start()
+            [([part], outcome)] = self.recovery.run_until_fits(attempt)
+            parts += outcome.results
+            start += len(part.samples)
+        draws.finish()
+        self.recovery.end_step()
+        return Trajectory(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _end_of(self, start: int, draws: Draws, num_rows: int, chunk: int, length: int) -> int:
+        """Return the row after the last one of the part that begins with ``start``; parts are as even as can be."""
+        most = self._most_rows or chunk
+        if self._limit.max_tokens is not None:
+            most = max(min(most, self._limit.max_tokens // length), 1)
+        # Within a chunk no draw is made twice.
+        left = (draws.end_of_chunk(start) if most <= chunk else num_rows) - start
+        num_parts = -(-left // most)
+        return start + -(-left // num_parts)
+
+    def _discard(self) -> None:
+        self._stock.forget()
+        release_cached_memory(self._host.device)
+
+
+class Draws:
+    """Has any rows of a batch sampled with the numbers that stock draws for them.
+
+    Stock generates a batch in chunks, one after the other, and draws a number for each row of a chunk and each piece of
+    the vocabulary, token by token. So the numbers of a row depend on the chunk that it is in, and on all chunks before.
+    A part that is no such chunk draws for the whole of each chunk that it has rows of, and takes its own.
+
+    A chunk has ``chunk`` rows, the last one maybe fewer, and ``tokens`` draws of ``vocabulary`` numbers for each row.
+    """
+
+    def __init__(self, rng: torch.Generator, num_rows: int, chunk: int, tokens: int, vocabulary: int) -> None:
+        self._rng = rng
+        self._num_rows = num_rows
+        self._chunk = chunk
+        self._tokens = tokens
+        self._vocabulary = vocabulary
+        self._starts = [rng.get_state()]  # of the generator, at the beginning of each chunk
+
+    def end_of_chunk(self, row: int) -> int:
+        """Return the row after the last one of the chunk that ``row`` is in."""
+        return min((row // self._chunk + 1) * self._chunk, self._num_rows)
+
+    @contextlib.contextmanager
+    def of(self, start: int, end: int) -> Iterator[None]:
+        """Have a rollout of rows ``start`` to ``end`` inside draw their numbers."""
+        first, last = start // self._chunk, (end - 1) // self._chunk
+        before = start - first * self._chunk
+        if before == 0 and end == self.end_of_chunk(start):
+            self._rng.set_state(self._start_of(first))
+            yield
+            self._note_start(first + 1, self._rng)
+            return
+        generators = [self._generator(number) for number in range(first, last + 1)]
+        sample = _generation.generate_next_token
+
+        def sample_with_own(*args: object, q: object = None, **kwargs: object) -> object:
+            drawn = [self._draw(generator, number) for number, generator in enumerate(generators, first)]
+            return sample(*args, q=torch.cat(drawn)[before : before + end - start], **kwargs)
+
+        with mock.patch.object(_generation, "generate_next_token", sample_with_own):
+            yield
+        for number, generator in enumerate(generators, first + 1):
+            self._note_start(number, generator)
+
+    def finish(self) -> None:
+        """Leave the generator where the whole batch leaves it in stock."""
+        self._rng.set_state(self._start_of(-(-self._num_rows // self._chunk)))
+
+    def _start_of(self, number: int) -> torch.Tensor:
+        while len(self._starts) <= number:
+            last = len(self._starts) - 1
+            generator = self._generator(last)
+            for _ in range(self._tokens):
+                self._draw(generator, last)
+            self._note_start(last + 1, generator)
+        return self._starts[number]
+
+    def _note_start(self, number: int, generator: torch.Generator) -> None:
+        if number == len(self._starts):
+            self._starts.append(generator.get_state())
+
+    def _generator(self, number: int) -> torch.Generator:
+        generator = torch.Generator(self._rng.device)
+        generator.set_state(self._start_of(number))
+        return generator
+
+    def _draw(self, generator: torch.Generator, number: int) -> torch.Tensor:
+        rows = self.end_of_chunk(number * self._chunk) - number * self._chunk
+        # As torchtune's generate has it.
+        return torch.empty((rows, self._vocabulary), device=generator.device).exponential_(1, generator=generator)
 
 
 class PPOLoop(Loop):
     """Trains policy and value model, in steps that are rollouts and all that is learned from them."""
 
-    _outlet: PPOOutlet
+    _outlet: Any  # AdaptivePPO
 
-    def __init__(self, training: Training, stock: StockPPO, rollout: Rollout, learning: Learning) -> None:
+    def __init__(
+        self, training: Training, stock: StockPPO, rollout: Rollout, cutter: Cutter, recovery: Recovery
+    ) -> None:
         super().__init__(training)
         self._stock = stock
         self._rollout = rollout
-        self._learning = learning
+        self._cutter = cutter
+        self._recovery = recovery
 
     def run(self) -> None:
         """Train until the trajectories of the config are used up, and save checkpoints."""
@@ -76,35 +206,73 @@ class PPOLoop(Loop):
         self._progress.total = self.global_step + self._schedule.course.steps_left()
 
     def _run_batch(self, epoch: int, samples: list[Sample]) -> None:
-        """Generate, and learn."""
-        stock, schedule = self._stock, self._schedule
+        schedule = self._schedule
         prompts = without_waiting(self._host.loader.collate(samples)["tokens"], self._host.device)  # [b, s]
         start = time.perf_counter()
         trajectory = self._rollout.run(samples, prompts)
         of_rollout = time.perf_counter() - start
-        advantages, returns, *divergence = stock.judge(trajectory)
+        advantages, returns, *divergence = self._stock.judge(trajectory)
         start = time.perf_counter()
         numbers = [index_of(sample) for sample in samples]
-        stats = self._learning.run(Experience(trajectory, advantages, returns, prompts.shape[1], numbers))
+        steps, ran = self._learn(Experience(trajectory, advantages, returns, prompts.shape[1], numbers))
         of_learning = time.perf_counter() - start
         schedule.take_step(torch.tensor(prompts.numel()))
         self.global_step += 1
-        self._outlet.global_step += len(stats)
+        self._outlet.global_step += len(steps)
         self._note_progress(epochs_run=epoch)
-        of_all = PPOStats(*map(torch.stack, zip(*stats, strict=True)))
-        recoveries = self._rollout.num_recoveries + self._learning.num_recoveries
+        stats = PPOStats(*map(torch.stack, zip(*steps, strict=True)))
+        recoveries = self._rollout.recovery.num_recoveries + self._recovery.num_recoveries
         if self.global_step % self._run.log_every == 0:
             added: dict[str, float] = schedule.metrics()
             if schedule.adapts:
-                added["ppo_batch_size_samples"] = len(samples) // stock.sizes.steps
+                added["ppo_batch_size_samples"] = len(samples) // self._stock.steps
             if schedule.adapts or recoveries:
                 added["out_of_memory_recoveries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
-            self._outlet.log_rollout(trajectory, of_all, (divergence[0], divergence[1]), tokens_per_second, added)
+            self._outlet.log_rollout(added, trajectory, stats, *divergence, *tokens_per_second)
         if not schedule.adapts and not self._watchers:
             return  # nothing waits for the device
-        loss, rate = float(of_all.loss.mean()), self._outlet.learning_rate()
+        loss, rate = float(stats.loss.mean()), self._outlet.learning_rate()
         for watcher in self._watchers:
             watcher.step(epoch, self.global_step, len(samples), loss, rate, recoveries)
-        if self._record_step(loss, of_rollout + of_learning, self._learning.ran):
+        if self._record_step(loss, of_rollout + of_learning, ran):
             self._show_total()
+
+    def _learn(self, experience: Experience) -> tuple[list[PPOStats], list[MicroBatch]]:
+        """Take all optimizer steps, in stock's order; return what came of each, and all micro-batches.
+
+        DoesNotFitError if a single trajectory does not fit.
+        """
+        stock, objective, num_rows = self._stock, self._host.objective, len(experience.advantages)
+        assert isinstance(objective, Trajectories)
+        objective.see(experience)
+        in_step, in_backward = num_rows // stock.steps, num_rows // stock.parts
+        stats: list[PPOStats] = []
+        all_ran: list[MicroBatch] = []
+        for _ in range(stock.epochs):
+            order = torch.randperm(num_rows, device=self._host.device).tolist()
+            for first in range(0, num_rows, in_step):
+                starts = range(first, first + in_step, in_backward)
+                sums, ran = self._take_step([objective.rows(order[at : at + in_backward]) for at in starts])
+                stats.append(PPOStats(loss=sums.loss, **sums.metrics))
+                all_ran += ran
+        return stats, all_ran
+
+    def _take_step(self, batches: list[list[Sample]]) -> tuple[Sums, list[MicroBatch]]:
+        self._recovery.start()
+        ran = self._recovery.run_until_fits(lambda again: self._gather(batches))
+        sums = reduce(operator.add, [each for _, outcome in ran for each in outcome.results])
+        with self._recovery.fatal():
+            apply_gradients(self._host, sums)
+        self._cutter.read_timings()
+        self._recovery.end_step()
+        return sums, [micro_batch for micro_batches, _ in ran for micro_batch in micro_batches]
+
+    def _gather(self, batches: list[list[Sample]]) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
+        for batch in batches:
+            micro_batches = self._cutter.cut(batch)
+            counts_retries = self._schedule.adapts
+            outcome = gather_gradients(self._host, micro_batches, self._cutter.timed, counts_retries=counts_retries)
+            if outcome.failed:
+                self._cutter.forget_timings()
+            yield micro_batches, outcome

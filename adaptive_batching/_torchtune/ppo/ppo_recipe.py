@@ -1,29 +1,39 @@
-"""Code of the PPO recipe: stock's set-up, extended where it has to be, and our loop in place of stock's."""
+"""The PPO recipe: stock's set-up, extended where it has to be; a probe of rollouts and backward passes; our loop."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune.rlhf import PPOStats, Trajectory
 
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._growth.increase import Accumulation, InParts
+from adaptive_batching._memory import MemoryMeter, release_cached_memory
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._probe.does_not_fit import Remedy
+from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.checkpoints import (
-    WITHIN_TRAINING,
-    kept_if_disk_is_full,
-    saved_as_step,
-    saved_last,
-    with_batch_state,
-)
-from adaptive_batching._torchtune.ppo import stock_ppo as stocks
-from adaptive_batching._torchtune.ppo.ppo_session import PPOSession
-from adaptive_batching._torchtune.ppo.trajectories import Trajectories
-from adaptive_batching._torchtune.probing import Circumstances
+from adaptive_batching._torchtune import checkpoints
+from adaptive_batching._torchtune.cutting import Cutter, Recovery
+from adaptive_batching._torchtune.growing import StockSchedule
+from adaptive_batching._torchtune.loop import Training
+from adaptive_batching._torchtune.objective import worst_case_sample
+from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout
+from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
+from adaptive_batching._torchtune.probing import Circumstances, Probe, Probed, kept_probe, upper_bound
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
-from adaptive_batching._torchtune.resuming import take_value_model_of
+from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import check_ppo_settings
+from adaptive_batching._torchtune.stock import replaced_in
+from adaptive_batching._trace.training import TrainingStep
+
+log = logging.getLogger(__name__)
 
 
 class AdaptivePPO(AdaptiveBatching):
@@ -37,7 +47,10 @@ class AdaptivePPO(AdaptiveBatching):
     """
 
     # Set by the stock recipe
-    _resume_from_checkpoint: bool
+    _epochs_run: int
+    _policy_checkpointer: Any
+    _steps_run: int
+    _value_checkpointer: Any
 
     validates = False
     _batches_of_a_step = 1  # gradients are accumulated within a batch
@@ -50,75 +63,190 @@ class AdaptivePPO(AdaptiveBatching):
         self._value_checkpoints = Path(cfg.value_checkpointer.output_dir)
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
-        stock = stocks.StockPPO(self, cfg.ppo_batch_size)
-        host = stocks.host_of(self, stock, Trajectories(stock), self.ranks, self._gate)
+        stock = StockPPO(self, cfg.ppo_batch_size)
+        host = host_of(self, stock, Trajectories(stock), self.ranks, self._gate)
         self._host = host
-        run = stocks.run_of(self, int(cfg.num_steps), self.learning_rate())
-        circumstances = Circumstances(cfg)
+        run = run_of(self, int(cfg.num_steps), self.learning_rate())
         self._session = PPOSession(host, run, self._settings, self._increase, report, self._stored, stock=stock)
-        self._session.settle(circumstances)
+        self._session.settle(Circumstances(cfg))
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
         """Let stock know how far the run is; ``global_step`` counts rollouts."""
-        stocks.note_progress(self, epochs_run=epochs_run, rollouts=global_step)
+        self._epochs_run, self._steps_run = epochs_run, global_step
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next step."""
         return float(self._host.optimizers[0].param_groups[0]["lr"])
 
-    def log_rollout(
-        self,
-        trajectory: Trajectory,
-        stats: PPOStats,
-        divergence: tuple[torch.Tensor, torch.Tensor],
-        tokens_per_second: tuple[float, float],
-        added: dict[str, float],
-    ) -> None:
-        """Log what stock logs of a rollout, and ``added``."""
-        logger, collected = self._metric_logger, _Collected()
-        self._metric_logger = collected
-        try:
-            of_stock: Any = super(AdaptiveBatching, self)
-            of_stock.log_metrics(trajectory, stats, *divergence, *tokens_per_second)
-        finally:
-            self._metric_logger = logger
-        self.log_metrics({**collected.metrics, **added}, self.global_step)
+    def log_rollout(self, added: dict[str, float], *of_stock: Any) -> None:
+        """Log what stock logs of a rollout, which takes ``of_stock``, and ``added``."""
+        collected: dict[str, Any] = {}
+        with replaced_in(self._metric_logger, log_dict=lambda metrics, step: collected.update(metrics)):
+            super(AdaptiveBatching, self).log_metrics(*of_stock)  # type: ignore[misc]
+        self.log_metrics({**collected, **added}, self.global_step)
 
     def save_epoch(self, epoch: int, *, is_last: bool) -> None:
         """Save the checkpoints that end ``epoch``, as stock does."""
-        of_policy = kept_if_disk_is_full(self._checkpoints, epoch)
-        with of_policy, kept_if_disk_is_full(self._value_checkpoints, epoch):
+        of_policy = checkpoints.kept_if_disk_is_full(self._checkpoints, epoch)
+        with of_policy, checkpoints.kept_if_disk_is_full(self._value_checkpoints, epoch):
             self._save_both(epoch, is_last=is_last)
 
     def save_step(self, step: int, *, is_last: bool) -> None:
         """Save the checkpoints after the ``step``-th rollout, both of them or neither; the last have no state."""
-        policy, value = stocks.checkpointers_of(self)
-        with saved_as_step(step, (policy, self._checkpoints), (value, self._value_checkpoints)):
-            self._save_both(WITHIN_TRAINING, is_last=is_last)
+        policy = self._policy_checkpointer, self._checkpoints
+        with checkpoints.saved_as_step(step, policy, (self._value_checkpointer, self._value_checkpoints)):
+            self._save_both(checkpoints.WITHIN_TRAINING, is_last=is_last)
 
     def _save_both(self, epoch: int, *, is_last: bool) -> None:
         assert self._session is not None, "set up first"
         self._session.note_random_state()
-        policy, _ = stocks.checkpointers_of(self)
-        with saved_last(policy), with_batch_state(policy, self._state_to_store()):
+        policy, waiting = self._policy_checkpointer, list[Any]()
+        save = policy.save_checkpoint
+        # That of the policy has the state, which makes a checkpoint complete, and so is saved after the value model's.
+        with (
+            replaced_in(policy, save_checkpoint=lambda *args, **kwargs: waiting.append((args, kwargs))),
+            checkpoints.with_batch_state(policy, self._state_to_store()),
+        ):
             self.save_checkpoint(epoch, is_intermediate_checkpoint=not is_last)  # type: ignore[attr-defined]
+        [(args, kwargs)] = waiting
+        save(*args, **kwargs)
 
     def _setup_checkpointers(
         self, policy: DictConfig, ref_policy: DictConfig, value: DictConfig, reward: DictConfig
     ) -> Any:
         if self._settings.enabled and self._resume_from_checkpoint:
-            take_value_model_of(policy, value)
+            checkpoints.take_value_model_of(policy, value)
         return super()._setup_checkpointers(policy, ref_policy, value, reward)  # type: ignore[misc]
 
     def _state_to_store(self) -> dict[str, Any] | None:
-        return None if self._session is None else self._session.state_dict(stocks.rollouts_of(self))
+        return None if self._session is None else self._session.state_dict(self._steps_run)
 
 
-class _Collected:
-    """Takes the metrics of a step in place of a logger."""
+@dataclass
+class PPOSession(Session):
+    """Everything that a PPO run has settled on before it trains; see :class:`Session`."""
 
-    def __init__(self) -> None:
-        self.metrics: dict[str, Any] = {}
+    stock: StockPPO = field(kw_only=True)
+    _rollout_rows: int | None = field(default=None, init=False)
+    """Trajectories that fit in a forward of a rollout; None where no probe has run."""
 
-    def log_dict(self, metrics: dict[str, Any], step: int) -> None:
-        self.metrics = metrics
+    _rollout_limit: TokenLimit = field(default_factory=TokenLimit, init=False)
+
+    def _accumulation(self) -> Accumulation:
+        return InParts(parts=self.stock.parts)
+
+    def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
+        """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
+
+        A batch that is not cut is as many backward passes as the config has in one, each of the largest size.
+        """
+        host, stock, run, settings = self.host, self.stock, self.run, self.settings
+        parts, objective = stock.parts, host.objective
+        assert isinstance(objective, Trajectories)
+        upper, reason = upper_bound(host, run, settings)
+        upper = upper // parts * parts
+        if not settings.probes:
+            report.maximum(upper, reason)
+            return Probed(upper, reason, settings.micro_batch_size)
+        most_tokens = getattr(stock.model.policy, "max_seq_len", None)  # of prompt and response
+        prompt = worst_case_sample(
+            host.loader.dataset,
+            objective,
+            sequence_length=settings.sequence_length,
+            tokenizer_max=host.max_length,
+            model_max=None if most_tokens is None else most_tokens - stock.max_generated_tokens,
+        )
+        length, generated = len(objective.tokens(prompt)), stock.max_generated_tokens
+        one = longest(stock, length)
+        row_bytes = sum(tensor.nbytes for tensor in (*one.trajectory, one.advantages, one.returns))
+        # Is the batch as many backward passes of the size that is found as the config has in one?
+        follows = settings.growth_is_bound_by_memory if settings.grows else settings.use_maximum_batch_size
+        worst = objective.at_worst(one, lambda rows: (rows * parts if follows else upper) * row_bytes)
+        [sample] = worst.rows([0])
+        log.info("probing backward passes, of prompts of %d tokens and %d generated", length, generated)
+        of_backward = replace(run, batch_size=run.batch_size // parts, accumulation=stock.backwards)
+        as_worst, folder = replace(host, objective=worst), report.directory
+        probe = Probe(as_worst, of_backward, settings, circumstances, sample, upper // parts, reason, folder)
+        result = probe.result()
+        report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward")
+        found = probe.probed(result)
+        found = replace(found, maximum=found.maximum * parts)
+        most_rows = found.maximum if follows else upper
+        step = self._rollout_step(length, most_rows, row_bytes)
+        rollout = self._probe_rollouts(step, most_rows, length, circumstances, folder)
+        report.rollout(rollout, prompt_length=length, generated=generated)
+        self._rollout_rows = rollout.batch_size
+        return found
+
+    def _probe_rollouts(
+        self, step: TrainingStep, most_rows: int, prompt_tokens: int, circumstances: Circumstances, folder: Path
+    ) -> ProbeResult:
+        """Find the most trajectories that fit in a forward while those of the largest batch are held."""
+        log.info("probing rollouts of these lengths")
+        remedies = [
+            Remedy(f"max_generated_tokens below {self.stock.max_generated_tokens}"),
+            Remedy(f"tokenizer.max_seq_len below {prompt_tokens}"),
+        ]
+
+        def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
+            question = Question(most_rows, "the largest batch", coarse=True, remedies=lambda: remedies, scratch=folder)
+            settings = replace(settings, round_to_power_of_two=False)  # rows of a forward are no size of training
+            return find_largest(step, settings, meter, question)
+
+        facts = {"recipe": f"{self.host.name}, rollout", "upper": most_rows, "sequence_length": prompt_tokens}
+        return kept_probe(self.host, self.settings, circumstances, facts, folder / "probe_rollout.json", find)
+
+    def _rollout_step(self, prompt_tokens: int, held_rows: int, row_bytes: int) -> TrainingStep:
+        """Return a rollout to measure. It is not traced: that takes as long as to run it, token by token."""
+        host, stock = self.host, self.stock
+
+        def make_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+            token = 1 if stock.pad_id == 0 else 0
+            prompts = torch.full((rows, prompt_tokens), token, device=stock.device)
+            if prompt_tokens > 1:
+                prompts[0, 0] = stock.pad_id  # with padding anywhere, each row has an attention mask of its own
+            return prompts, torch.empty(held_rows * row_bytes, dtype=torch.uint8, device=stock.device)
+
+        def run(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+            before = stock.rng.get_state()
+            try:
+                stock.generate(batch[0])
+            finally:
+                stock.rng.set_state(before)
+
+        def discard() -> None:
+            stock.forget()
+            release_cached_memory(host.device)
+
+        return TrainingStep(host.model, host.optimizers, make_batch, lambda *_: run, discard, can_be_traced=False)
+
+    def _stock_schedule(self) -> StockSchedule:
+        return StockSchedule(self.host, self.run, self.stock.total_rollouts)
+
+    def _loop(self, training: Training) -> PPOLoop:
+        # Checkpointing of activations saves nothing where none are kept.
+        of_rollout = replace(self.host, checkpoints_activations=True)
+        recovers = self.settings.recover_from_oom
+        recovery = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, recovers=recovers)
+        rollout = Rollout(of_rollout, self.stock, self._rollout_limit, recovery, self._rollout_rows)
+        return PPOLoop(training, self.stock, rollout, Cutter(self.host, self.execution), self._recovery())
+
+    def state_dict(self, global_step: int) -> dict[str, Any] | None:
+        """Return what a checkpoint holds after ``global_step`` rollouts; None with all fields unset."""
+        state = super().state_dict(global_step)
+        if state is None:
+            return None
+        state["rollout_limit"] = self._rollout_limit.state_dict()
+        if self.host.gate is not None:  # of these stock stores those of the value model alone
+            state["policy_optimizers"] = [optimizer.state_dict() for optimizer in self._policy_optimizers()]
+        return state
+
+    def _restore(self, stored: Mapping[str, Any]) -> None:
+        super()._restore(stored)
+        self._rollout_limit.load_state_dict(stored["rollout_limit"])
+        for optimizer, state in zip(self._policy_optimizers(), stored.get("policy_optimizers", []), strict=False):
+            optimizer.load_state_dict(state)
+
+    def _policy_optimizers(self) -> list[Any]:
+        gate = self.host.gate
+        return [] if gate is None else [gate.optimizer_of(p) for p in self.stock.model.policy.parameters()]

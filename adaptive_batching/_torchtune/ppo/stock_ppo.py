@@ -1,11 +1,10 @@
-"""A stock PPO recipe as the rest of this package sees it: the only reader of its underscored attributes."""
+"""A stock PPO recipe as the rest of this package sees it, and trajectories as it learns from them: rows of a batch."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,15 @@ from torchtune import rlhf
 from torchtune.modules import delete_kv_caches
 from torchtune.rlhf import PPOStats, Trajectory
 
+from adaptive_batching._device import without_waiting
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._torchtune.data import Sample, indexed, stretch
 from adaptive_batching._torchtune.host import Gate, Host, MemoryHistory, StockRun
-from adaptive_batching._torchtune.objective import Objective
+from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
+
+_OF_LEARNING = (
+    "query_responses", "logprobs", "values", "position_ids", "response_padding_masks", "value_padding_masks",
+)  # fmt: skip
 
 
 class PolicyAndValue(nn.Module):
@@ -34,78 +39,33 @@ class PolicyAndValue(nn.Module):
         return self.policy(tokens), self.value(tokens)
 
 
-@dataclass(frozen=True)
-class Share:
-    """Share of a part in the losses of the batch that it was cut from."""
-
-    policy: float
-    """Of the tokens that the policy's loss is a mean over."""
-
-    value: torch.Tensor
-    """Of the tokens that the loss of the value model is a mean over."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a config, in trajectories."""
-
-    rollout_rows: int
-    """``forward_batch_size``."""
-
-    epochs: int
-    """``ppo_epochs``: times that a batch of trajectories is learned from."""
-
-    steps: int
-    """Optimizer steps of each of them: ``batch_size / ppo_batch_size``, which a batch keeps as it grows."""
-
-    backwards: int
-    """Backward passes of an optimizer step: ``gradient_accumulation_steps``."""
-
-    @property
-    def parts(self) -> int:
-        """Parts of a batch of trajectories that each have a backward pass."""
-        return self.steps * self.backwards
-
-
 class StockPPO:
-    """Stock's methods of a recipe that has been set up, run on any part of a batch."""
+    """Stock's methods of a recipe that has been set up, run on any part of a batch. Sizes are in trajectories."""
 
     def __init__(self, recipe: Any, ppo_batch_size: int) -> None:
-        self._recipe = recipe
+        self.recipe = recipe
         self.model = PolicyAndValue(recipe._policy_model, recipe._value_model)
+        self.loss = recipe._loss_fn
         self.rng: torch.Generator = recipe._rng
         self.device: torch.device = recipe._device
         self.pad_id: int = recipe._tokenizer.pad_id
         self.vocabulary: int = recipe._policy_model.tok_embeddings.num_embeddings
         self.max_generated_tokens: int = recipe._max_generated_tokens
         self.total_rollouts: int = recipe._total_steps
-        self.sizes = Sizes(
-            rollout_rows=recipe._forward_batch_size,
-            epochs=recipe._ppo_epochs,
-            steps=recipe.batch_size // ppo_batch_size,
-            backwards=recipe._gradient_accumulation_steps,
-        )
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """Most tokens of a prompt for which the policy can take prompt and response; None if it has no limit."""
-        longest = getattr(self.model.policy, "max_seq_len", None)
-        return None if longest is None else longest - self.max_generated_tokens
-
-    @property
-    def uncuttable(self) -> str | None:
-        """Name of the loss if its parts cannot be weighed apart, so that no batch can be cut; else None."""
-        loss = self._recipe._loss_fn
-        return None if hasattr(loss, "value_coeff") else f"{type(loss).__name__}, which has no value_coeff,"
+        self.rollout_rows: int = recipe._forward_batch_size
+        self.epochs: int = recipe._ppo_epochs  # times that a batch of trajectories is learned from
+        self.steps: int = recipe.batch_size // ppo_batch_size  # of the optimizer in each, however large a batch is
+        self.backwards: int = recipe._gradient_accumulation_steps  # passes in each of these
+        self.parts = self.steps * self.backwards  # of a batch, that each have a backward pass
 
     def generate(self, prompts: torch.Tensor) -> Trajectory:
         """Generate a trajectory for each of ``prompts``, [b, s], all in one forward.
 
         Attention masks, [b, L, L], take more than all else, and are left out: :meth:`masks` makes them again.
         """
-        self._recipe._forward_batch_size = len(prompts)  # which caches of keys and values are made for
+        self.recipe._forward_batch_size = len(prompts)  # which caches of keys and values are made for
         with torch.no_grad():
-            trajectory = self._recipe.generate_trajectory(prompts)
+            trajectory = self.recipe.generate_trajectory(prompts)
         return trajectory._replace(masks=trajectory.masks.new_empty(len(prompts), 0))
 
     def masks(self, query_responses: torch.Tensor) -> torch.Tensor:
@@ -117,7 +77,7 @@ class StockPPO:
 
     def judge(self, trajectory: Trajectory) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return advantages, whitened over the whole batch, returns, and the divergence as such and as a reward."""
-        recipe = self._recipe
+        recipe = self.recipe
         rewards, kl, kl_rewards = rlhf.get_rewards_ppo(
             trajectory.scores, trajectory.logprobs, trajectory.ref_logprobs, recipe._kl_coeff, trajectory.value_seq_idxs
         )
@@ -126,27 +86,17 @@ class StockPPO:
         )
         return advantages, returns, kl, kl_rewards
 
-    def learn(
-        self,
-        model: PolicyAndValue,
-        trajectory: Trajectory,
-        advantages: torch.Tensor,
-        returns: torch.Tensor,
-        context_length: int,
-        share: Share | None,
-    ) -> PPOStats:
-        """Run forward and backward of ``model``, the recipe's or a copy, on a trajectory with attention masks.
+    def with_losses_of_part(self, of_policy: float, of_value: torch.Tensor) -> Any:
+        """Return a copy of the recipe whose losses are those of a part, which has these shares in a batch's."""
+        recipe, loss_fn = copy.copy(self.recipe), copy.copy(self.loss)
+        loss_fn.value_coeff = self.loss.value_coeff * (of_value / of_policy)
 
-        Advantages and returns are [b, t]. Without ``share`` the batch is a whole one, which is computed as in stock.
-        """
-        recipe = self._recipe
-        if model is not self.model or share is not None:
-            recipe = copy.copy(recipe)
-            recipe._policy_model, recipe._value_model = model.policy, model.value
-        if share is not None:
-            recipe._loss_fn = _LossOfPart(recipe._loss_fn, share)
-        stats: PPOStats = recipe.ppo_step(trajectory, advantages, returns, context_length)
-        return stats
+        def loss_of_part(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            loss, *others = loss_fn(*args, **kwargs)
+            return loss * of_policy, *others
+
+        recipe._loss_fn = loss_of_part
+        return recipe
 
     def forget(self) -> None:
         """Drop the caches that a rollout which broke off has left."""
@@ -154,27 +104,143 @@ class StockPPO:
         if policy.caches_are_setup():
             delete_kv_caches(policy)
 
-    @contextlib.contextmanager
-    def unchanged_draws(self) -> Iterator[None]:
-        """Restore the state of the generator that rollouts draw from."""
-        state = self.rng.get_state()
-        try:
-            yield
-        finally:
-            self.rng.set_state(state)
+
+@dataclass(frozen=True)
+class Experience:
+    """Trajectories, and what is made of them."""
+
+    trajectory: Trajectory
+    """Without attention masks."""
+
+    advantages: torch.Tensor  # [b, t]
+    returns: torch.Tensor  # [b, t]
+    context_length: int
+    """Tokens of a prompt."""
+
+    numbers: Sequence[int | None] = ()
+    """Numbers of the prompts in the data set."""
+
+    def counts(self) -> tuple[list[int], list[int]]:
+        """Return the tokens of each trajectory that are not padding, for the policy and for the value model."""
+        masks = self.trajectory.response_padding_masks, self.trajectory.value_padding_masks
+        of_policy, of_value = torch.stack(masks).logical_not().sum(dim=2).tolist()
+        return of_policy, of_value
 
 
-class _LossOfPart:
-    """The loss of a part of a batch: policy and value tokens each weigh by their own share."""
+class Trajectories(Objective):
+    """The clipped losses of policy and value model, as stock's recipe computes them.
 
-    def __init__(self, loss: Any, share: Share) -> None:
-        self._loss = copy.copy(loss)
-        self._loss.value_coeff = loss.value_coeff * (share.value / share.policy)
-        self._policy = share.policy
+    Samples are rows of the trajectories that were seen last, as :meth:`rows` gives them; samples of the loader are
+    prompts. The loss of the policy is a mean over the tokens of responses, that of the value model a mean over these
+    and, where a response has ended, one more. So a part of a batch has two shares.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        loss, *others = self._loss(*args, **kwargs)
-        return loss * self._policy, *others
+    sums_gradients = False
+    saves_memory_by = frozenset()
+
+    _seen: Experience
+    _policy_tokens: list[int]
+    _value_tokens: list[int]
+
+    def __init__(self, stock: StockPPO) -> None:
+        self._stock = stock
+        self._held_bytes: Callable[[int], int] = lambda rows: 0
+
+    def see(self, experience: Experience) -> None:
+        """Have rows be those of ``experience`` from now on."""
+        self._seen = experience
+        self._policy_tokens, self._value_tokens = experience.counts()
+
+    def rows(self, rows: Sequence[int]) -> list[Sample]:
+        """Return the samples of one backward pass: rows whose losses are means over all of them."""
+        tokens = sum(self._value_tokens[row] for row in rows)
+        numbers = self._seen.numbers
+        return [
+            indexed({"row": row, "rows": len(rows), "value_tokens": tokens}, numbers[row] if numbers else None)
+            for row in rows
+        ]
+
+    def at_worst(self, longest: Experience, held_bytes: Callable[[int], int]) -> Trajectories:
+        """Return a copy that has seen ``longest``, and holds ``held_bytes(rows)`` in a backward pass of ``rows``."""
+        worst = copy.copy(self)
+        worst.see(longest)
+        worst._held_bytes = held_bytes
+        return worst
+
+    def tokens(self, sample: Sample) -> Sequence[int]:
+        if self.is_text(sample):
+            return list(sample["tokens"])
+        return list(self._seen.trajectory.query_responses[sample["row"]].tolist())
+
+    def is_text(self, sample: Sample) -> bool:
+        return "row" not in sample
+
+    def stretch(self, sample: Sample, length: int) -> Sample | None:
+        return stretch(sample, length) if self.is_text(sample) else None
+
+    def counts(self, samples: Sequence[Sample]) -> Counts:
+        tokens = sum(self._policy_tokens[sample["row"]] for sample in samples)
+        return Counts(tokens, tokens)
+
+    def weight_of(self, batch: Counts) -> int:
+        return 1
+
+    def collate(self, samples: Sequence[Sample]) -> Batch:
+        experience, rows = self._seen, [sample["row"] for sample in samples]
+        index = without_waiting(torch.tensor(rows), experience.advantages.device)
+        tensors = {name: getattr(experience.trajectory, name) for name in _OF_LEARNING}
+        tensors |= {"advantages": experience.advantages, "returns": experience.returns}
+        batch = {name: tensor.index_select(0, index) for name, tensor in tensors.items()}
+        value_tokens = sum(self._value_tokens[row] for row in rows)
+        batch["value_share"] = torch.tensor(value_tokens / samples[0]["value_tokens"])
+        batch["row_share"] = torch.tensor(len(rows) / samples[0]["rows"])
+        held = self._held_bytes(len(rows))
+        if held:
+            batch["held"] = torch.empty(held, dtype=torch.uint8, device=index.device)
+        return batch
+
+    def loss(self, model: nn.Module, batch: Batch, weight: float | None) -> tuple[torch.Tensor, Sums]:
+        """Run forward and backward, which stock has in one; the number returned has no model behind it any more."""
+        assert isinstance(model, PolicyAndValue)
+        stock, tokens, of_values = self._stock, batch["query_responses"], batch["value_share"]
+        known = {name: batch[name] for name in _OF_LEARNING}
+        trajectory = Trajectory(**{**dict.fromkeys(Trajectory._fields), **known, "masks": stock.masks(tokens)})
+        # A whole batch is computed as in stock.
+        recipe = copy.copy(stock.recipe) if weight is None else stock.with_losses_of_part(weight, of_values)
+        recipe._policy_model, recipe._value_model = model.policy, model.value
+        stats: PPOStats = recipe.ppo_step(trajectory, batch["advantages"], batch["returns"], self._seen.context_length)
+        metrics = {name: value.detach() for name, value in stats._asdict().items() if name != "loss"}
+        if weight is not None:
+            weights = {"policy_loss": weight, "clipfrac": weight, "value_loss": of_values}
+            metrics = {name: value * weights.get(name, batch["row_share"]) for name, value in metrics.items()}
+        over = torch.zeros((), requires_grad=True)
+        return over, Sums(stats.loss.detach(), torch.tensor(tokens.numel()), metrics)
+
+    def forget(self) -> None:
+        self._stock.forget()
+
+    def batch_dependent_part(self) -> str | None:
+        loss = self._stock.loss  # without this, its two parts cannot be weighed apart
+        return None if hasattr(loss, "value_coeff") else f"{type(loss).__name__}, which has no value_coeff,"
+
+
+def longest(stock: StockPPO, context_length: int) -> Experience:
+    """Return one trajectory whose response does not end early, on the device."""
+    generated, total = stock.max_generated_tokens, context_length + stock.max_generated_tokens
+    weight = next(stock.model.parameters())
+    numbers = torch.zeros(1, generated, dtype=weight.dtype, device=stock.device)
+    mask = torch.zeros(1, generated, dtype=torch.bool, device=stock.device)
+    last = torch.full((1,), generated - 1, device=stock.device)
+    token = 1 if stock.pad_id == 0 else 0  # any but padding
+    trajectory = Trajectory(
+        query_responses=torch.full((1, total), token, device=stock.device),
+        logprobs=numbers, ref_logprobs=numbers, values=numbers,
+        masks=mask.new_empty(1, 0),
+        position_ids=torch.arange(total, dtype=torch.int, device=stock.device)[None],
+        response_padding_masks=mask, value_padding_masks=mask,
+        value_seq_idxs=last, scores=numbers[:, 0], seq_lens=last,
+    )  # fmt: skip
+    return Experience(trajectory, numbers, numbers, context_length)
 
 
 def host_of(recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, gate: Gate) -> Host:
@@ -217,15 +283,3 @@ def run_of(recipe: Any, num_samples: int, learning_rate: float) -> StockRun:
         memory_history=history,
         samples=num_samples,
     )
-
-
-def checkpointers_of(recipe: Any) -> tuple[Any, Any]:
-    return recipe._policy_checkpointer, recipe._value_checkpointer
-
-
-def note_progress(recipe: Any, *, epochs_run: int, rollouts: int) -> None:
-    recipe._epochs_run, recipe._steps_run = epochs_run, rollouts
-
-
-def rollouts_of(recipe: Any) -> int:
-    return int(recipe._steps_run)

@@ -1,0 +1,291 @@
+"""Checkpoints: a run that ends anywhere goes on as if it had not, and a full disk leaves the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torchtune.training.checkpointing import _checkpointer
+
+from adaptive_batching._torchtune.data import Sample, index_of
+from adaptive_batching._torchtune.loop import TrainingLoop
+from tests.conftest import Run, TuneRun, assert_same_weights
+from tests.integration.faults import disarm, plan
+from tests.support.power_cut import FUNCTION
+from tests.support.records import events, without_sizes
+
+RESUME = "resume_from_checkpoint=True"
+# 100 samples: 13 steps of 4 and 6 of 8 in the first epoch, then 6 of 16; cut off before the 23rd is saved.
+GROW = [
+    *FUNCTION, "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=16",
+    "dataset.split=train[:100]", "save_every_n_steps=4",
+]  # fmt: skip
+NOISE = [
+    "adaptive_batching.noise_scale_every=3", "adaptive_batching.lr_scaling=sqrt",
+    "adaptive_batching.keep_beta2_half_life=True",
+]  # fmt: skip
+DROPOUT = ["model.lora_dropout=0.1"]
+PACKED = ["dataset.packed=True", "gradient_accumulation_steps=2", "micro_batch_size=1", "batch_size=2"]
+RUNS = {
+    "full": ("full", [*GROW, *NOISE]),
+    "lora": ("lora", [*GROW, *NOISE, *DROPOUT]),
+    "lora_dpo": ("lora_dpo", [*GROW, *DROPOUT]),
+    "kd": ("kd", [*GROW, *DROPOUT]),
+    "packs that are cut and gathered": ("full", [*GROW, *PACKED, "save_every_n_steps=2"]),
+}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int | None]]:
+    """The numbers of the samples of each batch that is trained on, in order."""
+    batches: list[list[int | None]] = []
+    run_batch = TrainingLoop._run_batch
+
+    def noted(self: TrainingLoop, batch: list[Sample], **options: Any) -> None:
+        batches.append([index_of(sample) for sample in batch])
+        run_batch(self, batch, **options)
+
+    monkeypatch.setattr(TrainingLoop, "_run_batch", noted)
+    return batches
+
+
+def folders(run: Run) -> list[str]:
+    """The folders of checkpoints, those that hold the state of the optimizer marked."""
+    found = sorted(run.output_dir.glob("*_[0-9]*"), key=lambda path: int(path.name.split("_")[-1]))
+    return [path.name + ("*" if (path / "recipe_state.pt").exists() else "") for path in found]
+
+
+def cut_off(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, kind: str, *overrides: str) -> None:
+    """End a run at one and a half epochs."""
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1.5)
+    with pytest.raises(SystemExit, match="the power went out"):
+        tune_run(kind, *overrides)
+    monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "kd")) for case in RUNS])
+def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
+    case: str, tune_run: TuneRun, baseline: TuneRun, monkeypatch: pytest.MonkeyPatch, seen: list[list[int | None]]
+) -> None:
+    """Batches, their sizes, learning rates, losses and weights, dropout and the noise scale included."""
+    kind, fields = RUNS[case]
+    whole = baseline(kind, *fields)
+    cut_off(tune_run, monkeypatch, kind, *fields)
+    first = list(seen)
+    resumed = tune_run(kind, *fields, RESUME)
+    assert resumed.by_step == whole.by_step
+    last = folders(whole)[-1]
+    assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
+    [resume] = events(resumed, "resume")
+    if case.startswith("packs"):
+        assert resume["step"] == 22, "within the second epoch"
+        return
+    assert folders(resumed) == ["step_4", "step_8", "step_12", "step_16", "step_20", "step_24*", "step_25"]
+    assert [s["batch_size_samples"] for s in whole.metrics] == [4] * 13 + [8] * 6 + [16] * 6
+    of_epoch = [index for batch in first[19:20] + seen[len(first) :] for index in batch]
+    assert len(of_epoch) == len(set(of_epoch)) == 96, "no sample is repeated, none but the last four left out"
+    assert resume["step"] == 20 and [e["epoch"] for e in events(resumed, "epoch")] == [0, 1]
+
+
+def test_saving_changes_nothing_but_the_folders(tune_run: TuneRun, baseline: TuneRun) -> None:
+    saving = baseline("full", *GROW, *NOISE)
+    not_saving = tune_run("full", *GROW, *NOISE, "save_every_n_steps=null")
+    assert not_saving.metrics == saving.metrics
+    assert_same_weights(not_saving.weights(1), saving.weights_in("step_25"))
+    assert folders(not_saving) == ["epoch_0", "epoch_1"]
+
+
+def test_saving_adapters_alone_leaves_distillation_alone(tune_run: TuneRun) -> None:
+    """Stock merges them into the model all the same."""
+    adapters = ["save_adapter_weights_only=True", "epochs=1"]
+    often = tune_run("kd", *adapters, "save_every_n_steps=3", name="often")
+    once = tune_run("kd", *adapters, "save_every_n_steps=100", name="once")
+    assert often.metrics == once.metrics
+    assert folders(often) == ["step_3", "step_6", "step_9*", "step_12"]
+
+
+def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, seen: list[list[int | None]]
+) -> None:
+    cut_off(tune_run, monkeypatch, "full", *GROW)
+    first = [index for batch in seen[19:20] for index in batch]
+    seen.clear()
+    with pytest.raises(SystemExit, match=r"^error: epochs=1 leaves nothing to train: 1 of .* Set epochs to at least 2"):
+        tune_run("full", *GROW, RESUME, "epochs=1")
+    resumed = tune_run("full", *GROW, RESUME, "batch_size=10")
+    assert [s["batch_size_samples"] for s in resumed.metrics][-8:] == [10] * 8
+    assert resumed.metrics[-1]["lr"] == 0.0
+    [change] = events(resumed, "change")[-1:]
+    assert (change["step"], change["epoch"], change["batch_size"]) == (20, 1.16, 10), "not the size of the steps before"
+    rest = [index for batch in seen for index in batch]
+    assert len({*first, *rest}) == len(first) + len(rest) == 96
+
+
+def test_another_size_that_leaves_no_room_for_a_step_begins_the_next_epoch(
+    tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = [*GROW, "save_every_n_steps=18"]
+    cut_off(tune_run, monkeypatch, "full", *late)
+    resumed = tune_run("full", *late, RESUME, "batch_size=16")
+    assert [s["batch_size_samples"] for s in resumed.metrics][-6:] == [16] * 6
+    assert resumed.metrics[-1]["lr"] == 0.0 and max(resumed.by_step) == 18 + 6
+
+
+def test_a_checkpoint_without_state_is_refused(tune_run: TuneRun, baseline: TuneRun) -> None:
+    whole = baseline("full", *GROW, *NOISE)
+    with pytest.raises(SystemExit, match=r"of step_8 in checkpointer: that folder holds weights alone; .* is step_24"):
+        tune_run("full", *GROW, *NOISE, RESUME, f"output_dir={whole.output_dir}", WEIGHTS_OF.format("step_8"))
+    with pytest.raises(SystemExit, match="has no checkpoint to go on from; set output_dir"):
+        tune_run("full", *GROW, *NOISE, RESUME, name="nowhere")
+
+
+@pytest.mark.parametrize("fields", [["save_every_n_steps=4"], ["micro_batch_size=4"]], ids=["steps", "epochs"])
+def test_a_run_that_has_ended_ends_alike_when_it_is_resumed(fields: list[str], tune_run: TuneRun) -> None:
+    """Its last weights have no state, and its last state has other weights."""
+    run = tune_run("lora", *fields)
+    last = folders(run)[-1]
+    before = run.weights_in(last)
+    again = tune_run("lora", *fields, RESUME)
+    assert folders(again)[-1] == last
+    assert_same_weights(again.weights_in(last), before)
+
+
+def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run: TuneRun) -> None:
+    """A sample alone, which cannot run in smaller parts, runs again as it was in the first step, too."""
+    alone = [
+        "model._component_=tests.integration.faults.full_model", "batch_size=1", "epochs=1", "save_every_n_steps=4",
+        "dataset.split=train[:10]", "tokenizer.max_seq_len=32", "dataset.train_on_input=True",
+    ]  # fmt: skip
+    disarm()
+    run = tune_run("full", *alone)
+    before, weights = list(run.by_step.values()), run.weights_in("step_10")
+    plan.update(where="backward", call=1, calls=0, times=1)
+    again = tune_run("full", *alone, RESUME)
+    assert [event["step"] for event in events(again, "resume")] == [8] and plan["times"] == 0
+    assert [step.pop("out_of_memory_recoveries") for step in again.metrics[-2:]] == [1, 1]
+    assert without_sizes(list(again.by_step.values())) == without_sizes(before)
+    assert_same_weights(again.weights_in("step_10"), weights)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warning"),
+    [
+        ("shuffle=False", "shuffle=False, where it was True in the run that is resumed: its epoch goes on in another "),
+        ("dataset.split=train[:21]", "21 samples in dataset, where there were 20 in the run that is resumed"),
+        ("epochs=2", ""),
+    ],
+)
+def test_another_order_within_an_epoch_is_warned_of(
+    changed: str, warning: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = ["epochs=1", "save_every_n_steps=4", "dataset.split=train[:20]"]
+    tune_run("full", *short)
+    caplog.clear()
+    tune_run("full", *short, changed, RESUME)
+    warnings = [message for message in caplog.messages if "in another order" in message]
+    assert len(warnings) == bool(warning) and all(message.startswith(warning) for message in warnings)
+
+
+def full_disk_from(call: int, function: Any) -> Any:
+    """``function(values, path)``, which from its ``call``-th call on writes a part of them and then has no room."""
+    calls = 0
+
+    def save(values: Any, path: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls < call:
+            function(values, path, **options)
+            return
+        Path(path).write_bytes(bytes(1000))
+        if function is save_file:  # it would replace a device by a file
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        function(values, "/dev/full", **options)
+
+    return save
+
+
+WEIGHTS_OF = "checkpointer.checkpoint_files=[{}/model-00001-of-00001.safetensors]"
+STEPS = ["micro_batch_size=4", "save_every_n_steps=4", "epochs=1"]
+FULL = {  # fields, the checkpoint that the disk has no room for, the one before, the last one of the run
+    "off": (["epochs=3"], "epoch_1", "epoch_0", "epoch_2"),
+    "growth": ([*FUNCTION, "adaptive_batching.max_batch_size=16", "epochs=3"], "epoch_1", "epoch_0", "epoch_2"),
+    "steps": (STEPS, "step_8", "step_4", "step_12"),
+}
+
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+@pytest.mark.parametrize("case", FULL)
+def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
+    what: str, case: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
+) -> None:
+    fields, gone, kept, last = FULL[case]
+    whole = baseline("full", *fields)
+    target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+    full = full_disk_from(2, getattr(target, name))
+    with mock.patch.object(target, name, full), pytest.raises(SystemExit) as error:
+        tune_run("full", *fields)
+    message, output_dir = str(error.value), tmp_path / "out"
+    of_gone, weights = gone.replace("_", " "), WEIGHTS_OF.format(kept)
+    assert f"error: the checkpoint of {of_gone} cannot be written: the disk of output_dir=" in message
+    assert not (output_dir / gone).exists() and not (output_dir / "unfinished_checkpoint").exists()
+    if case == "steps":
+        assert "The checkpoint step_4 stands; to go on from it, free some space and add resume_from_check" in message
+        with pytest.raises(SystemExit, match="were saved within an epoch; set save_every_n_steps as in the run"):
+            tune_run("full", RESUME, weights)
+    else:
+        assert "The checkpoint of epoch 0 stands" in message and weights in message
+    resumed = tune_run("full", *fields, RESUME, *([weights] if case != "steps" else []))
+    assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
+    assert [path.name for path in output_dir.glob("*/*.*") if "state" in path.name] == ["recipe_state.pt"]
+
+
+def test_another_error_after_a_complete_checkpoint_leaves_it(
+    tune_run: TuneRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another rank has died when all ranks meet after saving."""
+    save = _checkpointer.FullModelHFCheckpointer.save_checkpoint
+
+    def fails_after(self: Any, state: Any, epoch: int, **options: Any) -> None:
+        save(self, state, epoch=epoch, **options)
+        if epoch == 1:
+            raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(_checkpointer.FullModelHFCheckpointer, "save_checkpoint", fails_after)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        tune_run("full", "epochs=3")
+    assert list((tmp_path / "out" / "epoch_1").glob("model-*"))
+    state = torch.load(tmp_path / "out" / "recipe_state" / "recipe_state.pt", weights_only=True)
+    assert state["epochs_run"] == 2, "that of the new checkpoint"
+
+
+def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) -> None:
+    full = full_disk_from(1, _checkpointer.save_file)
+    said = pytest.raises(SystemExit, match=r"the checkpoint of epoch 0 cannot be written: .* No checkpoint stands")
+    with mock.patch.object(_checkpointer, "save_file", full), said:
+        tune_run("full", "max_steps_per_epoch=1")
+
+
+def test_a_full_disk_under_reports_and_metrics_ends_nothing(
+    tune_run: TuneRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    for name in ("report.jsonl", "probe.partial"):
+        (reports / name).symlink_to("/dev/full")
+    full = [f"adaptive_batching.report_dir={reports}", "metric_logger.log_dir=/dev", "metric_logger.filename=full"]
+    probe = ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=8", "epochs=1"]
+    run = tune_run("full", *probe, *full)
+    assert run.weights(0)
+    warnings = [record.getMessage() for record in caplog.records if "No space left on device" in record.getMessage()]
+    about = (
+        "probe's result cannot be kept",
+        "record of this run",
+        "metrics are not logged",
+        "logger of metrics cannot",
+    )
+    assert [sum(text in warning for warning in warnings) for text in about] == [1] * 4 == [1] * len(warnings)
