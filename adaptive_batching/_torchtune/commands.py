@@ -28,7 +28,7 @@ from torchtune.config._errors import InstantiationError
 
 import adaptive_batching
 from adaptive_batching._torchtune import quickstart
-from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.planning import CONFIGS
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 # A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch

@@ -1,7 +1,6 @@
 """Samples with images, and the layers that a trace cannot follow image by image.
 
-An image takes the memory of its tiles, and the model says how many there are at most and how large they are. How many
-images a sample has only the data know: a plan assumes one, of as many tiles as there can be.
+The model says how many tiles an image has at most. How many images a sample has only the data know: a plan assumes one.
 """
 
 from __future__ import annotations
@@ -50,21 +49,17 @@ def image_of(model: nn.Module) -> Image | None:
     if not encoders:
         return None
     [encoder] = encoders
-    patch, embedding = encoder.conv.kernel_size[0], encoder.pre_tile_pos_embed
-    return Image(
-        1 if embedding is None else embedding.embedding.shape[0],
-        math.isqrt(encoder.patches_per_tile) * int(patch),
-        encoder.conv.in_channels,
-        encoder.get_image_tokens_per_tile(),
-    )
+    embedding = encoder.pre_tile_pos_embed
+    tiles = 1 if embedding is None else embedding.embedding.shape[0]
+    size = math.isqrt(encoder.patches_per_tile) * int(encoder.conv.kernel_size[0])
+    return Image(tiles, size, encoder.conv.in_channels, encoder.get_image_tokens_per_tile())
 
 
 def run_without_values(model: nn.Module) -> None:
-    """Have ``model`` compute what it takes from the values of a batch as if they were known, for a trace.
+    """Have ``model`` run without the values of a batch, for a trace.
 
-    torchtune adds the positions of tiles image by image, so that the number of operations depends on the batch size,
-    and reads from the batch how many tiles each image has, which a fake tensor does not know. Here each has as many as
-    there can be, and all are one operation. Of the tokens, one in each sample stands for an image.
+    torchtune adds the positions of tiles image by image, and reads from the batch how many tiles each image has. Here
+    each has as many as there can be, and all are one operation. Of the tokens, one in each sample stands for an image.
     """
     for encoder in _encoders(model):
         for module in (encoder.pre_tile_pos_embed, encoder.post_tile_pos_embed):
@@ -111,13 +106,12 @@ def _embed(module: FusionEmbedding, tokens: torch.Tensor) -> torch.Tensor:
     of_text = module.embedding(tokens.reshape(-1).clone())
     of_images = module.fusion_embedding(tokens[:, :1].reshape(-1).clone())
     mask = mask.unsqueeze(-1).expand(*tokens.shape, module.dim)
-    out = module._fused_embed(*tokens.shape).masked_scatter(mask, of_text)
-    embedded: torch.Tensor = out.masked_scatter(~mask, of_images)
-    return embedded
+    out: torch.Tensor = module._fused_embed(*tokens.shape).masked_scatter(mask, of_text)
+    return out.masked_scatter(~mask, of_images)
 
 
 def _for_each_image(embedding: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the positions of all tiles, as torchtune makes one, for each image of ``x``."""
+    """Return a copy of the positions of all tiles for each image of ``x``, as torchtune makes one."""
     images, tiles = x.shape[:2]
     rows, columns = _grid(tiles)
     used = embedding[:rows, :columns]  # [rows, columns, 1 or tokens, d]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -19,13 +21,17 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training, utils
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import RotaryPositionalEmbeddings
-from torchtune.modules.peft import DoRALinear
+from torchtune.modules.peft import DoRALinear, get_adapter_params
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import _activation_offloading
 
@@ -37,10 +43,10 @@ from adaptive_batching._torchtune.learning_rate import scheduled_rates
 from adaptive_batching._torchtune.next_token import accept_configs_of_torchao, distillation, fake_quantized, next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.preferences import KINDS, preferences
-from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._torchtune.stand_ins import TracedOffloading, without_kernels
 from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
+from adaptive_batching._trace.reserved import SetUp
 
 RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
     "full_finetune_single_device": next_token,
@@ -57,8 +63,6 @@ RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
 }
 """Stock recipes that can be set up on paper, and what makes their objectives."""
 
-_HERE = "adaptive_batching._torchtune.on_paper"
-
 
 @dataclass(frozen=True)
 class Data:
@@ -67,15 +71,8 @@ class Data:
     length: int  # tokens of a sample
     samples: int
     packed: bool = False
-    image: Image | None = None  # of each sample; None for text alone
+    image: Image | None = None  # of each sample
     pairs: bool = False  # of answers, both of that length
-
-    @property
-    def assumes(self) -> str | None:
-        """Assumptions about samples, in words; None if their length says all."""
-        if self.pairs:
-            return "both answers of each pair have that length"
-        return None if self.image is None else str(self.image)
 
     def __len__(self) -> int:
         return self.samples
@@ -96,14 +93,6 @@ class Data:
 def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
     return Data(image=None if image is None else Image(**image), **fields)
-
-
-@dataclass
-class Tokenizer:
-    """Stand-in for a tokenizer, of which only this is read."""
-
-    max_seq_len: int | None = None
-    pad_id: int = 0
 
 
 def set_up(
@@ -205,8 +194,9 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.metric_logger = {"_component_": "unittest.mock.Mock"}
-    cfg.tokenizer = {"_component_": f"{_HERE}.Tokenizer", "max_seq_len": cfg.tokenizer.get("max_seq_len")}
-    cfg.dataset = {"_component_": f"{_HERE}.make_data", **asdict(data)}
+    length = cfg.tokenizer.get("max_seq_len")
+    cfg.tokenizer = {"_component_": "types.SimpleNamespace", "max_seq_len": length, "pad_id": 0}
+    cfg.dataset = {"_component_": "adaptive_batching._torchtune.on_paper.make_data", **asdict(data)}
     cfg.resume_from_checkpoint = False
     cfg.optimizer = without_kernels(cfg.optimizer)
     cfg.pop("profiler", None)
@@ -222,6 +212,102 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what a set-up allocates and frees, in order: by operations under it on the meta device, or as it is told.
+
+    On one device a model is made there, and weights are copied into it from the host. Those in NF4 come as they were,
+    and are quantized there (``copy_`` in ``torchao/dtypes/nf4tensor.py``). On several devices, models are made on the
+    meta device, and each weight is whole for a moment, before its shard is cut out of it
+    (``load_from_full_model_state_dict`` in torchtune, ``_broadcast_state_dict`` in
+    ``torch/distributed/_state_dict_utils.py``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._events: list[int] = []
+        self._sizes: list[int] = []
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[Hashable, tuple[list[int], list[int]]] = {}
+
+    def so_far(self, *, empties_cache: bool = False) -> SetUp:
+        return SetUp(tuple(self._events), tuple(self._sizes), empties_cache)
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors on the meta device that have not been seen, until they die."""
+        for storage in (storage for tensor in tensors for storage in get_untyped_storages(tensor)):
+            key, size = storage._cdata, storage.nbytes()
+            if size and key not in self._seen and storage.device.type == "meta":
+                number = self._take(size)
+                self._seen[key] = weakref.ref(storage, lambda _, key=key, number=number: self._free(key, number))  # type: ignore[misc]
+
+    def load(self, model: nn.Module, *, on_host: bool = False) -> None:
+        """Note what loading the weights of a model takes; ``on_host`` where its shards are kept there."""
+        adapters = get_adapter_params(model)  # not in the checkpoint
+        if not on_host:
+            self.hold(parameter.to_local() for parameter in adapters.values() if isinstance(parameter, DTensor))
+        for name, parameter in sorted(model.named_parameters()):
+            if name in adapters:
+                continue
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            is_sharded, whole = local is not parameter, None
+            if isinstance(local, NF4Tensor):
+                self._repeat(parameter.shape, partial(_quantize, parameter.shape, local))
+            elif is_sharded:
+                whole = self._take(parameter.numel() * parameter.element_size())
+            if is_sharded and on_host:
+                for storage in get_untyped_storages(local):
+                    self._events.append(~self._take(storage.nbytes()))
+            elif is_sharded:
+                self.hold([local])
+            if whole is not None:
+                self._events.append(~whole)
+
+    def start_dora(self, layer: Any) -> None:
+        """Note what the first magnitude of a DoRA layer takes (``initialize_dora_magnitude``)."""
+
+        def norm() -> None:
+            lora = layer.lora_b.weight @ layer.lora_a.weight
+            layer._get_weight_norm(layer.weight.to(lora.dtype), lora)
+
+        with torch.no_grad():
+            self._repeat(("dora", layer.weight.shape), norm)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.hold(value for value in tree_iter(out) if isinstance(value, torch.Tensor))
+        return out
+
+    def _repeat(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Note what a function allocates that leaves nothing behind; it is called once for a key."""
+        start, first = len(self._events), len(self._sizes)
+        if key not in self._known:
+            with self:
+                function()
+            self._known[key] = _shifted(self._events[start:], -first), self._sizes[first:]
+            return
+        events, sizes = self._known[key]
+        self._events += _shifted(events, first)
+        self._sizes += sizes
+
+    def _take(self, size: int) -> int:
+        self._sizes.append(size)
+        self._events.append(len(self._sizes) - 1)
+        return len(self._sizes) - 1
+
+    def _free(self, key: int, number: int) -> None:
+        self._seen.pop(key, None)
+        self._events.append(~number)
+
+
+def _quantize(shape: torch.Size, like: Any) -> None:
+    whole = torch.empty(shape, dtype=like.dtype, device="meta")
+    NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)
+
+
+def _shifted(events: list[int], by: int) -> list[int]:
+    return [event + by if event >= 0 else event - by for event in events]
 
 
 @contextlib.contextmanager

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from omegaconf import DictConfig, OmegaConf
+import datasets  # type: ignore[import-untyped]
+import huggingface_hub
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import _recipe_registry as registry
+from torchtune import config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
+from torchtune.datasets import ConcatDataset
+from tqdm import tqdm
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan import Answer, find_gpu
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
-from adaptive_batching._torchtune.levers import CONFIGS, first_line
 from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
-from adaptive_batching._torchtune.planning import NotPlannedError, Question
-from adaptive_batching._torchtune.varying import NotAtHandError, read_data
+from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, Question
+from adaptive_batching._torchtune.preferences import KINDS
 from adaptive_batching._trace.traced_step import TraceError
-from adaptive_batching._values import ConfigError, MemoryAmount
+from adaptive_batching._values import ConfigError, MemoryAmount, first_line
 
 _USAGE_ERROR = 2
 
@@ -89,44 +95,49 @@ def _read(args: argparse.Namespace) -> Asked:
         raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
     if args.mfu is not None and args.gpu is None:
         raise ConfigError(f"--mfu {args.mfu} is a share of a GPU's peak; name the GPU with --gpu")
-    recipe, overrides = _recipe_and_overrides(args)
-    gpu = None if args.gpu is None else find_gpu(args.gpu)
     if args.plot is not None:
         _check_plot(args.plot)
+    recipe, overrides = _recipe_and_overrides(args)
+    gpu = None if args.gpu is None else find_gpu(args.gpu)
     recipe, path, cfg = _load(args.config, recipe, overrides)
-    devices = args.devices or _devices_of(recipe, path)
+    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
+    devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
     recipe = _on_so_many(recipe, devices)
     memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
     if memory is not None and memory.num_bytes is None:
         raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
     memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
-    length, data, unknown = args.sequence_length or _length_of(cfg), None, ""
+    section = cfg.get("adaptive_batching") or {}
+    length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
+    lengths, unknown = None, ""
     if length is None or args.samples is None:
         try:
-            data = read_data(cfg)
+            lengths = _read_lengths(cfg)
         except NotAtHandError as error:
             unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
         else:
-            length = length or max(data.lengths)
-    question = Question(recipe, cfg, devices, args.samples or (len(data.lengths) if data else None), memory_bytes)
-    return Asked(args.config, question, length, unknown, data, gpu, args.mfu, not args.no_levers, args.table, args.plot)
+            length = length or max(lengths)
+    question = Question(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
+    return Asked(
+        args.config, question, None if length is None else int(length), unknown, lengths, gpu, args.mfu,
+        not args.no_levers, args.table, args.plot,
+    )  # fmt: skip
 
 
 def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    def is_none(argument: str) -> bool:
+        return "=" not in argument and not argument.startswith("~")
+
     recipe, overrides = args.recipe, list(args.overrides)
-    if overrides and _is_no_override(overrides[0]):
+    if overrides and is_none(overrides[0]):
         named = Path(overrides[0]).stem
         if named in RECIPES and recipe in (None, named):
             recipe, overrides = named, overrides[1:]
         elif named in [each.name for each in registry.get_all_recipes()] and named not in RECIPES:
             raise NotPlannedError(_not_covered(args.config, named))
-    for override in filter(_is_no_override, overrides):
+    for override in filter(is_none, overrides):
         raise ConfigError(f"{override!r} is no override; write key=value")
     return recipe, overrides
-
-
-def _is_no_override(argument: str) -> bool:
-    return "=" not in argument and not argument.startswith("~")
 
 
 def _check_plot(path: Path) -> None:
@@ -203,14 +214,43 @@ def _not_covered(config: str, recipe: str) -> str:
     return f"{config} is a config of {recipe}; plans are made of {', '.join(RECIPES)}"
 
 
-def _devices_of(recipe: str, path: Path) -> int:
-    if recipe.endswith("single_device"):
-        return 1
-    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
-    return int(said[1]) if said else 2
+class NotAtHandError(RuntimeError):
+    """Raised if the samples of a config cannot be read here; the message says why."""
 
 
-def _length_of(cfg: DictConfig) -> int | None:
-    section = cfg.get("adaptive_batching") or {}
-    length = section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
-    return None if length is None else int(length)
+def _read_lengths(cfg: DictConfig) -> list[int]:
+    """Build tokenizer and data set of a config as the recipe does, but without a network, and measure all samples.
+
+    Return the tokens of each; of a pair, those of its longer answer.
+    """
+    keys = ("tokens", *(f"{kind}_input_ids" for kind in KINDS))
+    try:
+        with _offline():
+            tokenizer = config.instantiate(cfg.tokenizer)
+            if isinstance(cfg.dataset, ListConfig):
+                dataset = ConcatDataset(datasets=[config.instantiate(each, tokenizer) for each in cfg.dataset])
+            else:
+                dataset = config.instantiate(cfg.dataset, tokenizer)
+            indices = tqdm(range(len(dataset)), desc="Measuring samples", dynamic_ncols=True, leave=False)
+            samples = (dataset[index] for index in indices)
+            lengths = [max(len(sample[key]) for key in keys if key in sample) for sample in samples]
+    except Exception as error:  # each format of tokenizers and data raises its own
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise NotAtHandError(f"{type(error).__name__}: {line[:160]}") from error
+    if not lengths:
+        raise NotAtHandError("the data set has no samples")
+    return lengths
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Have data sets of a hub come from the cache alone: where there is no network, each would be waited for."""
+    with contextlib.ExitStack() as stack:
+        for module in (datasets.config, huggingface_hub.constants):
+            for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, True))
+        if datasets.utils.logging.is_progress_bar_enabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        yield

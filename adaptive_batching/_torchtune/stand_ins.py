@@ -13,8 +13,8 @@ from adaptive_batching._trace.bits_and_bytes import BlockWise
 from adaptive_batching._values import ConfigError
 
 SMALLEST = 64
-"""Bytes from which on an activation moves. torchtune's 1024 are reached at any batch size worth the name, but may lie
-between the two that are traced, whose operations must be the same."""
+"""Bytes from which on an activation moves. torchtune's 1024 may lie between the two batch sizes that are traced, whose
+operations must be the same."""
 
 _COPIES = 3  # number of their stream
 _MOST_STAYING = 5
@@ -26,9 +26,8 @@ class TracedOffloading(saved_tensors_hooks):
 
     An activation stays on the device until five more have been saved, because the copy to the host may not have ended;
     the last ones go when the first node of the backward pass that takes an activation has run. There an activation
-    comes back, and goes when the next such node has run: the copies of one are waited for while the next computes. A
-    copy on the host takes no memory of the device. What comes back is allocated on the stream of the copies. Where that
-    has to be kept until another stream has caught up, it is taken to have.
+    comes back, on the stream of the copies, and goes when the next such node has run: the copies of one are waited for
+    while the next computes. Where it has to be kept until another stream has caught up, that is taken to have.
     """
 
     def __init__(self) -> None:
@@ -46,18 +45,11 @@ class TracedOffloading(saved_tensors_hooks):
         self._graph = None
         self._count += 1
         number = self._count
-        stays = (
-            tensor.nbytes < SMALLEST
-            or isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
-            or is_traceable_wrapper_subclass(tensor)
-        )
-        if stays:
+        is_weight = isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer)) or is_traceable_wrapper_subclass(tensor)
+        if is_weight or tensor.nbytes < SMALLEST:
             self._saved[number] = tensor
             return number
-        for earlier in list(self._staying):
-            if earlier > number - _MOST_STAYING:
-                break
-            del self._staying[earlier]
+        self._staying = {each: kept for each, kept in self._staying.items() if each > number - _MOST_STAYING}
         self._staying[number] = tensor
         self._saved[number] = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         return number
@@ -74,8 +66,7 @@ class TracedOffloading(saved_tensors_hooks):
         node: Any = torch._C._current_autograd_node()
         of_earlier_node: list[int] = []
         if self._graph == torch._C._current_graph_task_id() and node != self._node:
-            self._node = node
-            of_earlier_node = list(self._brought)
+            self._node, of_earlier_node = node, list(self._brought)
         tensor = self._staying.get(number)
         comes_back = tensor is None
         if tensor is None:
@@ -110,8 +101,9 @@ def without_kernels(optimizer: DictConfig) -> DictConfig:
             f"optimizer._component_={component} is not known to the plan; known are those of bitsandbytes called "
             f"{', '.join(_STATES)}, also Paged..., ...8bit"
         )
-    arguments: dict[str, Any] = {
-        "num_states": _STATES[match[2]], "bits": 8 if match[3] == "8bit" else 32, "paged": match[1] is not None,
-        "lr": optimizer.get("lr"),
-    }  # fmt: skip
-    return OmegaConf.create({"_component_": f"{BlockWise.__module__}.BlockWise", **arguments})
+    return OmegaConf.create(
+        {
+            "_component_": f"{BlockWise.__module__}.BlockWise", "lr": optimizer.get("lr", 1e-3),
+            "num_states": _STATES[match[2]], "bits": 8 if match[3] == "8bit" else 32, "paged": match[1] is not None,
+        }
+    )  # fmt: skip
