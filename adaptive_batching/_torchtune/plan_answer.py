@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._plan import Answer, Gpu, Need
-from adaptive_batching._torchtune.planning import (
-    BATCHES,
-    Question,
-    Sketch,
-    look_out,
-    over_lengths,
-    pull_levers,
-    sketch,
-    start_processes,
-)
+from adaptive_batching._torchtune import planning
+from adaptive_batching._torchtune.planning import Question, Sketch
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.traced_step import KINDS
 
@@ -38,6 +30,9 @@ AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
 """Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
 planned are, and all. ``benchmarks/published_memory.py`` plans them again; its result file has every run."""
 
+# Entries of the object that a sketch and its need have under the same names
+_OF_RUN = ("paged_bytes", "parameters", "trained_parameters", "frozen_parameters", "assumes")
+_OF_STEP = ("batch_size", "peak_bytes", "resting_bytes", "flops", "recomputed_flops")
 _POINTS = 12  # of a picture
 
 
@@ -66,26 +61,26 @@ def answer(asked: Asked, *, as_json: bool) -> int:
 
     question, length = asked.question, asked.length
     if length is None or asked.table or asked.levers:
-        start_processes()
+        planning.start_processes()
     if length is None:
-        found, unknown = over_lengths(question), Answer.CANNOT_TELL
-        shown = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
+        found, unknown = planning.over_lengths(question), Answer.CANNOT_TELL
+        shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
         shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
         show(f"{unknown}: length unknown, as {asked.length_unknown}; give --sequence-length", *_lengths(found))
         code = unknown
     else:
         start = time.perf_counter()
-        made = sketch(question, length)
+        made = planning.sketch(question, length)
         shown, lines = _plan(asked, made)
         show(*lines)
         if asked.plot is not None:
             _draw(asked, made, asked.plot)
             show("", f"Picture: {asked.plot}")
         if asked.table:
-            shown["lengths"] = over_lengths(question, length)
+            shown["lengths"] = planning.over_lengths(question, length)
             show("", *_lengths(shown["lengths"]))
         if asked.levers:
-            shown["levers"] = pull_levers(made)
+            shown["levers"] = planning.pull_levers(made)
             show("", f"What would help, of {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
         shown["seconds"] = round(time.perf_counter() - start, 2)
         code = made.need.within(question.memory_bytes)
@@ -106,41 +101,31 @@ def _plan(asked: Asked, made: Sketch) -> tuple[dict[str, Any], list[str]]:
     shown = {
         "version": VERSION,
         "config": asked.config,
-        "recipe": question.recipe,
-        "devices": question.devices,
+        **{key: getattr(question, key) for key in ("recipe", "devices", "memory_bytes")},
+        **{key: getattr(made, key) for key in _OF_RUN},
+        **{key: getattr(need, key) for key in _OF_STEP},
         "answer": str(found),
         "fits": None if found is Answer.CANNOT_TELL else found is Answer.FITS,
-        "memory_bytes": memory,
         "needed_bytes": {"least": need.least_bytes, "most": need.most_bytes},
         "left_bytes": None if memory is None else memory - need.most_bytes,
         "sequence_length": made.length,
-        "batch_size": need.batch_size,
-        "peak_bytes": need.peak_bytes,
         "error": AGAINST_PUBLISHED,
         "allocator": AGAINST_ALLOCATOR,
         "set_up_bytes": made.forecast.set_up.most_bytes,
-        "resting_bytes": need.resting_bytes,
         "reserved_bytes": need.reserved.by_default,
         "reserved": asdict(need.reserved),
         "outside_bytes": {each.name: [each.least, each.most] for each in need.outside},
-        "paged_bytes": made.paged_bytes,
         "peak": {"moment": need.moment, **need.kinds},
         "largest_micro_batch": largest,
         "token_budget": None if largest is None else largest * made.length,
         "epochs": epochs,
-        "flops": need.flops,
-        "recomputed_flops": need.recomputed_flops,
         "epoch_flops": epoch_flops,
         "hours_per_epoch": hours,
-        "parameters": made.parameters,
-        "trained_parameters": made.trained_parameters,
-        "frozen_parameters": made.frozen_parameters,
-        "assumes": made.assumes,
     }
-    of_work = _work(asked, made, epoch_flops, hours)
     return shown, [
         *_head(asked, made), "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), "",
-        *of_epochs, "", *of_work, "", how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
+        *of_epochs, "", *_work(asked, made, epoch_flops, hours), "",
+        how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
     ]  # fmt: skip
 
 
@@ -203,7 +188,7 @@ def _epochs(made: Sketch) -> tuple[list[dict[str, Any]] | None, list[str]]:
         return None, ["Epochs: number of samples unknown; give --samples"]
     if not made.largest:
         return None, ["Epochs: not planned, as no memory is given or nothing fits"]
-    probed, epochs, is_decided = look_out(made.question, made.length, made.largest)
+    probed, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
     rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
     for epoch in epochs:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
@@ -256,10 +241,10 @@ def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> 
 
 
 def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [["tokens", *(f"{batch} need" for batch in BATCHES), "largest micro-batch"]]
+    rows = [["tokens", *(f"{batch} need" for batch in planning.BATCHES), "largest micro-batch"]]
     for each in found:
         largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
-        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in BATCHES]
+        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
         rows.append([f"{each['sequence_length']:,}", *needs, largest])
     return ["Samples in a forward", *_table(rows)]
 

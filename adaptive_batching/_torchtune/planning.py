@@ -204,13 +204,13 @@ def levers(question: Question, length: int) -> Iterator[tuple[str, str, Question
     Each is a name, what to add to the command line, and the run and the length of samples that it makes.
     """
     recipe, model = question.recipe, question.cfg.model
-    for name, paste in (*_of_activations(question), *_of_optimizer(question)):
+    for name, paste in _of_config(question):
         yield name, paste, question.changed(paste), length
     is_quantized = "qlora" in str(model["_component_"]) or bool(model.get("quantize_base", False))
-    if recipe in _TRAIN_ALL:
-        yield from (("LoRA", *found, length) for found in _with_adapters(question, "lora_"))
-    if not is_quantized and "qat" not in recipe:
-        yield from (("QLoRA", *found, length) for found in _with_adapters(question, "qlora_"))
+    kinds = ["LoRA"] if recipe in _TRAIN_ALL else []
+    kinds += [] if is_quantized or "qat" in recipe else ["QLoRA"]
+    for name in kinds:
+        yield from ((name, *found, length) for found in _with_adapters(question, f"{name.lower()}_"))
     if length >= 256:
         yield "shorter samples", f"tokenizer.max_seq_len={length // 2}", question, length // 2
     if not recipe.endswith("single_device"):
@@ -218,14 +218,14 @@ def levers(question: Question, length: int) -> Iterator[tuple[str, str, Question
         yield "more devices", f"--nproc_per_node {more.devices}", more, length
 
 
-def _of_activations(question: Question) -> Iterator[tuple[str, str]]:
+def _of_config(question: Question) -> Iterator[tuple[str, str]]:
     cfg, recipe = question.cfg, question.recipe
     checkpoints, checkpointing = cfg.get("enable_activation_checkpointing"), "enable_activation_checkpointing=True"
+    offloading = "enable_activation_offloading=True"
     if not checkpoints:
         yield "activation checkpointing", checkpointing
     cannot_offload = "vision" in str(cfg.model["_component_"]) or recipe.startswith("knowledge")
     if not cfg.get("enable_activation_offloading", False) and not cannot_offload:
-        offloading = "enable_activation_offloading=True"
         if checkpoints:
             yield "activation offloading", offloading
         else:
@@ -234,29 +234,24 @@ def _of_activations(question: Question) -> Iterator[tuple[str, str]]:
         yield "compile", "compile=True"
     if cfg.loss["_component_"] != _CHUNKED and RECIPES[recipe] in (next_token, fake_quantized):
         yield "chunked loss", f"loss._component_={_CHUNKED}"
-
-
-def _of_optimizer(question: Question) -> Iterator[tuple[str, str]]:
-    cfg, recipe = question.cfg, question.recipe
-    component = str(cfg.optimizer["_component_"])
-    of_torch = component.startswith("torch.optim.")
     if recipe in _TRAIN_ALL and recipe != "full_dpo_distributed" and not cfg.get("optimizer_in_bwd", False):
         paste = "optimizer_in_bwd=True"
         paste += "" if cfg.get("clip_grad_norm") is None else " clip_grad_norm=null"
         paste += "" if cfg.get("gradient_accumulation_steps", 1) == 1 else " gradient_accumulation_steps=1"
         yield "optimizer in the backward pass", paste
-    fuses = any(each in component for each in ("Adam", "SGD", "Adagrad"))
-    if of_torch and fuses and not cfg.optimizer.get("fused", False):
+    optimizer = str(cfg.optimizer["_component_"])
+    if not optimizer.startswith("torch.optim."):
+        return
+    if any(each in optimizer for each in ("Adam", "SGD", "Adagrad")) and not cfg.optimizer.get("fused", False):
         paste = "optimizer.fused=True"
-        paste += " optimizer.foreach=null" if cfg.optimizer.get("foreach") else ""
-        yield "fused optimizer", paste
+        yield "fused optimizer", paste + (" optimizer.foreach=null" if cfg.optimizer.get("foreach") else "")
     # FSDP's sharded parameters are not for bitsandbytes
-    if of_torch and "Adam" in component and recipe == "full_finetune_single_device":
+    if "Adam" in optimizer and recipe == "full_finetune_single_device":
         yield "8-bit optimizer", f"optimizer._component_={_PAGED}"
 
 
 def _with_adapters(question: Question, kind: str) -> Iterator[tuple[str, Question]]:
-    """Yield what to paste for the adapters that a stock config gives the same model, if one does, and that run."""
+    """Yield what to paste for the adapters that a stock config gives the same model, and the run; none if none does."""
     builder = str(question.cfg.model["_component_"]).rpartition(".")
     wanted = f"{builder[0]}.{kind}{builder[2].removeprefix('lora_').removeprefix('qlora_')}"
     recipe = question.recipe.replace("full_", "lora_", 1).replace("qat_distributed", "qat_lora_finetune_distributed")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._report.events import StepCost
+from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.data import Sample
-
-if TYPE_CHECKING:
-    from adaptive_batching._torchtune.cutting import MicroBatch
-    from adaptive_batching._torchtune.host import Host, MemoryHistory
+from adaptive_batching._torchtune.host import Host, MemoryHistory
 
 
 class StepCosts:

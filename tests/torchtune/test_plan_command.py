@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adaptive_batching._torchtune.levers import CONFIGS, levers
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 from torchtune.config import instantiate
 
 from adaptive_batching._cli.main import main
-from adaptive_batching._torchtune.levers import CONFIGS, levers
 from adaptive_batching._torchtune.plan_command import _load
 from adaptive_batching._torchtune.planning import Question, look_out
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from adaptive_batching._torchtune.levers import CONFIGS
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching._torchtune.levers import CONFIGS
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import Question, sketch
 from adaptive_batching._trace.allocator import GIB
