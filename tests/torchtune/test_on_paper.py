@@ -263,6 +263,14 @@ def test_quantizing_a_weight_takes_what_it_really_takes() -> None:
     assert loaded(on_paper) == pytest.approx(really + weight.nbytes, rel=0.02)
 
 
+def test_loading_what_is_not_quantized_takes_no_more_than_the_model() -> None:
+    allocations = Allocations()
+    with allocations:
+        model = nn.Linear(64, 32, device="meta")
+    allocations.load(model)
+    assert allocations.so_far().most_bytes == (64 * 32 + 32) * 4
+
+
 def test_each_weight_is_whole_for_a_moment_on_several_devices() -> None:
     seen = Allocations()
     with on_devices(4):

@@ -17,12 +17,11 @@ from torchtune.training import OffloadActivations
 from adaptive_batching._torchtune import objective
 from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.stand_ins import SMALLEST
-from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.recorder import Recorder
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TRACED_SIZES, TracedStep
 from tests.conftest import ARCHITECTURE
-from tests.torchtune.test_on_paper import LENGTH, config, traced
+from tests.torchtune.test_on_paper import LENGTH, config, step_of
 
 
 @contextlib.contextmanager
@@ -63,11 +62,11 @@ def trace(*overrides: str, monkeypatch: pytest.MonkeyPatch, by_torchtune: bool) 
     cfg.device = "cuda"
     host, _ = set_up("full_finetune_single_device", cfg, Data(LENGTH, 50))
     if not by_torchtune:
-        return traced(host, 1)
+        return trace_step(step_of(host))
     with without_cuda():
         monkeypatch.setattr(objective, "TracedOffloading", Real)
         host.objective._activations = Real()  # type: ignore[attr-defined]
-        return traced(host, 1)
+        return trace_step(step_of(host))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +78,11 @@ def test_a_trace_keeps_on_the_device_what_torchtune_keeps(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = (trace(*overrides, monkeypatch=monkeypatch, by_torchtune=flag) for flag in (False, True))
+    # Of 48 tokens, 2 samples have fewer than the 1024 bytes from which torchtune moves a tensor, and 3 have more.
+    assert ours.is_uniform
     for size in (4, 50, 1000):
         assert ours.curve.peak_bytes(size) == theirs.curve.peak_bytes(size)
         assert ours.at(size).at_peak() == theirs.at(size).at_peak()
-
-
-def test_at_any_length_the_same_activations_move_at_both_traced_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 48 tokens, 2 samples have fewer than the 1024 bytes from which torchtune moves a tensor, and 3 have more."""
-    assert trace(monkeypatch=monkeypatch, by_torchtune=False).is_uniform
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -96,23 +92,20 @@ def test_the_stand_in_for_flex_attention_takes_what_flex_attention_takes(
     def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return (q >= kv) & (documents[b, q] == documents[b, kv])
 
-    def same(score: torch.Tensor, *position: torch.Tensor) -> torch.Tensor:
-        return score
-
-    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
-        options = {"OUTPUT_MAX": False}
-        out: torch.Tensor = flex_attention(q, k, v, same, masks[len(q)], q.shape[-1] ** -0.5, options)[0]
-        return out
+    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> Any:
+        scale, options = q.shape[-1] ** -0.5, {"OUTPUT_MAX": False}
+        return flex_attention(q, k, v, lambda score, *position: score, masks[len(q)], scale, options)[0]
 
     documents = torch.zeros(max(TRACED_SIZES), LENGTH, dtype=torch.long)  # one in each pack
     masks = {n: create_block_mask(sees, n, None, LENGTH, LENGTH, device="cpu").as_tuple() for n in TRACED_SIZES}
     host, _ = set_up("full_finetune_single_device", config("full", f"dtype={dtype}"), Data(LENGTH, 50, packed=True))
-    ours = trace_step(training_step(host, host.loader.dataset[0], accumulates=False))
+    step = step_of(host, host.loader.dataset[0])
+    ours = trace_step(step)
     monkeypatch.setattr(Recorder, "supports_higher_order_operators", True, raising=False)
     layers = [module for module in host.model.modules() if isinstance(module, MultiHeadAttention)]
     for layer in layers:
         layer._attention_call = flex
-    theirs = trace_step(training_step(host, host.loader.dataset[0], accumulates=False))
+    theirs = trace_step(step)
     # Where flex attention is not compiled, it keeps the largest score of each row as well, which is never read.
     row = ARCHITECTURE["num_heads"] * LENGTH * 4
     for size in (4, 50, 1000):

@@ -1,4 +1,4 @@
-"""Which operations run as one kernel, and what takes whose place; real kernels: tests/torchtune/test_real_steps.py."""
+"""Which operations run as one kernel, and what takes whose place; real kernels: tests/torchtune/test_on_paper.py."""
 
 from __future__ import annotations
 
