@@ -35,8 +35,6 @@ KEYS = {
     "version", "answer", "fits", "peak_bytes", "resting_bytes", "reserved_bytes", "largest_micro_batch", "token_budget",
     "sequence_length", "batch_size", "memory_bytes", "left_bytes", "needed_bytes", "epochs", "flops", "levers", "peak",
 }  # fmt: skip
-
-
 ASKED = ["--config", CONFIG, "--no-levers", *SMALL]
 IN_2_GIB = [*ASKED, "--memory", "2GiB"]
 
@@ -94,13 +92,11 @@ def test_one_object_in_json(plan: Any) -> None:
 
 
 def test_a_batch_that_fits_is_the_largest_that_fits(found: Any) -> None:
-    def of(batch_size: int) -> Any:
-        return found(*ASKED, "--memory", "1.5GiB", f"batch_size={batch_size}")
-
-    largest = of(1)["largest_micro_batch"]
+    line = [*ASKED, "--memory", "1.5GiB"]
+    largest = found(*line, "batch_size=1")["largest_micro_batch"]
     assert largest > 1
-    assert of(largest)["answer"] == "fits"
-    assert of(largest + 1)["answer"] != "fits"
+    answers = [found(*line, f"batch_size={size}")["answer"] for size in (largest, largest + 1)]
+    assert answers[0] == "fits" != answers[1]
 
 
 def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) -> None:
@@ -128,20 +124,15 @@ def test_lengths_samples_and_the_work_of_an_epoch_come_from_data_at_hand(found: 
     assert found(*line, *packs)["epochs"][0]["steps"] < 60, "of packs, of which there are fewer"
 
 
-def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
-    line = [*IN_2_GIB, "model.max_seq_len=1024"]
-    table = found(*line, "--table", "--sequence-length", "600")["lengths"]
+def test_the_table_has_what_a_plan_of_each_shape_needs_and_a_picture_is_drawn(plan: Any, tmp_path: Path) -> None:
+    line, picture = [*IN_2_GIB, "model.max_seq_len=1024"], tmp_path / "plan.svg"
+    table = json.loads(plan(*line, "--table", "--sequence-length", "600", "--json")[1])["lengths"]
     assert [each["sequence_length"] for each in table] == [512, 600]
-    alone = found(*line, "--sequence-length", "512", "batch_size=4")
-    assert table[0]["needed_by_batch"]["4"] == alone["needed_bytes"]["most"]
-    assert table[0]["largest_micro_batch"] == alone["largest_micro_batch"]
-
-
-def test_a_picture_is_drawn_where_it_is_asked_for(plan: Any, tmp_path: Path) -> None:
-    code, out, _ = plan(*IN_2_GIB, "--plot", str(tmp_path / "plan.svg"))
-    assert code == 0
-    assert f"Picture: {tmp_path / 'plan.svg'}" in out
-    assert "largest that fits" in (tmp_path / "plan.svg").read_text(), "matplotlib names texts in comments"
+    code, out, _ = plan(*line, "--sequence-length", "512", "batch_size=4", "--plot", str(picture))
+    assert f"needs at most {table[0]['needed_by_batch']['4'] / GIB:.2f} GiB" in out
+    assert f"largest micro-batch: {table[0]['largest_micro_batch']} samples" in out
+    assert code == 0 and f"Picture: {picture}" in out
+    assert "largest that fits" in picture.read_text(), "matplotlib names texts in comments"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +200,6 @@ LEVERS = {
         "activation checkpointing", "activation checkpointing and offloading", "compile", "LoRA", "QLoRA",
         "shorter samples",
     },
-    "llama2/7B_lora_dpo_single_device": {"activation offloading", "compile", "QLoRA", "shorter samples"},
     "llama3_1/8B_lora_dpo": {"activation offloading", "QLoRA", "shorter samples", "more devices"},
     "llama3_1/8B_full_dpo": {"activation offloading", "compile", "LoRA", "shorter samples", "more devices"},
     "llama3_2/8B_to_1B_KD_lora_single_device": {"activation checkpointing", "compile", "QLoRA", "shorter samples"},
@@ -277,17 +267,15 @@ NEED = Need(1, 16 * GIB, GIB, "loss", {}, RESERVED, [Outside("context", 1 * GIB,
         (None, Answer.CANNOT_TELL, "cannot tell: it needs 18.00 GiB to 22.00 GiB; give --memory or --gpu"),
     ],
 )
-def test_the_answer_rests_on_what_is_reserved_and_on_what_is_beside_it(
-    memory: int | None, answer: Answer, words: str
-) -> None:
+def test_the_answer_rests_on_what_is_reserved_and_beside_it(memory: int | None, answer: Answer, words: str) -> None:
     assert NEED.within(memory) is answer
     assert first_line(NEED, memory, "it", " on a card").startswith(words)
 
 
 def test_what_a_plan_says_of_itself_is_what_the_committed_results_say() -> None:
+    results = ROOT / "benchmarks" / "results"
     allocator, published = (
-        (ROOT / "benchmarks" / "results" / name).read_text()
-        for name in ("plan_vs_allocator_emulated.md", "published_memory_cpu.md")
+        (results / f"{name}.md").read_text() for name in ("plan_vs_allocator_emulated", "published_memory_cpu")
     )
     assert json.loads(allocator.strip().splitlines()[-1]) == AGAINST_ALLOCATOR
     figures = json.loads(published.strip().splitlines()[-1])
