@@ -20,8 +20,8 @@ SET_UP = "set-up"  # the moment before the first step, while weights are loaded
 class Gpu:
     name: str
     memory_gib: float
-    """Memory that a program finds: less than the nominal amount by what error correction and the driver keep. Totals as
-    out-of-memory messages of PyTorch state them; drivers differ by some 0.2 GiB, and the lower ones are taken."""
+    """Total as out-of-memory messages of PyTorch state it, without what error correction and the driver keep. Drivers
+    differ by some 0.2 GiB, and the lower ones are taken."""
 
     peak_tflops: float
     """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""

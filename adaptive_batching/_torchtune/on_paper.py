@@ -1,7 +1,6 @@
 """A stock recipe set up on the meta device: its model, optimizer and loss, with no weights, data or GPU.
 
-Stock's own set-up runs, so that whatever option it knows is in the plan. Replaced is what needs a file, a device or
-other ranks: the checkpoint, the tokenizer, the data, the process group and the copying of weights.
+Stock's own set-up runs, so that whatever option it knows is in the plan. Replaced is what needs files or other ranks.
 """
 
 from __future__ import annotations
@@ -146,9 +145,7 @@ def on_devices(count: int) -> Iterator[None]:
 class _OnPaper:
     """Mixed into a stock recipe, in front of it."""
 
-    # Set by the stock recipe
-    _device: torch.device
-    _model: nn.Module
+    _model: nn.Module  # set by the stock recipe
 
     def __init__(self, cfg: DictConfig) -> None:
         self.gate = hosts.Gate()
@@ -161,7 +158,7 @@ class _OnPaper:
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {training.MODEL_KEY: {}}
 
-    # As other recipes call it, for their own model or another one
+    # As other recipes call it
     _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
@@ -217,11 +214,9 @@ def quiet() -> Iterator[None]:
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what a set-up allocates and frees, in order: by operations under it on the meta device, or as it is told.
 
-    On one device a model is made there, and weights are copied into it from the host. Those in NF4 come as they were,
-    and are quantized there (``copy_`` in ``torchao/dtypes/nf4tensor.py``). On several devices, models are made on the
-    meta device, and each weight is whole for a moment, before its shard is cut out of it
-    (``load_from_full_model_state_dict`` in torchtune, ``_broadcast_state_dict`` in
-    ``torch/distributed/_state_dict_utils.py``).
+    On one device a model is made there, and weights are copied into it; those in NF4 come as they were, and are
+    quantized there (``copy_`` in ``torchao/dtypes/nf4tensor.py``). On several devices each weight is whole for a
+    moment, before its shard is cut out of it (``_broadcast_state_dict`` in ``torch/distributed/_state_dict_utils.py``).
     """
 
     def __init__(self) -> None:
@@ -282,14 +277,14 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _repeat(self, key: Hashable, function: Callable[[], None]) -> None:
         """Note what a function allocates that leaves nothing behind; it is called once for a key."""
         start, first = len(self._events), len(self._sizes)
-        if key not in self._known:
+        if key in self._known:
+            events, sizes = self._known[key]
+            self._events += _shifted(events, first)
+            self._sizes += sizes
+        else:
             with self:
                 function()
             self._known[key] = _shifted(self._events[start:], -first), self._sizes[first:]
-            return
-        events, sizes = self._known[key]
-        self._events += _shifted(events, first)
-        self._sizes += sizes
 
     def _take(self, size: int) -> int:
         self._sizes.append(size)

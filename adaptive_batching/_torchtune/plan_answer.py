@@ -22,13 +22,12 @@ VERSION = 1
 AGAINST_ALLOCATOR = {
     "rows": 45, "max_allocated_error": 0.0007, "max_reserved_error": 0.0177, "largest_batch_equal": 0.992,
 }  # fmt: skip
-"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors of the plan
-as shares of the real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py``
-measures it again; its result file has every run."""
+"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors as shares of
+the real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py`` measures again."""
 
 AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
 """Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
-planned are, and all. ``benchmarks/published_memory.py`` plans them again; its result file has every run."""
+planned are, and all. ``benchmarks/published_memory.py`` plans them again."""
 
 # Entries of the object that a sketch and its need have under the same names
 _OF_RUN = ("paged_bytes", "parameters", "trained_parameters", "frozen_parameters", "assumes")
@@ -280,12 +279,10 @@ def _draw(asked: Asked, made: Sketch, path: Path) -> None:
     axes.axvline(batch_size, color="grey", linewidth=0.8, label=f"asked for: {batch_size}")
     if largest:
         axes.axvline(largest, color="grey", linestyle=":", label=f"largest that fits: {largest}")
-    axes.set_xlabel("samples of a forward")
-    axes.set_ylabel("memory (GiB)")
-    axes.set_xlim(1, sizes[-1])
-    axes.set_ylim(bottom=0)
-    title = f"{asked.config}, samples of {made.length:,} tokens"
-    axes.set_title(title + (f", one of {devices} devices" if devices > 1 else ""))
+    title = f"{asked.config}, samples of {made.length:,} tokens" + (
+        f", one of {devices} devices" if devices > 1 else ""
+    )
+    axes.set(xlabel="samples of a forward", ylabel="memory (GiB)", xlim=(1, sizes[-1]), ylim=(0, None), title=title)
     axes.legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)
 

@@ -109,14 +109,9 @@ def _read(args: argparse.Namespace) -> Asked:
     memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
     section = cfg.get("adaptive_batching") or {}
     length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
-    lengths, unknown = None, ""
-    if length is None or args.samples is None:
-        try:
-            lengths = _read_lengths(cfg)
-        except NotAtHandError as error:
-            unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
-        else:
-            length = length or max(lengths)
+    lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
+    length = length or (max(lengths) if lengths else None)
+    unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({why})"
     question = Question(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
     return Asked(
         args.config, question, None if length is None else int(length), unknown, lengths, gpu, args.mfu,
@@ -181,10 +176,9 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
 
 def _recipe_of(path: Path, cfg: DictConfig) -> str:
     """Return the recipe that a config names in its launch command, or else the one that its keys are for."""
-    launched = re.findall(LAUNCHED, path.read_text())
-    for name in launched:
-        if name in RECIPES:
-            return str(name)
+    launched: list[str] = re.findall(LAUNCHED, path.read_text())
+    if covered := [name for name in launched if name in RECIPES]:
+        return covered[0]
     known = [recipe.name for recipe in registry.get_all_recipes()]
     other = next((name for name in launched if name in known), "eleuther_eval" if "tasks" in cfg else None)
     if other is not None:
@@ -200,7 +194,6 @@ def _recipe_of(path: Path, cfg: DictConfig) -> str:
 
 
 def _on_so_many(recipe: str, devices: int) -> str:
-    """Return the recipe that does on so many devices what ``recipe`` does."""
     several = recipe.replace("single_device", "distributed")
     if devices > 1:
         return several
@@ -214,14 +207,10 @@ def _not_covered(config: str, recipe: str) -> str:
     return f"{config} is a config of {recipe}; plans are made of {', '.join(RECIPES)}"
 
 
-class NotAtHandError(RuntimeError):
-    """Raised if the samples of a config cannot be read here; the message says why."""
+def _read_lengths(cfg: DictConfig) -> tuple[list[int] | None, str]:
+    """Return the tokens of each sample, of a pair those of its longer answer; or None, and why they cannot be read.
 
-
-def _read_lengths(cfg: DictConfig) -> list[int]:
-    """Build tokenizer and data set of a config as the recipe does, but without a network, and measure all samples.
-
-    Return the tokens of each; of a pair, those of its longer answer.
+    Tokenizer and data set are built as the recipe does, but without a network.
     """
     keys = ("tokens", *(f"{kind}_input_ids" for kind in KINDS))
     try:
@@ -236,10 +225,8 @@ def _read_lengths(cfg: DictConfig) -> list[int]:
             lengths = [max(len(sample[key]) for key in keys if key in sample) for sample in samples]
     except Exception as error:  # each format of tokenizers and data raises its own
         line = (str(error).strip().splitlines() or [""])[0]
-        raise NotAtHandError(f"{type(error).__name__}: {line[:160]}") from error
-    if not lengths:
-        raise NotAtHandError("the data set has no samples")
-    return lengths
+        return None, f"{type(error).__name__}: {line[:160]}"
+    return (lengths, "") if lengths else (None, "the data set has no samples")
 
 
 @contextlib.contextmanager
@@ -247,9 +234,8 @@ def _offline() -> Iterator[None]:
     """Have data sets of a hub come from the cache alone: where there is no network, each would be waited for."""
     with contextlib.ExitStack() as stack:
         for module in (datasets.config, huggingface_hub.constants):
-            for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, True))
+            names = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"} & set(vars(module))
+            stack.enter_context(mock.patch.multiple(module, **dict.fromkeys(names, True)))
         if datasets.utils.logging.is_progress_bar_enabled():
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)

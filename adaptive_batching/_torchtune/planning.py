@@ -46,9 +46,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)  # samples of a forward in a table
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
 _CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 _PAGED = "bitsandbytes.optim.PagedAdamW8bit"
-_TRAIN_ALL = (
-    "full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed", "qat_distributed",
-)  # fmt: skip
+_TRAIN_ALL = ("full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed", "qat_distributed")
 _COMPILE_NOTHING = ("lora_dpo_distributed", "qat_distributed", "qat_lora_finetune_distributed")
 _CORES = os.cpu_count() or 1
 _PROCESSES = multiprocessing.get_context("forkserver")
@@ -60,7 +58,7 @@ class NotPlannedError(RuntimeError):
 
 
 class TooLongError(ConfigError):
-    """Raised for samples that are longer than a model takes."""
+    """Raised for samples that are longer than the model takes."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,7 @@ class Sketch:
 def sketch(question: Question, length: int) -> Sketch:
     """Set a run up on paper and trace its step on samples of ``length`` tokens; where gradients add up, two forwards.
 
-    Samples longer than the model takes are a :class:`TooLongError`; whatever stock raises about the config comes
-    through.
+    Whatever stock raises about the config comes through.
     """
     allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
@@ -121,9 +118,7 @@ def sketch(question: Question, length: int) -> Sketch:
         data: Data = host.loader.dataset
         in_parts = accumulates(host, run, settings, measures_noise=False)
         step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
-        forecast = Forecast(
-            trace_step(step), outside_of_allocator(question.devices), set_up, forwards=2 if in_parts else 1
-        )
+        forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         assumes = "both answers of each pair have that length" if data.pairs else str(data.image or "") or None
         return Sketch(
@@ -301,10 +296,7 @@ def _pulled(task: tuple[str, str, Question, int, Need]) -> dict[str, Any]:
 
 
 def over_lengths(question: Question, longest: int | None = None) -> list[dict[str, Any]]:
-    """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known.
-
-    That is the least forward that the config asks for, those of :data:`BATCHES`, and the largest that fits.
-    """
+    """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known."""
     lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
     found = _in_parallel(_at_length, [(question, length) for length in lengths])
     return [each for each in found if each is not None]
