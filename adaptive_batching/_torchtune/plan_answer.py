@@ -22,8 +22,8 @@ VERSION = 1
 AGAINST_ALLOCATOR = {
     "rows": 45, "max_allocated_error": 0.0007, "max_reserved_error": 0.0177, "largest_batch_equal": 0.992,
 }  # fmt: skip
-"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors as shares of
-the real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py`` measures again."""
+"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors as shares
+of real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py`` measures again."""
 
 AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
 """Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
@@ -123,8 +123,7 @@ def _plan(asked: Asked, made: Sketch) -> tuple[dict[str, Any], list[str]]:
     }
     return shown, [
         *_head(asked, made), "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), "",
-        *of_epochs, "", *_work(asked, made, epoch_flops, hours), "",
-        how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
+        *of_epochs, "", *_work(asked, made, epoch_flops, hours), "", how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
     ]  # fmt: skip
 
 
@@ -279,9 +278,8 @@ def _draw(asked: Asked, made: Sketch, path: Path) -> None:
     axes.axvline(batch_size, color="grey", linewidth=0.8, label=f"asked for: {batch_size}")
     if largest:
         axes.axvline(largest, color="grey", linestyle=":", label=f"largest that fits: {largest}")
-    title = f"{asked.config}, samples of {made.length:,} tokens" + (
-        f", one of {devices} devices" if devices > 1 else ""
-    )
+    title = f"{asked.config}, samples of {made.length:,} tokens"
+    title += f", one of {devices} devices" if devices > 1 else ""
     axes.set(xlabel="samples of a forward", ylabel="memory (GiB)", xlim=(1, sizes[-1]), ylim=(0, None), title=title)
     axes.legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)

@@ -45,11 +45,9 @@ class StepCosts:
 @contextlib.contextmanager
 def recorded_memory(history: MemoryHistory | None, epoch: int, index: int) -> Iterator[None]:
     """Record CUDA's allocations inside, if batch number ``index`` of ``epoch``, both from 0, is one to record."""
-    if history is None or epoch > 0:
-        yield
-        return
-    if index == history.first:
+    begin, end = (history.first, history.last) if history is not None and epoch == 0 else (None, None)
+    if index == begin:
         torch.cuda.memory._record_memory_history()
     yield
-    if index == history.last:
+    if index == end:
         torch.cuda.memory._record_memory_history(enabled=None)
