@@ -95,10 +95,10 @@ def _read(args: argparse.Namespace) -> Asked:
         raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
     if args.mfu is not None and args.gpu is None:
         raise ConfigError(f"--mfu {args.mfu} is a share of a GPU's peak; name the GPU with --gpu")
-    if args.plot is not None:
-        _check_plot(args.plot)
     recipe, overrides = _recipe_and_overrides(args)
     gpu = None if args.gpu is None else find_gpu(args.gpu)
+    if args.plot is not None:
+        _check_plot(args.plot)
     recipe, path, cfg = _load(args.config, recipe, overrides)
     said = re.search(r"--nproc_per_node (\d+)", path.read_text())
     devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
@@ -149,21 +149,20 @@ def _check_plot(path: Path) -> None:
 
 def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
     """Return the recipe, the file and the config that a name or path and overrides stand for."""
-    found = [
-        (stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs if config.name == name
-    ]
+    known = [(each.name, stock.name, each.file_path) for stock in registry.get_all_recipes() for each in stock.configs]
+    found = [(of, file) for known_as, of, file in known if known_as == name]
     path = Path(name)
     if found and not path.is_file():
-        path = CONFIGS / found[0][1].file_path
+        path = CONFIGS / found[0][1]
         recipe = recipe or next((of for of, _ in found if of in RECIPES), None)
         if recipe is None:
             raise NotPlannedError(_not_covered(name, found[0][0]))
     elif not path.is_file():
         for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
-            if name in [config.name for config in other.configs]:
+            if name in [each.name for each in other.configs]:
                 raise NotPlannedError(_not_covered(name, other.name))
-        known = [config.name for stock in registry.get_all_recipes() for config in stock.configs]
-        raise ConfigError(f"--config {name}: there is no such file, and no such config{closest(name, known)}")
+        hint = closest(name, [known_as for known_as, *_ in known])
+        raise ConfigError(f"--config {name}: there is no such file, and no such config{hint}")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]

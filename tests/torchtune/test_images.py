@@ -40,10 +40,10 @@ def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
 ) -> None:
     on_paper, _ = set_up(RECIPE, small(override, "dtype=bf16"), Data(LENGTH, 50))
     ours = trace_step(step_of(on_paper, on_paper.loader.dataset[0]))
-    host = real_host("full", small(override, "dtype=bf16", inputs=inputs, out=tmp_path))
-    step = step_of(host, vision.sample(LENGTH, torch.bfloat16))
-    assert_same(ours, trace_step(step))
-    assert predicted_bytes(ours) == pytest.approx(transient_bytes(step), rel=0.02)
+    real = real_host("full", small(override, "dtype=bf16", inputs=inputs, out=tmp_path))
+    assert_same(ours, trace_step(step_of(real, vision.sample(LENGTH, torch.bfloat16))))
+    precise = step_of(real_host("full", small(override, inputs=inputs, out=tmp_path)), vision.sample(LENGTH))
+    assert predicted_bytes(trace_step(precise)) == pytest.approx(transient_bytes(precise), rel=0.02)
 
 
 def test_what_is_assumed_of_images_follows_from_the_model_and_is_said() -> None:

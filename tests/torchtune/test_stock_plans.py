@@ -40,10 +40,10 @@ def plan(recipe: str, path: str, devices: int) -> SimpleNamespace:
     sys.addaudithook(lambda event, args: connections.append(args) if event == "socket.connect" else None)
     cfg: Any = OmegaConf.load(CONFIGS / path)
     made = sketch(Question(recipe, cfg, devices), LENGTH)
-    need = made.forecast.need(cfg.batch_size)
     with on_devices(devices):
         host, _ = set_up(recipe, cfg, Data(LENGTH, 64 * devices), devices)
         buffer_bytes = sum(buffer.nbytes for buffer in host.model.buffers())
+    need = made.forecast.need(cfg.batch_size)
     return SimpleNamespace(
         need=need, parameters=made.parameters, trained=made.trained_parameters, frozen=made.frozen_parameters,
         largest=made.forecast.largest(need.most_bytes),  # in just the memory that the config's batch needs
