@@ -36,14 +36,13 @@ from torchtune.training import _activation_offloading
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune import host as hosts
+from adaptive_batching._torchtune import stand_ins
 from adaptive_batching._torchtune.data import Sample, SampleLoader
-from adaptive_batching._torchtune.images import Image, image_of, without_torchvision
 from adaptive_batching._torchtune.learning_rate import scheduled_rates
 from adaptive_batching._torchtune.next_token import accept_configs_of_torchao, distillation, fake_quantized, next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.preferences import KINDS, preferences
 from adaptive_batching._torchtune.settings import read_settings
-from adaptive_batching._torchtune.stand_ins import TracedOffloading, without_kernels
 from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
 from adaptive_batching._trace.reserved import SetUp
 
@@ -70,7 +69,7 @@ class Data:
     length: int  # tokens of a sample
     samples: int
     packed: bool = False
-    image: Image | None = None  # of each sample
+    image: stand_ins.Image | None = None  # of each sample
     pairs: bool = False  # of answers, both of that length
 
     def __len__(self) -> int:
@@ -91,7 +90,7 @@ class Data:
 
 def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(image=None if image is None else Image(**image), **fields)
+    return Data(image=None if image is None else stand_ins.Image(**image), **fields)
 
 
 def set_up(
@@ -108,7 +107,12 @@ def set_up(
     cfg = _without_files(cfg, replace(data, pairs=make_objective is preferences))
     accept_configs_of_torchao()
     allocations = allocations or Allocations()
-    with torch.random.fork_rng(devices=[]), quiet(), without_torchvision(), _without_device(stock, allocations):
+    with (
+        torch.random.fork_rng(devices=[]),
+        quiet(),
+        stand_ins.without_torchvision(),
+        _without_device(stock, allocations),
+    ):
         made: Any = planned(cfg)
         made._device = torch.device("meta")
         with contextlib.nullcontext() if devices > 1 else allocations:
@@ -162,7 +166,7 @@ class _OnPaper:
     _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
-        image = image_of(self._model)
+        image = stand_ins.image_of(self._model)
         if image is not None:
             cfg_dataset = OmegaConf.merge(cfg_dataset, {"image": asdict(image)})  # type: ignore[assignment]
         made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
@@ -195,7 +199,7 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
     cfg.tokenizer = {"_component_": "types.SimpleNamespace", "max_seq_len": length, "pad_id": 0}
     cfg.dataset = {"_component_": "adaptive_batching._torchtune.on_paper.make_data", **asdict(data)}
     cfg.resume_from_checkpoint = False
-    cfg.optimizer = without_kernels(cfg.optimizer)
+    cfg.optimizer = stand_ins.without_kernels(cfg.optimizer)
     cfg.pop("profiler", None)
     return cfg
 
@@ -344,7 +348,7 @@ def _without_device(stock: ModuleType, allocations: Allocations) -> Iterator[Non
         (nn.Module, "load_state_dict", load),
         (DoRALinear, "initialize_dora_magnitude", start_dora),
         (Llama3ScaledRoPE, "rope_init", build_unscaled),
-        (_activation_offloading, "OffloadActivations", TracedOffloading),
+        (_activation_offloading, "OffloadActivations", stand_ins.TracedOffloading),
         (stock, "init_process_group", ignore),
         (stock, "init_device_mesh", lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)),
         (dist, "barrier", ignore),

@@ -1,8 +1,7 @@
 """The plan of a run: what its config takes of each device, what the run would make of it, and what would help.
 
 Plans with other settings, lengths or batch sizes are made in parallel, by processes that are forked from one that has
-only imported what they need. They are not forked from the one that asks: where autograd has run with a CUDA build of
-torch, which the plan itself has it do, it refuses to run in a fork.
+only imported what they need: where autograd has run with a CUDA build of torch, it refuses to run in a fork.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._torchtune.cutting import Execution
 from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.images import COLLATE
 from adaptive_batching._torchtune.next_token import fake_quantized, next_token
 from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, settled, upper_bound
 from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.stand_ins import COLLATE
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
 from adaptive_batching._trace.trace import trace_step
@@ -105,10 +104,7 @@ class Sketch:
 
 
 def sketch(question: Question, length: int) -> Sketch:
-    """Set a run up on paper and trace its step on samples of ``length`` tokens; where gradients add up, two forwards.
-
-    Whatever stock raises about the config comes through.
-    """
+    """Set a run up on paper and trace its step on samples of ``length`` tokens: two forwards where gradients add up."""
     allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
         set_up = allocations.so_far(empties_cache=question.devices > 1 or settings.probes)
@@ -137,10 +133,7 @@ def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
 
 
 def look_out(question: Question, length: int, largest: int) -> tuple[Probed, list[PlannedEpoch], bool]:
-    """Return what a run makes of it if ``largest`` samples of ``length`` tokens fit, planned as it plans itself.
-
-    That is its largest batch, its epochs, and False if the batch grows by what training shows.
-    """
+    """Return a run's largest batch if ``largest`` samples fit, its epochs, and whether training cannot change them."""
     with _set_up(question, length) as (host, run, settings):
         increase = resolve_increase(settings)
         upper, reason = upper_bound(host, run, settings)
@@ -194,10 +187,7 @@ def _check_covered(question: Question) -> None:
 
 
 def levers(question: Question, length: int) -> Iterator[tuple[str, str, Question, int]]:
-    """Yield the changes that ``question`` leaves to save memory, in no order.
-
-    Each is a name, what to add to the command line, and the run and the length of samples that it makes.
-    """
+    """Yield what would save memory: a name, what to add to the command line, and the run and the length it makes."""
     recipe, model = question.recipe, question.cfg.model
     for name, paste in _of_config(question):
         yield name, paste, question.changed(paste), length
