@@ -107,12 +107,7 @@ def set_up(
     cfg = _without_files(cfg, replace(data, pairs=make_objective is preferences))
     accept_configs_of_torchao()
     allocations = allocations or Allocations()
-    with (
-        torch.random.fork_rng(devices=[]),
-        quiet(),
-        stand_ins.without_torchvision(),
-        _without_device(stock, allocations),
-    ):
+    with torch.random.fork_rng(devices=[]), quiet(), _without_device(stock, allocations):
         made: Any = planned(cfg)
         made._device = torch.device("meta")
         with contextlib.nullcontext() if devices > 1 else allocations:
@@ -353,7 +348,7 @@ def _without_device(stock: ModuleType, allocations: Allocations) -> Iterator[Non
         (stock, "init_device_mesh", lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)),
         (dist, "barrier", ignore),
     ]
-    with on_device, contextlib.ExitStack() as stack:
+    with stand_ins.without_torchvision(), on_device, contextlib.ExitStack() as stack:
         for owner, name, replacement in replaced:
             if owner is not stock or hasattr(stock, name):
                 stack.enter_context(mock.patch.object(owner, name, replacement))

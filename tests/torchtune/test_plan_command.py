@@ -193,20 +193,17 @@ def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -
     assert epochs == session.growth.course.plan(0)
 
 
+FEWER = ("shorter samples", "more devices")
 LEVERS = {
     "llama3_2/1B_full_single_device": {
         "activation checkpointing", "activation checkpointing and offloading", "compile", "LoRA", "QLoRA",
         "shorter samples",
     },
-    "llama3_1/8B_lora_dpo": {"activation offloading", "QLoRA", "shorter samples", "more devices"},
-    "llama3_1/8B_full_dpo": {"activation offloading", "compile", "LoRA", "shorter samples", "more devices"},
+    "llama3_1/8B_lora_dpo": {"activation offloading", "QLoRA", *FEWER},
+    "llama3_1/8B_full_dpo": {"activation offloading", "compile", "LoRA", *FEWER},
     "llama3_2/8B_to_1B_KD_lora_single_device": {"activation checkpointing", "compile", "QLoRA", "shorter samples"},
-    "llama3/8B_qat_full": {
-        "activation offloading", "optimizer in the backward pass", "LoRA", "shorter samples", "more devices",
-    },
-    "llama3_1/8B_qat_lora": {
-        "activation checkpointing", "activation checkpointing and offloading", "shorter samples", "more devices",
-    },
+    "llama3/8B_qat_full": {"activation offloading", "optimizer in the backward pass", "LoRA", *FEWER},
+    "llama3_1/8B_qat_lora": {"activation checkpointing", "activation checkpointing and offloading", *FEWER},
 }  # fmt: skip
 
 
@@ -241,12 +238,12 @@ def test_a_line_of_run_is_planned_as_it_stands(plan: Any) -> None:
 def test_the_recipe_of_a_config_is_the_one_it_names_or_its_keys_are_for(
     keys: dict[str, Any], recipe: str, tmp_path: Path
 ) -> None:
-    cfg: Any = OmegaConf.merge({"model": {"_component_": "a.b"}, "loss": {"_component_": "a.b"}}, keys)
-    OmegaConf.save(cfg, tmp_path / "mine.yaml")
-    assert _load(str(tmp_path / "mine.yaml"), None, [])[0] == recipe
-    named = f"# tune run --nproc_per_node 4 lora_dpo_distributed --config mine\n{OmegaConf.to_yaml(cfg)}"
-    (tmp_path / "mine.yaml").write_text(named)
-    assert _load(str(tmp_path / "mine.yaml"), None, [])[0] == "lora_dpo_distributed"
+    mine = tmp_path / "mine.yaml"
+    text = OmegaConf.to_yaml(OmegaConf.merge({"model": {"_component_": "a.b"}, "loss": {"_component_": "a.b"}}, keys))
+    named = f"# tune run --nproc_per_node 4 lora_dpo_distributed --config mine\n{text}"
+    for written, found in ((text, recipe), (named, "lora_dpo_distributed")):
+        mine.write_text(written)
+        assert _load(str(mine), None, [])[0] == found
 
 
 RESERVED = Reserved(
