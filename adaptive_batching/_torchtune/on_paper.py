@@ -1,7 +1,4 @@
-"""A stock recipe set up on the meta device: its model, optimizer and loss, with no weights, data or GPU.
-
-Stock's own set-up runs, so that whatever option it knows is in the plan. Replaced is what needs files or other ranks.
-"""
+"""A stock recipe set up on the meta device by its own set-up, so that whatever option it knows is in the plan."""
 
 from __future__ import annotations
 
@@ -47,15 +44,9 @@ from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
 from adaptive_batching._trace.reserved import SetUp
 
 RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
-    "full_finetune_single_device": next_token,
-    "lora_finetune_single_device": next_token,
-    "full_finetune_distributed": next_token,
-    "lora_finetune_distributed": next_token,
-    "lora_dpo_single_device": preferences,
-    "lora_dpo_distributed": preferences,
-    "full_dpo_distributed": preferences,
-    "knowledge_distillation_single_device": distillation,
-    "knowledge_distillation_distributed": distillation,
+    **{f"{kind}_finetune_{on}": next_token for on in ("single_device", "distributed") for kind in ("full", "lora")},
+    **dict.fromkeys(("lora_dpo_single_device", "lora_dpo_distributed", "full_dpo_distributed"), preferences),
+    **{f"knowledge_distillation_{on}": distillation for on in ("single_device", "distributed")},
     "qat_distributed": fake_quantized,
     "qat_lora_finetune_distributed": next_token,
 }
@@ -98,8 +89,7 @@ def set_up(
 ) -> tuple[hosts.Host, hosts.StockRun]:
     """Set a stock recipe of :data:`RECIPES` up on the meta device; what stock raises about the config comes through.
 
-    A ``device`` other than ``cpu`` in the config stands for a CUDA device. For several ``devices`` a process group of
-    that size must be there while the host is used; see :func:`on_devices`. The set-up is noted in ``allocations``.
+    A ``device`` other than ``cpu`` in the config stands for CUDA. Several ``devices`` need a group: :func:`on_devices`.
     """
     stock, make_objective = load_stock(recipe), RECIPES[recipe]
     [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]

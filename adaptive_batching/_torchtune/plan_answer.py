@@ -197,16 +197,13 @@ def _epochs(made: Sketch) -> tuple[list[dict[str, Any]] | None, list[str]]:
 
 
 def _epoch_flops(asked: Asked, made: Sketch) -> float | None:
-    """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known.
-
-    Attention grows with the square of a sample's length, all else with the length.
-    """
+    """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
     need, samples, length = made.need, asked.question.samples, made.length
     attention = need.attention_flops / need.batch_size
     others = (need.flops - need.recomputed_flops) / need.batch_size - attention
     if asked.lengths is None:
         return None if samples is None else samples * (others + attention)
-    shares = [min(each, length) / length for each in asked.lengths]
+    shares = [min(each, length) / length for each in asked.lengths]  # attention grows with their square
     return sum(share * others + share * share * attention for share in shares)
 
 

@@ -32,10 +32,9 @@ from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, Question
 from adaptive_batching._torchtune.preferences import KINDS
+from adaptive_batching._trace.allocator import GIB
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount, first_line
-
-_USAGE_ERROR = 2
 
 
 def add_plan(subparsers: Any, prog: str) -> None:
@@ -83,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
         mistake = f"torchtune refuses the config: {first_line(error)}"
     print(f"error: {mistake}", file=sys.stderr)
-    return _USAGE_ERROR
+    return 2
 
 
 def _read(args: argparse.Namespace) -> Asked:
@@ -106,7 +105,7 @@ def _read(args: argparse.Namespace) -> Asked:
     memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
     if memory is not None and memory.num_bytes is None:
         raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
-    memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
+    memory_bytes = int(gpu.memory_gib * GIB) if gpu is not None else None if memory is None else memory.num_bytes
     section = cfg.get("adaptive_batching") or {}
     length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
@@ -207,10 +206,7 @@ def _not_covered(config: str, recipe: str) -> str:
 
 
 def _read_lengths(cfg: DictConfig) -> tuple[list[int] | None, str]:
-    """Return the tokens of each sample, of a pair those of its longer answer; or None, and why they cannot be read.
-
-    Tokenizer and data set are built as the recipe does, but without a network.
-    """
+    """Return the tokens of each sample, of a pair those of its longer answer; or None, and why they cannot be read."""
     keys = ("tokens", *(f"{kind}_input_ids" for kind in KINDS))
     try:
         with _offline():
@@ -233,8 +229,8 @@ def _offline() -> Iterator[None]:
     """Have data sets of a hub come from the cache alone: where there is no network, each would be waited for."""
     with contextlib.ExitStack() as stack:
         for module in (datasets.config, huggingface_hub.constants):
-            names = {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"} & set(vars(module))
-            stack.enter_context(mock.patch.multiple(module, **dict.fromkeys(names, True)))
+            for name in {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"} & set(vars(module)):
+                stack.enter_context(mock.patch.object(module, name, True))
         if datasets.utils.logging.is_progress_bar_enabled():
             datasets.disable_progress_bars()
             stack.callback(datasets.enable_progress_bars)

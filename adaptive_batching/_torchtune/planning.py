@@ -93,7 +93,6 @@ class Sketch:
 
     @cached_property
     def need(self) -> Need:
-        """Need of the forward that the config asks for."""
         return self.forecast.need(self.asked)
 
     @cached_property
