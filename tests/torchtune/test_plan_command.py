@@ -115,10 +115,10 @@ def test_lengths_samples_and_the_work_of_an_epoch_come_from_data_at_hand(found: 
     whole = found(*line, "dataset.split=train[:60]", "tokenizer.max_seq_len=null")
     assert whole["sequence_length"] == max(lengths)
     assert whole["epochs"][0]["steps"] * 2 + whole["epochs"][0]["dropped_samples"] == 60
-    cut = found(*line, "dataset.split=train[:6]", "tokenizer.max_seq_len=32")
+    cut = found(*line, "dataset.split=train[:3]", "tokenizer.max_seq_len=32")
     assert cut["sequence_length"] == 32
-    few = found(*line, "dataset.split=train[:6]", "tokenizer.max_seq_len=null")
-    alone = [found(*line, "--samples", "6", "--sequence-length", str(length))["flops"] for length in lengths[:6]]
+    few = found(*line, "dataset.split=train[:3]", "tokenizer.max_seq_len=null")
+    alone = [found(*line, "--samples", "3", "--sequence-length", str(length))["flops"] for length in lengths[:3]]
     assert few["epoch_flops"] == pytest.approx(sum(flops // 2 for flops in alone), rel=1e-6), "of each by itself"
     packs = ["dataset.split=train[:60]", "tokenizer.max_seq_len=256", "dataset.packed=True", "batch_size=1"]
     assert found(*line, *packs)["epochs"][0]["steps"] < 60, "of packs, of which there are fewer"
