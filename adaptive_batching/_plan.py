@@ -1,7 +1,4 @@
-"""Memory that a run would take, for a traced step and outside the allocator, without a GPU and without torch.
-
-Whether a device has it, and the largest batch for which it has, follow from that.
-"""
+"""Memory that a run would take, whether a device has it, and the largest batch for which it has: without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
 from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
 from adaptive_batching._values import ConfigError
@@ -23,15 +20,11 @@ SET_UP = "set-up"  # the moment before the first step, while weights are loaded
 class Gpu:
     name: str
     memory_gib: float
-    """Memory that a program finds: less than the nominal amount by what error correction and the driver keep. Totals as
-    out-of-memory messages of PyTorch state them; drivers differ by some 0.2 GiB, and the lower ones are taken."""
+    """Total as out-of-memory messages of PyTorch state it, without what error correction and the driver keep. Drivers
+    differ by some 0.2 GiB, and the lower ones are taken."""
 
     peak_tflops: float
     """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * GIB)
 
 
 GPUS = [
@@ -62,7 +55,7 @@ def find_gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True)
 class Outside:
-    """Memory of a device that is in use outside PyTorch's allocator."""
+    """Bytes of a device that are in use outside PyTorch's allocator."""
 
     name: str
     least: int
@@ -81,7 +74,7 @@ def outside_of_allocator(devices: int) -> list[Outside]:
 
 
 class Answer(Enum):
-    """Tells whether a run fits in a device's memory. The value is the exit code."""
+    """Whether a run fits in a device's memory; the value is the exit code."""
 
     FITS = 0
     DOES_NOT_FIT = 1
@@ -109,17 +102,15 @@ class Need:
 
     @property
     def least_bytes(self) -> int:
-        """Least memory in which it can run: the allocator's least limit, with expandable segments or without, and the
-        least that is in use outside it."""
+        """Least memory in which it can run, with expandable segments or without."""
         return min(self.reserved.least, self.reserved.least_expandable) + sum(each.least for each in self.outside)
 
     @property
     def most_bytes(self) -> int:
-        """Memory in which it runs in any case: all that the allocator reserves by default, and the most outside it."""
+        """Memory in which it runs in any case, by default settings."""
         return self.reserved.by_default + sum(each.most for each in self.outside)
 
     def within(self, memory_bytes: int | None) -> Answer:
-        """Return whether it runs in the memory of a device."""
         if memory_bytes is None:
             return Answer.CANNOT_TELL
         if self.most_bytes <= memory_bytes:
@@ -146,29 +137,24 @@ class Forecast:
             peak, moment = self.set_up.most_bytes, SET_UP
             kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
         reserved = Reserved(**{name: max(size, self.set_up.most_bytes) for name, size in asdict(reserved).items()})
-        return Need(
-            batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, record.flops // self.forwards,
-            record.recomputed_flops // self.forwards, record.attention_flops // self.forwards,
-        )  # fmt: skip
-
-    @property
-    def most_outside(self) -> int:
-        return sum(each.most for each in self.outside)
+        flops = [each // self.forwards for each in (record.flops, record.recomputed_flops, record.attention_flops)]
+        return Need(batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, *flops)
 
     def most_bytes(self, batch_size: int) -> int:
-        """Return what a step takes at ``batch_size`` by default settings, with the most outside the allocator."""
-        return self._reserved(batch_size) + self.most_outside
+        """Return what a step takes by default settings, with the most outside the allocator."""
+        return self._reserved(batch_size) + sum(each.most for each in self.outside)
 
     def largest(self, memory_bytes: int) -> int:
         """Return the largest batch size that fits with all that the allocator reserves by default; 0 if none does."""
-        budget = memory_bytes - self.most_outside
+        budget = memory_bytes - sum(each.most for each in self.outside)
         if self.set_up.most_bytes > budget:
             return 0
-        high = self.step.curve.largest_within(budget)  # a lower bound of what is reserved
+        curve = self.step.curve  # a lower bound of what is reserved
+        high = curve.largest_within(budget)
         if not high or self._reserved(high) <= budget:
             return high or 0
         low, above = 0, high
-        guess = self.step.curve.largest_within(budget * self.step.curve.peak_bytes(high) // self._reserved(high)) or 0
+        guess = curve.largest_within(budget * curve.peak_bytes(high) // self._reserved(high)) or 0
         while above - low > 1:
             middle = guess if low < guess < above else (low + above) // 2
             guess = 0 if middle == guess else guess

@@ -160,7 +160,7 @@ def config_of(row: Row, batch_size: int, folder: Path) -> Any:
     from omegaconf import OmegaConf
     from torchtune.config._utils import _merge_yaml_and_cli_args
 
-    from adaptive_batching._torchtune.levers import CONFIGS
+    from adaptive_batching._torchtune.planning import CONFIGS
 
     values: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{row.config}.yaml"), resolve=False)
     overrides = (f"output_dir={folder}", "gradient_accumulation_steps=1", f"batch_size={batch_size}", *row.overrides)

@@ -31,11 +31,10 @@ from torchtune import training
 from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.modules import RMSNorm
 
-from adaptive_batching._torchtune.levers import CONFIGS
 from adaptive_batching._torchtune.losses import NextToken
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.plan_answer import AGAINST_PUBLISHED
-from adaptive_batching._torchtune.planning import Question, sketch
+from adaptive_batching._torchtune.planning import CONFIGS, Question, sketch
 
 GIB = 2**30
 GB_IN_GIB = 10**9 / GIB  # torchtune logged GB until pull request 1348

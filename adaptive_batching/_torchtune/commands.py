@@ -26,7 +26,7 @@ from torchtune.config._errors import InstantiationError
 
 import adaptive_batching
 from adaptive_batching._torchtune import quickstart
-from adaptive_batching._torchtune.levers import CONFIGS
+from adaptive_batching._torchtune.planning import CONFIGS
 from adaptive_batching._values import first_line
 
 _PACKAGE = Path(adaptive_batching.__file__).parent

@@ -1,16 +1,14 @@
-"""A stock recipe set up on the meta device: its model, optimizer and loss, with no weights, data or GPU.
-
-Stock's own set-up runs, so that whatever option it knows is in the plan. Replaced is what needs a file, a device or
-other ranks: the checkpoint, the tokenizer, the data, the process group and the copying of weights.
-"""
+"""A stock recipe set up on the meta device by its own set-up, so that whatever option it knows is in the plan."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -19,20 +17,24 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training, utils
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import RotaryPositionalEmbeddings
-from torchtune.modules.peft import DoRALinear
+from torchtune.modules.peft import DoRALinear, get_adapter_params
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import _activation_offloading
 
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune import host as hosts
+from adaptive_batching._torchtune import stand_ins
 from adaptive_batching._torchtune.data import Sample, SampleLoader
-from adaptive_batching._torchtune.images import Image, image_of, without_torchvision
 from adaptive_batching._torchtune.learning_rate import scheduled_rates
 from adaptive_batching._torchtune.losses import (
     KINDS,
@@ -43,27 +45,18 @@ from adaptive_batching._torchtune.losses import (
     preferences,
 )
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
-from adaptive_batching._torchtune.stand_ins import TracedOffloading, without_kernels
 from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
+from adaptive_batching._trace.reserved import SetUp
 
 RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
-    "full_finetune_single_device": next_token,
-    "lora_finetune_single_device": next_token,
-    "full_finetune_distributed": next_token,
-    "lora_finetune_distributed": next_token,
-    "lora_dpo_single_device": preferences,
-    "lora_dpo_distributed": preferences,
-    "full_dpo_distributed": preferences,
-    "knowledge_distillation_single_device": distillation,
-    "knowledge_distillation_distributed": distillation,
+    **{f"{kind}_finetune_{on}": next_token for on in ("single_device", "distributed") for kind in ("full", "lora")},
+    **dict.fromkeys(("lora_dpo_single_device", "lora_dpo_distributed", "full_dpo_distributed"), preferences),
+    **{f"knowledge_distillation_{on}": distillation for on in ("single_device", "distributed")},
     "qat_distributed": fake_quantized,
     "qat_lora_finetune_distributed": next_token,
 }
 """Stock recipes that can be set up on paper, and what makes their objectives."""
-
-_HERE = "adaptive_batching._torchtune.on_paper"
 
 
 @dataclass(frozen=True)
@@ -73,15 +66,8 @@ class Data:
     length: int  # tokens of a sample
     samples: int
     packed: bool = False
-    image: Image | None = None  # of each sample; None for text alone
+    image: stand_ins.Image | None = None  # of each sample
     pairs: bool = False  # of answers, both of that length
-
-    @property
-    def assumes(self) -> str | None:
-        """Assumptions about samples, in words; None if their length says all."""
-        if self.pairs:
-            return "both answers of each pair have that length"
-        return None if self.image is None else str(self.image)
 
     def __len__(self) -> int:
         return self.samples
@@ -101,15 +87,7 @@ class Data:
 
 def make_data(tokenizer: Any, *, image: dict[str, int] | None = None, **fields: Any) -> Data:
     """Stand in for a builder of data sets."""
-    return Data(image=None if image is None else Image(**image), **fields)
-
-
-@dataclass
-class Tokenizer:
-    """Stand-in for a tokenizer, of which only this is read."""
-
-    max_seq_len: int | None = None
-    pad_id: int = 0
+    return Data(image=None if image is None else stand_ins.Image(**image), **fields)
 
 
 def set_up(
@@ -117,8 +95,7 @@ def set_up(
 ) -> tuple[hosts.Host, hosts.StockRun]:
     """Set a stock recipe of :data:`RECIPES` up on the meta device; what stock raises about the config comes through.
 
-    A ``device`` other than ``cpu`` in the config stands for a CUDA device. For several ``devices`` a process group of
-    that size must be there while the host is used; see :func:`on_devices`. The set-up is noted in ``allocations``.
+    A ``device`` other than ``cpu`` in the config stands for CUDA. Several ``devices`` need a group: :func:`on_devices`.
     """
     stock, make_objective = load_stock(recipe), RECIPES[recipe]
     [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]
@@ -126,7 +103,7 @@ def set_up(
     cfg = _without_files(cfg, replace(data, pairs=make_objective is preferences))
     accept_configs_of_torchao()
     allocations = allocations or Allocations()
-    with torch.random.fork_rng(devices=[]), quiet(), without_torchvision(), _without_device(stock, allocations):
+    with torch.random.fork_rng(devices=[]), quiet(), _without_device(stock, allocations):
         made: Any = planned(cfg)
         made._device = torch.device("meta")
         with contextlib.nullcontext() if devices > 1 else allocations:
@@ -163,9 +140,7 @@ def on_devices(count: int) -> Iterator[None]:
 class _OnPaper:
     """Mixed into a stock recipe, in front of it."""
 
-    # Set by the stock recipe
-    _device: torch.device
-    _model: nn.Module
+    _model: nn.Module  # set by the stock recipe
 
     def __init__(self, cfg: DictConfig) -> None:
         self.gate = hosts.Gate()
@@ -178,11 +153,11 @@ class _OnPaper:
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {training.MODEL_KEY: {}}
 
-    # As other recipes call it, for their own model or another one
+    # As other recipes call it
     _load_checkpoint = _load_ref_checkpoint = load_teacher_checkpoint = load_checkpoint
 
     def _setup_data(self, *, cfg_dataset: DictConfig, **kwargs: Any) -> Any:
-        image = image_of(self._model)
+        image = stand_ins.image_of(self._model)
         if image is not None:
             cfg_dataset = OmegaConf.merge(cfg_dataset, {"image": asdict(image)})  # type: ignore[assignment]
         made = super()._setup_data(cfg_dataset=cfg_dataset, **kwargs)  # type: ignore[misc]
@@ -211,10 +186,11 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
     cfg = copy.deepcopy(cfg)
     OmegaConf.set_struct(cfg, False)
     cfg.metric_logger = {"_component_": "unittest.mock.Mock"}
-    cfg.tokenizer = {"_component_": f"{_HERE}.Tokenizer", "max_seq_len": cfg.tokenizer.get("max_seq_len")}
-    cfg.dataset = {"_component_": f"{_HERE}.make_data", **asdict(data)}
+    length = cfg.tokenizer.get("max_seq_len")
+    cfg.tokenizer = {"_component_": "types.SimpleNamespace", "max_seq_len": length, "pad_id": 0}
+    cfg.dataset = {"_component_": "adaptive_batching._torchtune.on_paper.make_data", **asdict(data)}
     cfg.resume_from_checkpoint = False
-    cfg.optimizer = without_kernels(cfg.optimizer)
+    cfg.optimizer = stand_ins.without_kernels(cfg.optimizer)
     cfg.pop("profiler", None)
     return cfg
 
@@ -228,6 +204,100 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps what a set-up allocates and frees, in order: by operations under it on the meta device, or as it is told.
+
+    On one device a model is made there, and weights are copied into it; those in NF4 come as they were, and are
+    quantized there (``copy_`` in ``torchao/dtypes/nf4tensor.py``). On several devices each weight is whole for a
+    moment, before its shard is cut out of it (``_broadcast_state_dict`` in ``torch/distributed/_state_dict_utils.py``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._events: list[int] = []
+        self._sizes: list[int] = []
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[Hashable, tuple[list[int], list[int]]] = {}
+
+    def so_far(self, *, empties_cache: bool = False) -> SetUp:
+        return SetUp(tuple(self._events), tuple(self._sizes), empties_cache)
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors on the meta device that have not been seen, until they die."""
+        for storage in (storage for tensor in tensors for storage in get_untyped_storages(tensor)):
+            key, size = storage._cdata, storage.nbytes()
+            if size and key not in self._seen and storage.device.type == "meta":
+                number = self._take(size)
+                self._seen[key] = weakref.ref(storage, lambda _, key=key, number=number: self._free(key, number))  # type: ignore[misc]
+
+    def load(self, model: nn.Module, *, on_host: bool = False) -> None:
+        """Note what loading the weights of a model takes; ``on_host`` where its shards are kept there."""
+        adapters = get_adapter_params(model)  # not in the checkpoint
+        if not on_host:
+            self.hold(parameter.to_local() for parameter in adapters.values() if isinstance(parameter, DTensor))
+        for name, parameter in sorted(model.named_parameters()):
+            if name in adapters:
+                continue
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            is_sharded, whole = local is not parameter, None
+            if isinstance(local, NF4Tensor):
+                self._repeat(parameter.shape, partial(_quantize, parameter.shape, local))
+            elif is_sharded:
+                whole = self._take(parameter.numel() * parameter.element_size())
+            if is_sharded and on_host:
+                for storage in get_untyped_storages(local):
+                    self._events.append(~self._take(storage.nbytes()))
+            elif is_sharded:
+                self.hold([local])
+            if whole is not None:
+                self._events.append(~whole)
+
+    def start_dora(self, layer: Any) -> None:
+        """Note what the first magnitude of a DoRA layer takes (``initialize_dora_magnitude``)."""
+
+        def norm() -> None:
+            lora = layer.lora_b.weight @ layer.lora_a.weight
+            layer._get_weight_norm(layer.weight.to(lora.dtype), lora)
+
+        with torch.no_grad():
+            self._repeat(("dora", layer.weight.shape), norm)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.hold(value for value in tree_iter(out) if isinstance(value, torch.Tensor))
+        return out
+
+    def _repeat(self, key: Hashable, function: Callable[[], None]) -> None:
+        """Note what a function allocates that leaves nothing behind; it is called once for a key."""
+        start, first = len(self._events), len(self._sizes)
+        if key in self._known:
+            events, sizes = self._known[key]
+            self._events += _shifted(events, first)
+            self._sizes += sizes
+        else:
+            with self:
+                function()
+            self._known[key] = _shifted(self._events[start:], -first), self._sizes[first:]
+
+    def _take(self, size: int) -> int:
+        self._sizes.append(size)
+        self._events.append(len(self._sizes) - 1)
+        return len(self._sizes) - 1
+
+    def _free(self, key: int, number: int) -> None:
+        self._seen.pop(key, None)
+        self._events.append(~number)
+
+
+def _quantize(shape: torch.Size, like: Any) -> None:
+    whole = torch.empty(shape, dtype=like.dtype, device="meta")
+    NF4Tensor.from_tensor(whole, like.block_size, like.scaler_block_size)
+
+
+def _shifted(events: list[int], by: int) -> list[int]:
+    return [event + by if event >= 0 else event - by for event in events]
 
 
 @contextlib.contextmanager
@@ -269,12 +339,12 @@ def _without_device(stock: ModuleType, allocations: Allocations) -> Iterator[Non
         (nn.Module, "load_state_dict", load),
         (DoRALinear, "initialize_dora_magnitude", start_dora),
         (Llama3ScaledRoPE, "rope_init", build_unscaled),
-        (_activation_offloading, "OffloadActivations", TracedOffloading),
+        (_activation_offloading, "OffloadActivations", stand_ins.TracedOffloading),
         (stock, "init_process_group", ignore),
         (stock, "init_device_mesh", lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)),
         (dist, "barrier", ignore),
     ]
-    with on_device, contextlib.ExitStack() as stack:
+    with stand_ins.without_torchvision(), on_device, contextlib.ExitStack() as stack:
         for owner, name, replacement in replaced:
             if owner is not stock or hasattr(stock, name):
                 stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._plan import Answer, Gpu, Need
-from adaptive_batching._torchtune.levers import BATCHES, over_lengths, pull_levers, start_processes
-from adaptive_batching._torchtune.planning import (
-    Plan,
-    Question,
-    make_plan,
-)
-from adaptive_batching._torchtune.varying import DataAtHand, Varying
+from adaptive_batching._torchtune import planning
+from adaptive_batching._torchtune.planning import Question, Sketch
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.traced_step import KINDS
 
@@ -27,14 +22,16 @@ VERSION = 1
 AGAINST_ALLOCATOR = {
     "rows": 45, "max_allocated_error": 0.0007, "max_reserved_error": 0.0177, "largest_batch_equal": 0.992,
 }  # fmt: skip
-"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors of the plan
-as shares of the real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py``
-measures it again; its result file has every run."""
+"""Runs that were planned, and trained on PyTorch's own allocator on the emulated device: the largest errors as shares
+of real figures, and the share of largest batches planned right. ``benchmarks/plan_vs_allocator.py`` measures again."""
 
 AGAINST_PUBLISHED = {"peaks": 17, "half_within": 0.003, "all_within": 0.095}
 """Peaks that torchtune's README and pull requests publish of GPUs: within what share of them half of those that were
-planned are, and all. ``benchmarks/published_memory.py`` plans them again; its result file has every run."""
+planned are, and all. ``benchmarks/published_memory.py`` plans them again."""
 
+# Entries of the object that a sketch and its need have under the same names
+_OF_RUN = ("paged_bytes", "parameters", "trained_parameters", "frozen_parameters", "assumes")
+_OF_STEP = ("batch_size", "peak_bytes", "resting_bytes", "flops", "recomputed_flops")
 _POINTS = 12  # of a picture
 
 
@@ -46,122 +43,102 @@ class Asked:
     question: Question
     length: int | None
     length_unknown: str  # why, where it is not known
-    data: DataAtHand | None
+    lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
     gpu: Gpu | None
     mfu: float | None
     levers: bool
     table: bool
     plot: Path | None
 
-    def hours(self, plan: Plan) -> float | None:
-        """Return the hours of an epoch by its model FLOPs, as MFU is defined on."""
-        if self.mfu is None or self.gpu is None or plan.epoch_flops is None:
-            return None
-        return plan.epoch_flops / self.question.devices / (self.gpu.peak_tflops * 1e12 * self.mfu) / 3600
-
 
 def answer(asked: Asked, *, as_json: bool) -> int:
     """Print the plan that is asked for, and return the exit code."""
-    if asked.length is None or asked.table or asked.levers:
-        start_processes()
-    if asked.length is None:
-        return _answer_over_lengths(asked, as_json=as_json)
-    start = time.perf_counter()
-    plan = make_plan(asked.question, asked.length, asked.data)
-    shown = _as_object(asked, plan)
 
-    def show(lines: Sequence[str]) -> None:
+    def show(*lines: str) -> None:
         if not as_json:
             print("\n".join(lines), flush=True)
 
-    show(_in_words(asked, plan))
-    if asked.plot is not None:
-        _draw(asked, plan, asked.plot)
-        show(["", f"Picture: {asked.plot}"])
-    if asked.table:
-        shown["lengths"] = over_lengths(asked.question, asked.length)
-        show(["", *_lengths(shown["lengths"])])
-    if asked.levers:
-        shown["levers"] = pull_levers(plan)
-        show(["", f"What would help, of {plan.need.batch_size} x {asked.length:,} tokens", *_levers(shown["levers"])])
-    shown["seconds"] = round(time.perf_counter() - start, 2)
-    if as_json:
-        print(json.dumps(shown, indent=1))
-    return int(plan.need.within(asked.question.memory_bytes).value)
-
-
-def _answer_over_lengths(asked: Asked, *, as_json: bool) -> int:
-    found, unknown = over_lengths(asked.question), Answer.CANNOT_TELL
-    if as_json:
-        shown = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
+    question, length = asked.question, asked.length
+    if length is None or asked.table or asked.levers:
+        planning.start_processes()
+    if length is None:
+        found, unknown = planning.over_lengths(question), Answer.CANNOT_TELL
+        shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
         shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
-        print(json.dumps(shown, indent=1))
+        show(f"{unknown}: length unknown, as {asked.length_unknown}; give --sequence-length", *_lengths(found))
+        code = unknown
     else:
-        print(f"{unknown}: length unknown, as {asked.length_unknown}; give --sequence-length")
-        print("\n".join(_lengths(found)))
-    return int(unknown.value)
+        start = time.perf_counter()
+        made = planning.sketch(question, length)
+        shown, lines = _plan(asked, made)
+        show(*lines)
+        if asked.plot is not None:
+            _draw(asked, made, asked.plot)
+            show("", f"Picture: {asked.plot}")
+        if asked.table:
+            shown["lengths"] = planning.over_lengths(question, length)
+            show("", *_lengths(shown["lengths"]))
+        if asked.levers:
+            shown["levers"] = planning.pull_levers(made)
+            show("", f"What would help, of {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
+        shown["seconds"] = round(time.perf_counter() - start, 2)
+        code = made.need.within(question.memory_bytes)
+    if as_json:
+        print(json.dumps(shown, indent=1))
+    return int(code.value)
 
 
-def _as_object(asked: Asked, plan: Plan) -> dict[str, Any]:
-    made, need, largest, memory = plan.made, plan.need, plan.made.largest, asked.question.memory_bytes
-    found = need.within(memory)
-    return {
+def _plan(asked: Asked, made: Sketch) -> tuple[dict[str, Any], list[str]]:
+    """Return the plan as an object, and in words."""
+    question, need, largest = asked.question, made.need, made.largest
+    memory, found = question.memory_bytes, need.within(question.memory_bytes)
+    epochs, of_epochs = _epochs(made)
+    epoch_flops = _epoch_flops(asked, made)
+    hours = None
+    if epoch_flops is not None and asked.gpu is not None and asked.mfu is not None:  # by model FLOPs, as MFU is defined
+        hours = epoch_flops / question.devices / (asked.gpu.peak_tflops * 1e12 * asked.mfu) / 3600
+    shown = {
         "version": VERSION,
         "config": asked.config,
-        "recipe": asked.question.recipe,
-        "devices": asked.question.devices,
+        **{key: getattr(question, key) for key in ("recipe", "devices", "memory_bytes")},
+        **{key: getattr(made, key) for key in _OF_RUN},
+        **{key: getattr(need, key) for key in _OF_STEP},
         "answer": str(found),
         "fits": None if found is Answer.CANNOT_TELL else found is Answer.FITS,
-        "memory_bytes": memory,
         "needed_bytes": {"least": need.least_bytes, "most": need.most_bytes},
         "left_bytes": None if memory is None else memory - need.most_bytes,
         "sequence_length": made.length,
-        "batch_size": need.batch_size,
-        "peak_bytes": need.peak_bytes,
         "error": AGAINST_PUBLISHED,
         "allocator": AGAINST_ALLOCATOR,
         "set_up_bytes": made.forecast.set_up.most_bytes,
-        "resting_bytes": need.resting_bytes,
         "reserved_bytes": need.reserved.by_default,
         "reserved": asdict(need.reserved),
         "outside_bytes": {each.name: [each.least, each.most] for each in need.outside},
-        "paged_bytes": made.paged_bytes,
-        "varying_lengths": asdict(plan.varying) if isinstance(plan.varying, Varying) else None,
         "peak": {"moment": need.moment, **need.kinds},
         "largest_micro_batch": largest,
         "token_budget": None if largest is None else largest * made.length,
-        "epochs": None if plan.outlook is None else [asdict(epoch) for epoch in plan.outlook.epochs],
-        "flops": need.flops,
-        "recomputed_flops": need.recomputed_flops,
-        "epoch_flops": plan.epoch_flops,
-        "hours_per_epoch": asked.hours(plan),
-        "parameters": made.parameters,
-        "trained_parameters": made.trained_parameters,
-        "frozen_parameters": made.frozen_parameters,
-        "assumes": made.assumes,
+        "epochs": epochs,
+        "epoch_flops": epoch_flops,
+        "hours_per_epoch": hours,
     }
+    return shown, [
+        *_head(asked, made), "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), "",
+        *of_epochs, "", *_work(asked, made, epoch_flops, hours), "", how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
+    ]  # fmt: skip
 
 
-def _in_words(asked: Asked, plan: Plan) -> list[str]:
-    made, need, question = plan.made, plan.need, asked.question
-    what = f"a forward of {need.batch_size} x {made.length:,} tokens"
+def _head(asked: Asked, made: Sketch) -> list[str]:
+    question, length, largest = asked.question, made.length, made.largest
     where = f" on {asked.gpu.name}" if asked.gpu else ""
     where += f" on each of {question.devices} devices" if question.devices > 1 else ""
-    lines = [first_line(need, question.memory_bytes, what, where)]
-    if made.largest is not None:
-        lines += [
-            f"largest micro-batch: {made.largest} samples of {made.length:,} tokens",
-            f"token budget: {made.largest * made.length:,} padded tokens in a forward",
-        ]
+    what = f"a forward of {made.asked} x {length:,} tokens"
+    lines = [first_line(made.need, question.memory_bytes, what, where)]
+    if largest is not None:
+        lines.append(f"largest micro-batch: {largest} samples of {length:,} tokens")
+        lines.append(f"token budget: {largest * length:,} padded tokens in a forward")
     if made.assumes is not None:
         lines.append(f"assumed: {made.assumes}")
-    kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
-    peak = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
-    return [
-        *lines, "", "What it takes", *_table(_what_counts(need, made.paged_bytes)), *_varying(plan.varying), "",
-        f"What sets the peak: the {need.moment}", *_table(peak), "", *_epochs(plan), "", *_work(asked, plan), "",
-        how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
-    ]  # fmt: skip
+    return lines
 
 
 def first_line(need: Need, memory: int | None, what: str, where: str) -> str:
@@ -180,8 +157,7 @@ def first_line(need: Need, memory: int | None, what: str, where: str) -> str:
     return f"{found}: {what} needs at least {_size(least)} {of_memory}, {_size(least - memory)} too little"
 
 
-def _what_counts(need: Need, paged_bytes: int) -> list[list[str]]:
-    """Return what a card must have: tensors, what the allocator reserves for them, and what else is in use."""
+def _what_counts(need: Need, paged_bytes: int) -> list[str]:
     reserved = need.reserved
     best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
     rows = [
@@ -195,46 +171,51 @@ def _what_counts(need: Need, paged_bytes: int) -> list[list[str]]:
     if paged_bytes:
         why = "managed memory, goes to the host where room is short"
         rows.append(["paged optimizer states", _size(paged_bytes), why])
-    return rows
+    return _table(rows)
 
 
-def _varying(seen: Varying | str | None) -> list[str]:
-    if seen is None:
-        return []
-    if isinstance(seen, str):
-        return [f"  lengths as they come were not replayed: {seen}"]
-    run = "runs in what there is" if seen.runs else "does not run in what there is, by default"
-    if seen.retries:
-        run += f", its cache emptied {seen.retries} times"
-    return [
-        f"  lengths as they come, {seen.forwards} forwards in {seen.steps} optimizer steps: reserves "
-        f"{_size(seen.by_default)}, with expandable segments {_size(seen.expandable)}; {run}"
-    ]
+def _peak(need: Need) -> list[str]:
+    kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
+    rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
+    return [f"What sets the peak: the {need.moment}", *_table(rows)]
 
 
-def _epochs(plan: Plan) -> list[str]:
-    outlook = plan.outlook
-    if plan.made.question.samples is None:
-        return ["Epochs: number of samples unknown; give --samples"]
-    if outlook is None:
-        return ["Epochs: not planned, as no memory is given or nothing fits"]
+def _epochs(made: Sketch) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Return the epochs as objects, None if they are not known, and in words."""
+    if made.question.samples is None:
+        return None, ["Epochs: number of samples unknown; give --samples"]
+    if not made.largest:
+        return None, ["Epochs: not planned, as no memory is given or nothing fits"]
+    probed, epochs, is_decided = planning.look_out(made.question, made.length, made.largest)
     rows = [["epoch", "batch size", "global batch", "steps", "samples dropped"]]
-    for epoch in outlook.epochs:
+    for epoch in epochs:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
         rows.append([str(epoch.epoch), sizes, windows, str(epoch.steps), str(epoch.dropped_samples)])
-    head = f"Epochs, with batches of at most {outlook.maximum} ({outlook.reason})"
-    return [head + ("" if outlook.decided else "; training decides on growth, which is not shown"), *_table(rows)]
+    head = f"Epochs, with batches of at most {probed.maximum} ({probed.reason})"
+    head += "" if is_decided else "; training decides on growth, which is not shown"
+    return [asdict(epoch) for epoch in epochs], [head, *_table(rows)]
 
 
-def _work(asked: Asked, plan: Plan) -> list[str]:
-    need, length, hours = plan.need, plan.made.length, asked.hours(plan)
+def _epoch_flops(asked: Asked, made: Sketch) -> float | None:
+    """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
+    need, samples, length = made.need, asked.question.samples, made.length
+    attention = need.attention_flops / need.batch_size
+    others = (need.flops - need.recomputed_flops) / need.batch_size - attention
+    if asked.lengths is None:
+        return None if samples is None else samples * (others + attention)
+    shares = [min(each, length) / length for each in asked.lengths]  # attention grows with their square
+    return sum(share * others + share * share * attention for share in shares)
+
+
+def _work(asked: Asked, made: Sketch, epoch_flops: float | None, hours: float | None) -> list[str]:
+    need, length = made.need, made.length
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
         line += f", and {_flops(need.recomputed_flops)} to compute activations again"
     lines = [line + f" ({need.batch_size} x {length:,} tokens, a device)"]
-    if plan.epoch_flops is not None:
-        tokens = f", {sum(asked.data.lengths):,} tokens" if asked.data else f" of {length:,} tokens each"
-        line = f"  an epoch of {asked.question.samples:,} samples{tokens}: {_flops(plan.epoch_flops)} on all devices"
+    if epoch_flops is not None:
+        tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens each"
+        line = f"  an epoch of {asked.question.samples:,} samples{tokens}: {_flops(epoch_flops)} on all devices"
         if hours is not None and asked.gpu is not None:
             line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
@@ -255,10 +236,10 @@ def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> 
 
 
 def _lengths(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    rows = [["tokens", *(f"{batch} need" for batch in BATCHES), "largest micro-batch"]]
+    rows = [["tokens", *(f"{batch} need" for batch in planning.BATCHES), "largest micro-batch"]]
     for each in found:
         largest = "?" if each["largest_micro_batch"] is None else str(each["largest_micro_batch"])
-        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in BATCHES]
+        needs = [_size(each["needed_by_batch"][str(batch)]) for batch in planning.BATCHES]
         rows.append([f"{each['sequence_length']:,}", *needs, largest])
     return ["Samples in a forward", *_table(rows)]
 
@@ -274,11 +255,11 @@ def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return _table(rows)
 
 
-def _draw(asked: Asked, plan: Plan, path: Path) -> None:
+def _draw(asked: Asked, made: Sketch, path: Path) -> None:
     """Draw what is alive at the peak by kind, and what a card must have, over the batch size."""
     from matplotlib.figure import Figure  # optional; the object-oriented interface: no display, no global state
 
-    forecast, batch_size, largest = plan.made.forecast, plan.need.batch_size, plan.made.largest
+    forecast, batch_size, largest = made.forecast, made.asked, made.largest
     devices, memory = asked.question.devices, asked.question.memory_bytes
     last = max(2 * batch_size, 8) if largest is None else max(batch_size, largest + largest // 4, 8)
     sizes = sorted({1, batch_size, largest or 1, *(1 + (last - 1) * step // (_POINTS - 1) for step in range(_POINTS))})
@@ -294,12 +275,9 @@ def _draw(asked: Asked, plan: Plan, path: Path) -> None:
     axes.axvline(batch_size, color="grey", linewidth=0.8, label=f"asked for: {batch_size}")
     if largest:
         axes.axvline(largest, color="grey", linestyle=":", label=f"largest that fits: {largest}")
-    axes.set_xlabel("samples of a forward")
-    axes.set_ylabel("memory (GiB)")
-    axes.set_xlim(1, sizes[-1])
-    axes.set_ylim(bottom=0)
-    title = f"{asked.config}, samples of {plan.made.length:,} tokens"
-    axes.set_title(title + (f", one of {devices} devices" if devices > 1 else ""))
+    title = f"{asked.config}, samples of {made.length:,} tokens"
+    title += f", one of {devices} devices" if devices > 1 else ""
+    axes.set(xlabel="samples of a forward", ylabel="memory (GiB)", xlim=(1, sizes[-1]), ylim=(0, None), title=title)
     axes.legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)
 

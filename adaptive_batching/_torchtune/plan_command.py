@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import runpy
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from omegaconf import DictConfig, OmegaConf
+import datasets  # type: ignore[import-untyped]
+import huggingface_hub
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import _recipe_registry as registry
+from torchtune import config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
+from torchtune.datasets import ConcatDataset
+from tqdm import tqdm
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan import Answer, find_gpu
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
-from adaptive_batching._torchtune.levers import CONFIGS, first_line
 from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
-from adaptive_batching._torchtune.planning import NotPlannedError, Question
-from adaptive_batching._torchtune.varying import NotAtHandError, read_data
+from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, Question
+from adaptive_batching._torchtune.preferences import KINDS
+from adaptive_batching._trace.allocator import GIB
 from adaptive_batching._trace.traced_step import TraceError
-from adaptive_batching._values import ConfigError, MemoryAmount
-
-_USAGE_ERROR = 2
+from adaptive_batching._values import ConfigError, MemoryAmount, first_line
 
 
 def add_plan(subparsers: Any, prog: str) -> None:
@@ -77,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError) as error:
         mistake = f"torchtune refuses the config: {first_line(error)}"
     print(f"error: {mistake}", file=sys.stderr)
-    return _USAGE_ERROR
+    return 2
 
 
 def _read(args: argparse.Namespace) -> Asked:
@@ -94,39 +99,39 @@ def _read(args: argparse.Namespace) -> Asked:
     if args.plot is not None:
         _check_plot(args.plot)
     recipe, path, cfg = _load(args.config, recipe, overrides)
-    devices = args.devices or _devices_of(recipe, path)
+    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
+    devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
     recipe = _on_so_many(recipe, devices)
     memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
     if memory is not None and memory.num_bytes is None:
         raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
-    memory_bytes = gpu.memory_bytes if gpu is not None else None if memory is None else memory.num_bytes
-    length, data, unknown = args.sequence_length or _length_of(cfg), None, ""
-    if length is None or args.samples is None:
-        try:
-            data = read_data(cfg)
-        except NotAtHandError as error:
-            unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({error})"
-        else:
-            length = length or max(data.lengths)
-    question = Question(recipe, cfg, devices, args.samples or (len(data.lengths) if data else None), memory_bytes)
-    return Asked(args.config, question, length, unknown, data, gpu, args.mfu, not args.no_levers, args.table, args.plot)
+    memory_bytes = int(gpu.memory_gib * GIB) if gpu is not None else None if memory is None else memory.num_bytes
+    section = cfg.get("adaptive_batching") or {}
+    length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
+    lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
+    length = length or (max(lengths) if lengths else None)
+    unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({why})"
+    question = Question(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
+    return Asked(
+        args.config, question, None if length is None else int(length), unknown, lengths, gpu, args.mfu,
+        not args.no_levers, args.table, args.plot,
+    )  # fmt: skip
 
 
 def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    def is_none(argument: str) -> bool:
+        return "=" not in argument and not argument.startswith("~")
+
     recipe, overrides = args.recipe, list(args.overrides)
-    if overrides and _is_no_override(overrides[0]):
+    if overrides and is_none(overrides[0]):
         named = Path(overrides[0]).stem
         if named in RECIPES and recipe in (None, named):
             recipe, overrides = named, overrides[1:]
         elif named in [each.name for each in registry.get_all_recipes()] and named not in RECIPES:
             raise NotPlannedError(_not_covered(args.config, named))
-    for override in filter(_is_no_override, overrides):
+    for override in filter(is_none, overrides):
         raise ConfigError(f"{override!r} is no override; write key=value")
     return recipe, overrides
-
-
-def _is_no_override(argument: str) -> bool:
-    return "=" not in argument and not argument.startswith("~")
 
 
 def _check_plot(path: Path) -> None:
@@ -143,21 +148,20 @@ def _check_plot(path: Path) -> None:
 
 def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
     """Return the recipe, the file and the config that a name or path and overrides stand for."""
-    found = [
-        (stock.name, config) for stock in registry.get_all_recipes() for config in stock.configs if config.name == name
-    ]
+    known = [(each.name, stock.name, each.file_path) for stock in registry.get_all_recipes() for each in stock.configs]
+    found = [(of, file) for known_as, of, file in known if known_as == name]
     path = Path(name)
     if found and not path.is_file():
-        path = CONFIGS / found[0][1].file_path
+        path = CONFIGS / found[0][1]
         recipe = recipe or next((of for of, _ in found if of in RECIPES), None)
         if recipe is None:
             raise NotPlannedError(_not_covered(name, found[0][0]))
     elif not path.is_file():
         for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
-            if name in [config.name for config in other.configs]:
+            if name in [each.name for each in other.configs]:
                 raise NotPlannedError(_not_covered(name, other.name))
-        known = [config.name for stock in registry.get_all_recipes() for config in stock.configs]
-        raise ConfigError(f"--config {name}: there is no such file, and no such config{closest(name, known)}")
+        hint = closest(name, [known_as for known_as, *_ in known])
+        raise ConfigError(f"--config {name}: there is no such file, and no such config{hint}")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]
@@ -170,10 +174,9 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
 
 def _recipe_of(path: Path, cfg: DictConfig) -> str:
     """Return the recipe that a config names in its launch command, or else the one that its keys are for."""
-    launched = re.findall(LAUNCHED, path.read_text())
-    for name in launched:
-        if name in RECIPES:
-            return str(name)
+    launched: list[str] = re.findall(LAUNCHED, path.read_text())
+    if covered := [name for name in launched if name in RECIPES]:
+        return covered[0]
     known = [recipe.name for recipe in registry.get_all_recipes()]
     other = next((name for name in launched if name in known), "eleuther_eval" if "tasks" in cfg else None)
     if other is not None:
@@ -189,7 +192,6 @@ def _recipe_of(path: Path, cfg: DictConfig) -> str:
 
 
 def _on_so_many(recipe: str, devices: int) -> str:
-    """Return the recipe that does on so many devices what ``recipe`` does."""
     several = recipe.replace("single_device", "distributed")
     if devices > 1:
         return several
@@ -203,14 +205,33 @@ def _not_covered(config: str, recipe: str) -> str:
     return f"{config} is a config of {recipe}; plans are made of {', '.join(RECIPES)}"
 
 
-def _devices_of(recipe: str, path: Path) -> int:
-    if recipe.endswith("single_device"):
-        return 1
-    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
-    return int(said[1]) if said else 2
+def _read_lengths(cfg: DictConfig) -> tuple[list[int] | None, str]:
+    """Return the tokens of each sample, of a pair those of its longer answer; or None, and why they cannot be read."""
+    keys = ("tokens", *(f"{kind}_input_ids" for kind in KINDS))
+    try:
+        with _offline():
+            tokenizer = config.instantiate(cfg.tokenizer)
+            if isinstance(cfg.dataset, ListConfig):
+                dataset = ConcatDataset(datasets=[config.instantiate(each, tokenizer) for each in cfg.dataset])
+            else:
+                dataset = config.instantiate(cfg.dataset, tokenizer)
+            indices = tqdm(range(len(dataset)), desc="Measuring samples", dynamic_ncols=True, leave=False)
+            samples = (dataset[index] for index in indices)
+            lengths = [max(len(sample[key]) for key in keys if key in sample) for sample in samples]
+    except Exception as error:  # each format of tokenizers and data raises its own
+        line = (str(error).strip().splitlines() or [""])[0]
+        return None, f"{type(error).__name__}: {line[:160]}"
+    return (lengths, "") if lengths else (None, "the data set has no samples")
 
 
-def _length_of(cfg: DictConfig) -> int | None:
-    section = cfg.get("adaptive_batching") or {}
-    length = section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
-    return None if length is None else int(length)
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Have data sets of a hub come from the cache alone: where there is no network, each would be waited for."""
+    with contextlib.ExitStack() as stack:
+        for module in (datasets.config, huggingface_hub.constants):
+            for name in {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"} & set(vars(module)):
+                stack.enter_context(mock.patch.object(module, name, True))
+        if datasets.utils.logging.is_progress_bar_enabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        yield

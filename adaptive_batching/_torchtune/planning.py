@@ -1,39 +1,55 @@
-"""The plan of a run: what its config takes of each device, and what the run would make of it, without a GPU."""
+"""The plan of a run: what its config takes of each device, what the run would make of it, and what would help.
+
+Plans with other settings, lengths or batch sizes are made in parallel, by processes that are forked from one that has
+only imported what they need: where autograd has run with a CUDA build of torch, it refuses to run in a fork.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
 
+import torchtune
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import DistributedSampler
+from torchtune import _recipe_registry as registry
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.course import PlannedEpoch
-from adaptive_batching._micro_batches.cut import Capacity, cut_by_length
 from adaptive_batching._plan import Forecast, Need, outside_of_allocator
 from adaptive_batching._probe.sizes import candidate_sizes
-from adaptive_batching._torchtune.cutting import FIRST_FORWARD_COST, Execution
+from adaptive_batching._torchtune.cutting import Execution
 from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.images import COLLATE
-from adaptive_batching._torchtune.on_paper import Data, on_devices, quiet, set_up
+from adaptive_batching._torchtune.next_token import fake_quantized, next_token
+from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, settled, upper_bound
-from adaptive_batching._torchtune.set_up_memory import Allocations
 from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.stand_ins import COLLATE
 from adaptive_batching._torchtune.training_step import training_step
-from adaptive_batching._torchtune.varying import DataAtHand, Shape, TracedLengths, Varying, replay_shapes
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
 from adaptive_batching._trace.trace import trace_step
-from adaptive_batching._trace.traced_step import TraceError
-from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
+from adaptive_batching._values import ConfigError, Fixed, Whole, first_line
+
+CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
+LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a sample in a table
+BATCHES = (1, 2, 4, 8, 16, 32)  # samples of a forward in a table
 
 _SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
-_FORWARDS = 48  # of varying lengths that are replayed, and those that complete an optimizer step
-_SHORTEST = 16  # tokens; below, a step may take other kernels
+_CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
+_PAGED = "bitsandbytes.optim.PagedAdamW8bit"
+_TRAIN_ALL = ("full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed", "qat_distributed")
+_COMPILE_NOTHING = ("lora_dpo_distributed", "qat_distributed", "qat_lora_finetune_distributed")
+_CORES = os.cpu_count() or 1
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["adaptive_batching._torchtune.plan_process"])
 
 
 class NotPlannedError(RuntimeError):
@@ -41,7 +57,7 @@ class NotPlannedError(RuntimeError):
 
 
 class TooLongError(ConfigError):
-    """Raised for samples that are longer than a model takes."""
+    """Raised for samples that are longer than the model takes."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +70,10 @@ class Question:
     samples: int | None = None  # of the data; None if that is not known
     memory_bytes: int | None = None  # of a device; None if that is not known
 
-    def changed(self, **keys: object) -> Question:
-        """Return the question with other keys in the config; dots in their names are written as two underscores."""
-        cfg = copy.deepcopy(self.cfg)
-        for key, value in keys.items():
-            OmegaConf.update(cfg, key.replace("__", "."), value, merge=False)
+    def changed(self, overrides: str) -> Question:
+        """Return the question with ``key=value`` pairs, as they are pasted into a command line, in the config."""
+        cfg = OmegaConf.merge(self.cfg, OmegaConf.from_dotlist(overrides.split()))
+        assert isinstance(cfg, DictConfig)
         return replace(self, cfg=cfg)
 
 
@@ -70,13 +85,15 @@ class Sketch:
     length: int
     forecast: Forecast
     asked: int  # samples of a forward that the config asks for at least
-    accumulation: int
     paged_bytes: int  # optimizer states that lie in managed memory, beside all others
     trained_parameters: int
     parameters: int
     frozen_parameters: int  # of the reference model or the teacher, if there is one
-    assumes: str | None
-    has_images: bool  # so that tokens of samples say little of their memory
+    assumes: str | None  # of samples, in words; None if their length says all
+
+    @cached_property
+    def need(self) -> Need:
+        return self.forecast.need(self.asked)
 
     @cached_property
     def largest(self) -> int | None:
@@ -85,48 +102,37 @@ class Sketch:
         return None if memory is None else self.forecast.largest(memory)
 
 
-def sketch(question: Question, length: int, *, whole: bool = True) -> Sketch:
-    """Set a run up on paper and trace its step on samples of ``length`` tokens.
-
-    Where gradients add up, two forwards are traced if ``whole``, else the last one alone. Samples longer than the model
-    takes are a :class:`TooLongError`; whatever stock raises about the config comes through.
-    """
+def sketch(question: Question, length: int) -> Sketch:
+    """Set a run up on paper and trace its step on samples of ``length`` tokens: two forwards where gradients add up."""
     allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
         set_up = allocations.so_far(empties_cache=question.devices > 1 or settings.probes)
-        models = [host.model, *host.objective.frozen_models]
-        most = min(int(getattr(model, "max_seq_len", length)) for model in models)
+        most = min(int(getattr(model, "max_seq_len", length)) for model in host.models)
         if length > most:
             raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
-        in_parts = accumulates(host, run, settings, measures_noise=False)
-        step = replace(
-            training_step(host, host.loader.dataset[0], accumulates=in_parts, traces_both=whole), on_cuda=True
-        )
-        traced = trace_step(step)
-        sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         data: Data = host.loader.dataset
-        forwards = 2 if whole and in_parts else 1
+        in_parts = accumulates(host, run, settings, measures_noise=False)
+        step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
+        forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
+        sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
+        assumes = "both answers of each pair have that length" if data.pairs else str(data.image or "") or None
         return Sketch(
-            question, length, Forecast(traced, outside_of_allocator(question.devices), set_up, forwards),
-            _asked(run, settings), run.accumulation, sum(map(paged_bytes, host.optimizers)),
+            question, length, forecast, _asked(run, settings), sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
-            sum(p.numel() for model in models[1:] for p in model.parameters()),
-            data.assumes, data.image is not None,
+            sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes,
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """What a run makes of the largest forward that fits."""
-
-    maximum: int  # largest batch size, as the run would take it
-    reason: str  # the bound that gives it
-    epochs: Sequence[PlannedEpoch]
-    decided: bool  # False if the batch grows by what training shows
+def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
+    """Return the least forward that the settings leave to a run: 1 where it takes what fits."""
+    if isinstance(settings.micro_batch_size, Fixed):
+        return settings.micro_batch_size.samples
+    takes_what_fits = settings.use_maximum_batch_size and not settings.grows
+    return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1
 
 
-def look_out(question: Question, length: int, largest: int) -> Outlook:
-    """Return the epochs of a run, planned as it plans them itself, if ``largest`` samples of ``length`` tokens fit."""
+def look_out(question: Question, length: int, largest: int) -> tuple[Probed, list[PlannedEpoch], bool]:
+    """Return a run's largest batch if ``largest`` samples fit, its epochs, and whether training cannot change them."""
     with _set_up(question, length) as (host, run, settings):
         increase = resolve_increase(settings)
         upper, reason = upper_bound(host, run, settings)
@@ -134,84 +140,29 @@ def look_out(question: Question, length: int, largest: int) -> Outlook:
         if settings.probes:
             rounds = settings.round_to_power_of_two and not settings.fills_memory
             sizes = candidate_sizes(upper, powers_of_two=rounds, include=run.batch_size if settings.grows else None)
-            fitting = [size for size in sizes if size <= largest]
-            found = fitting[-1] if fitting else 1
+            found = max((size for size in sizes if size <= largest), default=1)
             by = reason if found == sizes[-1] else "memory"
             probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
-        accumulation = accumulation_of(settings, run)
-        controller = make_controller(host, run, increase, accumulation, probed, {})
-        decides_early = controller.decides_early and increase.noise_scale_every is None
+        controller = make_controller(host, run, increase, accumulation_of(settings, run), probed, {})
+        is_decided = controller.decides_early and increase.noise_scale_every is None
         execution = Execution(is_stock=not settings.enabled)
-        growth = Growth(host, run, increase, controller, execution, {})
-        return Outlook(probed.maximum, probed.reason, growth.course.plan(0), decides_early)
+        growth = Growth(host, run, replace(increase, noise_scale_every=None), controller, execution, {})
+        return probed, growth.course.plan(0), is_decided
 
 
-@dataclass(frozen=True)
-class Plan:
-    """All that is known of a run before it starts."""
-
-    made: Sketch
-    need: Need  # of the forward that the config asks for
-    data: DataAtHand | None
-    outlook: Outlook | None  # None if nothing fits, or if the memory or the number of samples is not known
-    varying: Varying | str | None  # what samples take as they come, or why that is not known; None if all are alike
-
-    @cached_property
-    def epoch_flops(self) -> float | None:
-        """Model FLOPs of an epoch on all devices, without padding; None if its samples are not known.
-
-        Attention grows with the square of a sample's length, all else with the length.
-        """
-        need, samples, length = self.need, self.made.question.samples, self.made.length
-        attention = need.attention_flops / need.batch_size
-        others = (need.flops - need.recomputed_flops) / need.batch_size - attention
-        if self.data is None:
-            return None if samples is None else samples * (others + attention)
-        shares = [min(each, length) / length for each in self.data.lengths]
-        return sum(share * others + share * share * attention for share in shares)
-
-
-def make_plan(question: Question, length: int, data: DataAtHand | None) -> Plan:
-    made = sketch(question, length)
-    need = made.forecast.need(made.asked)
-    outlook = look_out(question, length, made.largest) if question.samples is not None and made.largest else None
-    varying: Varying | str | None = None
-    if data is not None and outlook is not None:
-        try:
-            varying = as_they_come(made, data, outlook)
-        except TraceError as error:
-            varying = str(error)
-    return Plan(made, need, data, outlook, varying)
-
-
-def as_they_come(made: Sketch, data: DataAtHand, outlook: Outlook) -> Varying | None:
-    """Replay the first steps of an epoch with the lengths that its samples have; None if all forwards have one shape.
-
-    ``made`` is traced at the longest length. It is a :class:`TraceError` if the order of allocations depends on the
-    length.
-    """
-    question, length = made.question, made.length
-    assert made.largest and question.memory_bytes is not None
-    cuts_by_length = isinstance(read_settings(question.cfg, warns=False).micro_batch_size, ByLength)
-    if not cuts_by_length or data.packed or made.has_images or length < 2 * _SHORTEST:
-        return None
-    shuffles = bool(question.cfg.get("shuffle", True))
-    order = DistributedSampler[int](data.lengths, question.devices, rank=0, shuffle=shuffles)  # type: ignore[arg-type]
-    lengths = [min(data.lengths[index], length) for index in order]
-    capacity = Capacity(((length, made.largest),))
-    cost, window = min(FIRST_FORWARD_COST, capacity.tokens), outlook.epochs[0].batch_sizes[0] * made.accumulation
-    steps: list[list[Shape]] = []
-    for start in range(0, len(lengths) - window + 1, window):
-        here = lengths[start : start + window]
-        cut = cut_by_length(here, capacity, cost)
-        steps.append([(len(part), max(max(here[index] for index in part), _SHORTEST)) for part in cut])
-        if sum(map(len, steps)) >= _FORWARDS:
-            break
-    if not steps:
-        return None
-    shorter = length // 2 // _SHORTEST * _SHORTEST
-    one, other = ((tokens, sketch(question, tokens, whole=False).forecast.step) for tokens in (length, shorter))
-    return replay_shapes(TracedLengths(one, other), steps, question.memory_bytes - made.forecast.most_outside)
+@contextlib.contextmanager
+def _set_up(
+    question: Question, length: int, allocations: Allocations | None = None
+) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
+    _check_covered(question)
+    dataset = question.cfg.get("dataset")
+    packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
+    data = Data(length, question.samples or _SOME_SAMPLES, packed)
+    with quiet(), on_devices(question.devices):
+        settings = read_settings(question.cfg, warns=False)
+        cfg = question.changed("device=cuda").cfg
+        host, run = set_up(question.recipe, cfg, data, question.devices, allocations)
+        yield host, run, settings
 
 
 def _check_covered(question: Question) -> None:
@@ -234,23 +185,129 @@ def _check_covered(question: Question) -> None:
         )
 
 
-@contextlib.contextmanager
-def _set_up(
-    question: Question, length: int, allocations: Allocations | None = None
-) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
-    _check_covered(question)
-    dataset = question.cfg.get("dataset")
-    packed = isinstance(dataset, DictConfig) and bool(dataset.get("packed", False))
-    data = Data(length, question.samples or _SOME_SAMPLES, packed)
-    with quiet(), on_devices(question.devices):
-        settings = read_settings(question.cfg, warns=False)
-        host, run = set_up(question.recipe, question.changed(device="cuda").cfg, data, question.devices, allocations)
-        yield host, run, settings
+def levers(question: Question, length: int) -> Iterator[tuple[str, str, Question, int]]:
+    """Yield what would save memory: a name, what to add to the command line, and the run and the length it makes."""
+    recipe, model = question.recipe, question.cfg.model
+    for name, paste in _of_config(question):
+        yield name, paste, question.changed(paste), length
+    is_quantized = "qlora" in str(model["_component_"]) or bool(model.get("quantize_base", False))
+    kinds = ["LoRA"] if recipe in _TRAIN_ALL else []
+    kinds += [] if is_quantized or "qat" in recipe else ["QLoRA"]
+    for name in kinds:
+        yield from ((name, *found, length) for found in _with_adapters(question, f"{name.lower()}_"))
+    if length >= 256:
+        yield "shorter samples", f"tokenizer.max_seq_len={length // 2}", question, length // 2
+    if not recipe.endswith("single_device"):
+        more = replace(question, devices=question.devices * 2)
+        yield "more devices", f"--nproc_per_node {more.devices}", more, length
 
 
-def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
-    """Return the least forward that the settings leave to a run: 1 where it takes what fits."""
-    if isinstance(settings.micro_batch_size, Fixed):
-        return settings.micro_batch_size.samples
-    takes_what_fits = settings.use_maximum_batch_size and not settings.grows
-    return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1
+def _of_config(question: Question) -> Iterator[tuple[str, str]]:
+    cfg, recipe = question.cfg, question.recipe
+    checkpoints, checkpointing = cfg.get("enable_activation_checkpointing"), "enable_activation_checkpointing=True"
+    offloading = "enable_activation_offloading=True"
+    if not checkpoints:
+        yield "activation checkpointing", checkpointing
+    cannot_offload = "vision" in str(cfg.model["_component_"]) or recipe.startswith("knowledge")
+    if not cfg.get("enable_activation_offloading", False) and not cannot_offload:
+        if checkpoints:
+            yield "activation offloading", offloading
+        else:
+            yield "activation checkpointing and offloading", f"{offloading} {checkpointing}"
+    if not cfg.get("compile", False) and recipe not in _COMPILE_NOTHING:
+        yield "compile", "compile=True"
+    if cfg.loss["_component_"] != _CHUNKED and RECIPES[recipe] in (next_token, fake_quantized):
+        yield "chunked loss", f"loss._component_={_CHUNKED}"
+    if recipe in _TRAIN_ALL and recipe != "full_dpo_distributed" and not cfg.get("optimizer_in_bwd", False):
+        paste = "optimizer_in_bwd=True"
+        paste += "" if cfg.get("clip_grad_norm") is None else " clip_grad_norm=null"
+        paste += "" if cfg.get("gradient_accumulation_steps", 1) == 1 else " gradient_accumulation_steps=1"
+        yield "optimizer in the backward pass", paste
+    optimizer = str(cfg.optimizer["_component_"])
+    if not optimizer.startswith("torch.optim."):
+        return
+    if any(each in optimizer for each in ("Adam", "SGD", "Adagrad")) and not cfg.optimizer.get("fused", False):
+        paste = "optimizer.fused=True"
+        yield "fused optimizer", paste + (" optimizer.foreach=null" if cfg.optimizer.get("foreach") else "")
+    # FSDP's sharded parameters are not for bitsandbytes
+    if "Adam" in optimizer and recipe == "full_finetune_single_device":
+        yield "8-bit optimizer", f"optimizer._component_={_PAGED}"
+
+
+def _with_adapters(question: Question, kind: str) -> Iterator[tuple[str, Question]]:
+    """Yield what to paste for the adapters that a stock config gives the same model, and the run; none if none does."""
+    builder = str(question.cfg.model["_component_"]).rpartition(".")
+    wanted = f"{builder[0]}.{kind}{builder[2].removeprefix('lora_').removeprefix('qlora_')}"
+    recipe = question.recipe.replace("full_", "lora_", 1).replace("qat_distributed", "qat_lora_finetune_distributed")
+    knows_no_quantized = recipe == question.recipe and recipe.startswith(("lora_dpo", "knowledge"))
+    listed = "lora_finetune_single_device" if knows_no_quantized else recipe  # any recipe with adapters takes a model
+    for config in [config for stock in registry.get_all_recipes() if stock.name == listed for config in stock.configs]:
+        if Path(config.file_path).is_absolute():  # one of ours
+            continue
+        other = OmegaConf.load(CONFIGS / config.file_path)
+        assert isinstance(other, DictConfig)
+        if other.model["_component_"] != wanted or other.model.get("use_dora", False):
+            continue
+        if recipe == question.recipe:  # from LoRA to QLoRA
+            paste = f"model._component_={wanted}"
+            yield paste, question.changed(paste)
+        else:
+            size = f"batch_size={question.cfg.batch_size}"
+            paste = f"adaptive-batching run {recipe} --config {config.name} {size}"
+            yield paste, replace(question, recipe=recipe, cfg=other).changed(size)
+        return
+
+
+def start_processes() -> None:
+    """Start the process that others are forked from. What it imports takes seconds, in which this one can go on."""
+    if _CORES > 1:
+        forkserver.ensure_running()
+
+
+def pull_levers(made: Sketch) -> list[dict[str, Any]]:
+    """Return what each lever saves and the largest batch with it, best first."""
+    found = _in_parallel(_pulled, [(*lever, made.need) for lever in levers(made.question, made.length)])
+    return sorted(found, key=lambda each: -(each["saved_bytes"] if each["saved_bytes"] is not None else -(2**62)))
+
+
+def _pulled(task: tuple[str, str, Question, int, Need]) -> dict[str, Any]:
+    name, paste, question, length, before = task
+    found: dict[str, Any] = {"name": name, "paste": paste, "saved_bytes": None, "reserved_bytes": None,
+                             "largest_micro_batch": None, "sequence_length": length, "reason": None}  # fmt: skip
+    try:
+        made = sketch(question, length)
+        found["reserved_bytes"] = made.forecast.need(before.batch_size).reserved.by_default
+        found["saved_bytes"] = before.reserved.by_default - found["reserved_bytes"]
+        found["largest_micro_batch"] = made.largest
+    except Exception as error:  # whatever stock refuses or a trace cannot follow
+        found["reason"] = first_line(error)[:200]
+    return found
+
+
+def over_lengths(question: Question, longest: int | None = None) -> list[dict[str, Any]]:
+    """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known."""
+    lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
+    found = _in_parallel(_at_length, [(question, length) for length in lengths])
+    return [each for each in found if each is not None]
+
+
+def _at_length(task: tuple[Question, int]) -> dict[str, Any] | None:
+    try:
+        made = sketch(*task)
+    except TooLongError:
+        return None
+    return {
+        "sequence_length": made.length,
+        "batch_size": made.asked,
+        "needed_bytes": made.forecast.most_bytes(made.asked),
+        "needed_by_batch": {str(batch): made.forecast.most_bytes(batch) for batch in BATCHES},
+        "largest_micro_batch": made.largest,
+    }
+
+
+def _in_parallel(function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
+    workers = min(_CORES, len(tasks), 4)  # each takes some hundred MiB
+    if workers < 2:
+        return [function(task) for task in tasks]
+    with ProcessPoolExecutor(workers, mp_context=_PROCESSES) as pool:
+        return list(pool.map(function, tasks))

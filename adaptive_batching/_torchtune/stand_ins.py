@@ -1,20 +1,37 @@
-"""What stands in for activation offloading and for optimizers of bitsandbytes where nothing is computed."""
+"""What stands in for parts of torchtune and bitsandbytes where nothing is computed.
+
+These are activation offloading, optimizers of bitsandbytes, images, and layers that a trace cannot follow image by
+image. How many images a sample has only the data know: a plan assumes one, of as many tiles as the model takes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import math
 import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torchtune.modules import VisionTransformer
+from torchtune.modules.model_fusion import FusionEmbedding
 
 from adaptive_batching._trace.bits_and_bytes import BlockWise
 from adaptive_batching._values import ConfigError
 
+COLLATE = "torchtune.data.padded_collate_tiled_images_and_mask"  # the function whose samples are known
 SMALLEST = 64
-"""Bytes from which on an activation moves. torchtune's 1024 are reached at any batch size worth the name, but may lie
-between the two that are traced, whose operations must be the same."""
+"""Bytes from which on an activation moves. torchtune's 1024 may lie between the two batch sizes that are traced, whose
+operations must be the same."""
 
 _COPIES = 3  # number of their stream
 _MOST_STAYING = 5
@@ -26,9 +43,8 @@ class TracedOffloading(saved_tensors_hooks):
 
     An activation stays on the device until five more have been saved, because the copy to the host may not have ended;
     the last ones go when the first node of the backward pass that takes an activation has run. There an activation
-    comes back, and goes when the next such node has run: the copies of one are waited for while the next computes. A
-    copy on the host takes no memory of the device. What comes back is allocated on the stream of the copies. Where that
-    has to be kept until another stream has caught up, it is taken to have.
+    comes back, on the stream of the copies, and goes when the next such node has run: the copies of one are waited for
+    while the next computes. Where it has to be kept until another stream has caught up, that is taken to have.
     """
 
     def __init__(self) -> None:
@@ -46,18 +62,11 @@ class TracedOffloading(saved_tensors_hooks):
         self._graph = None
         self._count += 1
         number = self._count
-        stays = (
-            tensor.nbytes < SMALLEST
-            or isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer))
-            or is_traceable_wrapper_subclass(tensor)
-        )
-        if stays:
+        is_weight = isinstance(tensor, (torch.nn.Parameter, torch.nn.Buffer)) or is_traceable_wrapper_subclass(tensor)
+        if is_weight or tensor.nbytes < SMALLEST:
             self._saved[number] = tensor
             return number
-        for earlier in list(self._staying):
-            if earlier > number - _MOST_STAYING:
-                break
-            del self._staying[earlier]
+        self._staying = {each: kept for each, kept in self._staying.items() if each > number - _MOST_STAYING}
         self._staying[number] = tensor
         self._saved[number] = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         return number
@@ -74,8 +83,7 @@ class TracedOffloading(saved_tensors_hooks):
         node: Any = torch._C._current_autograd_node()
         of_earlier_node: list[int] = []
         if self._graph == torch._C._current_graph_task_id() and node != self._node:
-            self._node = node
-            of_earlier_node = list(self._brought)
+            self._node, of_earlier_node = node, list(self._brought)
         tensor = self._staying.get(number)
         comes_back = tensor is None
         if tensor is None:
@@ -110,8 +118,107 @@ def without_kernels(optimizer: DictConfig) -> DictConfig:
             f"optimizer._component_={component} is not known to the plan; known are those of bitsandbytes called "
             f"{', '.join(_STATES)}, also Paged..., ...8bit"
         )
-    arguments: dict[str, Any] = {
-        "num_states": _STATES[match[2]], "bits": 8 if match[3] == "8bit" else 32, "paged": match[1] is not None,
-        "lr": optimizer.get("lr"),
-    }  # fmt: skip
-    return OmegaConf.create({"_component_": f"{BlockWise.__module__}.BlockWise", **arguments})
+    return OmegaConf.create(
+        {
+            "_component_": f"{BlockWise.__module__}.BlockWise", "lr": optimizer.get("lr", 1e-3),
+            "num_states": _STATES[match[2]], "bits": 8 if match[3] == "8bit" else 32, "paged": match[1] is not None,
+        }
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Image:
+    tiles: int  # most that it is cut into
+    size: int  # pixels of a tile in a row, and rows
+    channels: int
+    tokens_per_tile: int  # one for each patch, and one for the class
+
+    def fields(self, length: int) -> dict[str, Any]:
+        """Return what a sample of ``length`` tokens has besides text, of the type that torchtune's transform gives."""
+        with torch.device("meta"):
+            pixels = torch.empty(self.tiles, self.channels, self.size, self.size, dtype=torch.bfloat16)
+            mask = torch.empty(length, self.tiles * self.tokens_per_tile, dtype=torch.bool)
+        ratio = torch.tensor(_grid(self.tiles))
+        return {"encoder_input": {"images": [pixels], "aspect_ratio": [ratio]}, "encoder_mask": [mask]}
+
+    def __str__(self) -> str:
+        return f"one image of {self.tiles} tiles of {self.size} x {self.size} pixels in each sample"
+
+
+def image_of(model: nn.Module) -> Image | None:
+    """Return the largest image that ``model`` takes; None if it takes none."""
+    encoders = _encoders(model)
+    if not encoders:
+        return None
+    [encoder] = encoders
+    embedding = encoder.pre_tile_pos_embed
+    tiles = 1 if embedding is None else embedding.embedding.shape[0]
+    size = math.isqrt(encoder.patches_per_tile) * int(encoder.conv.kernel_size[0])
+    return Image(tiles, size, encoder.conv.in_channels, encoder.get_image_tokens_per_tile())
+
+
+def run_without_values(model: nn.Module) -> None:
+    """Have ``model`` run without the values of a batch: torchtune adds the positions of tiles image by image, and reads
+    from the batch how many each has. Here each has as many as there can be. One token of a sample stands for an image.
+    """
+    for encoder in _encoders(model):
+        for module in (encoder.pre_tile_pos_embed, encoder.post_tile_pos_embed):
+            if module is not None:
+                module.forward = partial(_add_of_tiles, module)
+        if hasattr(encoder.token_pos_embedding, "global_token_positional_embedding"):
+            encoder.token_pos_embedding.forward = partial(_add_of_tokens, encoder.token_pos_embedding)
+    for module in model.modules():
+        if isinstance(module, FusionEmbedding):
+            module.forward = partial(_embed, module)
+
+
+@contextlib.contextmanager
+def without_torchvision() -> Iterator[None]:
+    """Let torchtune's models with images be imported without torchvision, which only their transforms use."""
+    if find_spec("torchvision") is None:
+        names = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
+        sys.modules.update({name: mock.MagicMock() for name in names})
+        try:
+            importlib.import_module("torchtune.models.llama3_2_vision")
+        finally:
+            for name in names:
+                del sys.modules[name]
+    yield
+
+
+def _encoders(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, VisionTransformer)]
+
+
+def _add_of_tiles(module: Any, x: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
+    x += _for_each_image(module.embedding, x) * module.gate.tanh()  # x: [images, tiles, tokens, d]
+    return x
+
+
+def _add_of_tokens(module: Any, x: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
+    x = x + module.local_token_positional_embedding * (1 - module.gate.tanh())
+    x += _for_each_image(module.global_token_positional_embedding, x) * module.gate.tanh()
+    return x
+
+
+def _embed(module: FusionEmbedding, tokens: torch.Tensor) -> torch.Tensor:
+    mask = tokens < module.embedding.num_embeddings  # tokens: [b, s]
+    of_text = module.embedding(tokens.reshape(-1).clone())
+    of_images = module.fusion_embedding(tokens[:, :1].reshape(-1).clone())
+    mask = mask.unsqueeze(-1).expand(*tokens.shape, module.dim)
+    out: torch.Tensor = module._fused_embed(*tokens.shape).masked_scatter(mask, of_text)
+    return out.masked_scatter(~mask, of_images)
+
+
+def _for_each_image(embedding: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the positions of all tiles for each image of ``x``, as torchtune makes one."""
+    images, tiles = x.shape[:2]
+    rows, columns = _grid(tiles)
+    used = embedding[:rows, :columns]  # [rows, columns, 1 or tokens, d]
+    return used.expand(images, *used.shape).reshape(images, tiles, *used.shape[2:])
+
+
+def _grid(tiles: int) -> tuple[int, int]:
+    """Return rows and columns of so many tiles, as square as can be; positions of other shapes take no more."""
+    rows = next(rows for rows in range(math.isqrt(tiles), 0, -1) if tiles % rows == 0)
+    return rows, tiles // rows

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._report.events import StepCost
+from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.data import Sample
-
-if TYPE_CHECKING:
-    from adaptive_batching._torchtune.cutting import MicroBatch
-    from adaptive_batching._torchtune.host import Host, MemoryHistory
+from adaptive_batching._torchtune.host import Host, MemoryHistory
 
 
 class StepCosts:
     """Tells what each optimizer step has taken; counters that others may read are left alone while training goes on."""
 
     def __init__(self, host: Host) -> None:
-        self._objective = host.objective
-        self._device = host.device
+        self._host = host
         self._meter: MemoryMeter | None = None
         with contextlib.suppress(NotImplementedError, OSError):
             self._meter = memory_meter(host.device)
             self._meter.reset_peak()  # what the probe took is its own
 
     def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
-        is_text = bool(samples) and self._objective.is_text(samples[0])
-        return StepCost(
-            seconds=seconds,
-            forwards=len(micro_batches),
-            tokens=sum(len(self._objective.tokens(sample)) for sample in samples) if is_text else None,
-            padded_tokens=sum(each.tokens for each in micro_batches) if is_text else None,
-            peak_bytes=self._peak_bytes(),
-        )
+        objective, tokens, padded = self._host.objective, None, None
+        if samples and objective.is_text(samples[0]):
+            tokens = sum(len(objective.tokens(sample)) for sample in samples)
+            padded = sum(each.tokens for each in micro_batches)
+        return StepCost(seconds, len(micro_batches), tokens, padded, self._peak_bytes())
 
     def _peak_bytes(self) -> int | None:
-        if self._device.type != "cpu":
+        device = self._host.device
+        if device.type != "cpu":
             # Memory that is reserved stays so until the cache is emptied: it is the peak, and nothing has to be reset.
-            module = torch.get_device_module(self._device)
-            return int(module.memory_reserved(self._device)) if hasattr(module, "memory_reserved") else None
+            module = torch.get_device_module(device)
+            return int(module.memory_reserved(device)) if hasattr(module, "memory_reserved") else None
         with contextlib.suppress(OSError, KeyError, MemoryError):
             return None if self._meter is None else self._meter.peak_bytes()
         return None
@@ -51,11 +45,9 @@ class StepCosts:
 @contextlib.contextmanager
 def recorded_memory(history: MemoryHistory | None, epoch: int, index: int) -> Iterator[None]:
     """Record CUDA's allocations inside, if batch number ``index`` of ``epoch``, both from 0, is one to record."""
-    if history is None or epoch > 0:
-        yield
-        return
-    if index == history.first:
+    begin, end = (history.first, history.last) if history is not None and epoch == 0 else (None, None)
+    if index == begin:
         torch.cuda.memory._record_memory_history()
     yield
-    if index == history.last:
+    if index == end:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -23,9 +23,9 @@ from adaptive_batching._torchtune.data import Sample, repeat
 from adaptive_batching._torchtune.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
 from adaptive_batching._torchtune.gradients import discard as drop_step
 from adaptive_batching._torchtune.host import Gate, Host
-from adaptive_batching._torchtune.images import run_without_values
 from adaptive_batching._torchtune.losses import keeps_scales
 from adaptive_batching._torchtune.objective import Batch, Sums
+from adaptive_batching._torchtune.stand_ins import run_without_values
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 
 _NF4_BITS_PER_WEIGHT = 4.127  # 4, an 8-bit scale per 64 weights, a 32-bit one per 256 of these (QLoRA, section 3)

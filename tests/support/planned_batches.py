@@ -1,4 +1,4 @@
-"""Plan the configs of this package, and write the batch sizes that fit into their comments. To do so, run this module::
+"""Plan the configs of this package, and write the batch sizes that fit into their comments::
 
 python -m tests.support.planned_batches [<part of a path> ...]
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._torchtune.commands import LAUNCHED
 from adaptive_batching._torchtune.planning import Question, sketch
@@ -19,29 +18,26 @@ from tests.support.processes import in_a_process
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"
 ADAPTIVE = sorted(path for path in FOLDER.glob("**/*.yaml") if path.parent.name != "quickstart")
-CARDS = (24, 48, 80)
-"""GiB of the cards."""
-
+CARDS = (24, 48, 80)  # GiB
 _FIGURES = re.compile(r"^#   24 GiB: .*$", flags=re.MULTILINE)
 
 
 def question_of(path: Path) -> Question:
     """Return the run that a config says it is launched as."""
-    text = path.read_text()
+    text, cfg = path.read_text(), OmegaConf.load(path)
     [recipe] = re.findall(LAUNCHED, text)
     devices = re.search(r"--nproc_per_node (\d+)", text)
-    cfg: Any = OmegaConf.load(path)
+    assert isinstance(cfg, DictConfig)
     return Question(recipe, cfg, int(devices[1]) if devices else 1)
 
 
 def shown(path: Path) -> str:
-    """Return the line that a config shows."""
     [line] = _FIGURES.findall(path.read_text())
     return str(line)
 
 
 def planned(path: Path) -> str:
-    """Return that line as it should be: the largest forward of samples of the longest length, on each card."""
+    """Return the line to show: the largest forward of samples of the longest length, on each card."""
     question = question_of(path)
     forecast = sketch(question, int(question.cfg.tokenizer.max_seq_len)).forecast
     largest = [forecast.largest(gib * GIB) for gib in CARDS]
@@ -49,7 +45,6 @@ def planned(path: Path) -> str:
 
 
 def planned_apart(path: Path) -> str:
-    """Do as :func:`planned`, in a process of its own, whose memory is given back."""
     return in_a_process(planned, path)
 
 

@@ -1,15 +1,16 @@
-"""A small model with images, its weights and its data, by the paths that a config names."""
+"""A small model with images in one of its two layers, any weights and data, by the paths that a config names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torchtune.modules.model_fusion import DeepFusionModel
 
-from adaptive_batching._torchtune.images import without_torchvision
+from adaptive_batching._torchtune.stand_ins import without_torchvision
 
 with without_torchvision():
     from torchtune.models.llama3_2_vision._component_builders import llama3_2_vision_decoder, llama3_2_vision_encoder
@@ -17,14 +18,13 @@ with without_torchvision():
 TILE, PATCH, TILES = 56, 14, 4
 TOKENS_PER_TILE = (TILE // PATCH) ** 2 + 1
 OVERRIDES = [
-    "model._component_=tests.support.vision.model", "checkpointer._component_=tests.support.vision.Checkpointer",
+    "model._component_=tests.support.vision.model", "checkpointer._component_=tests.support.vision.checkpointer",
     "dataset._component_=tests.support.vision.dataset",
     "collate_fn=torchtune.data.padded_collate_tiled_images_and_mask",
 ]  # fmt: skip
 
 
 def model(decoder_trainable: bool = True, **_: Any) -> nn.Module:
-    """Return a model of two layers, one of which sees images."""
     encoder = llama3_2_vision_encoder(
         patch_size=PATCH, num_heads=4, clip_embed_dim=64, clip_num_layers=2, clip_hidden_states=[0],
         num_layers_projection=1, decoder_embed_dim=128, tile_size=TILE, max_num_tiles=TILES,
@@ -36,18 +36,12 @@ def model(decoder_trainable: bool = True, **_: Any) -> nn.Module:
     return DeepFusionModel(decoder, encoder, encoder_trainable=True, decoder_trainable=decoder_trainable)
 
 
-class Checkpointer:
-    """Gives the model any weights."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def load_checkpoint(self) -> dict[str, Any]:
-        return {"model": model().state_dict()}
+def checkpointer(**_: Any) -> Any:
+    return SimpleNamespace(load_checkpoint=lambda: {"model": model().state_dict()})
 
 
 def sample(length: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Return a sample with an image of as many tiles as there can be, in front of its text."""
+    """A sample with an image of as many tiles as there can be, in front of its text."""
     tokens = [700, *range(1, length)]
     mask = torch.ones(length, TILES * TOKENS_PER_TILE, dtype=torch.bool)
     images = {"images": [torch.rand(TILES, 3, TILE, TILE, dtype=dtype)], "aspect_ratio": [torch.tensor([2, 2])]}
@@ -55,5 +49,4 @@ def sample(length: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def dataset(tokenizer: Any, **_: Any) -> Sequence[dict[str, Any]]:
-    """Return what a builder of data sets returns."""
     return [sample(length) for length in (20, 30) * 25]

@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._torchtune.images import image_of, run_without_values
 from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
-from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._torchtune.stand_ins import image_of, run_without_values
 from adaptive_batching._trace.trace import trace_step
 from tests.support import vision
-from tests.torchtune.test_on_paper import LENGTH, assert_same, config, real_host
-from tests.torchtune.test_real_steps import predicted_bytes, transient_bytes
+from tests.torchtune.test_on_paper import (
+    LENGTH,
+    assert_same,
+    config,
+    predicted_bytes,
+    real_host,
+    step_of,
+    transient_bytes,
+)
 
 RECIPE = "full_finetune_single_device"
 
@@ -26,38 +32,27 @@ def small(*overrides: str, **paths: Any) -> Any:
     return cfg
 
 
-CASES = {
-    "all trained": [],
-    "checkpointing": ["enable_activation_checkpointing=True"],
-    "language frozen": ["model.decoder_trainable=False"],
-}
+@pytest.mark.parametrize(
+    "override", ["seed=0", "enable_activation_checkpointing=True", "model.decoder_trainable=False"]
+)
+def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
+    override: str, inputs: Path, tmp_path: Path
+) -> None:
+    on_paper, _ = set_up(RECIPE, small(override, "dtype=bf16"), Data(LENGTH, 50))
+    ours = trace_step(step_of(on_paper, on_paper.loader.dataset[0]))
+    real = real_host("full", small(override, "dtype=bf16", inputs=inputs, out=tmp_path))
+    assert_same(ours, trace_step(step_of(real, vision.sample(LENGTH, torch.bfloat16))))
+    precise = step_of(real_host("full", small(override, inputs=inputs, out=tmp_path)), vision.sample(LENGTH))
+    assert predicted_bytes(trace_step(precise)) == pytest.approx(transient_bytes(precise), rel=0.02)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_real_step_with_images_takes_what_is_predicted(case: str, inputs: Path, tmp_path: Path) -> None:
-    host, sample = real_host("full", small(*CASES[case], inputs=inputs, out=tmp_path)), vision.sample(LENGTH)
-    assert predicted_bytes(host, sample) == pytest.approx(transient_bytes(host, sample), rel=0.02)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_step_on_paper_is_that_of_the_recipe_to_the_byte(case: str, inputs: Path, tmp_path: Path) -> None:
-    real = real_host("full", small(*CASES[case], "dtype=bf16", inputs=inputs, out=tmp_path))
-    on_paper, _ = set_up(RECIPE, small(*CASES[case], "dtype=bf16"), Data(LENGTH, 50))
-    samples = [(on_paper, on_paper.loader.dataset[0]), (real, vision.sample(LENGTH, torch.bfloat16))]
-    assert_same(*(trace_step(training_step(host, sample, accumulates=False)) for host, sample in samples))
-
-
-def test_the_largest_image_follows_from_the_model() -> None:
+def test_what_is_assumed_of_images_follows_from_the_model_and_is_said() -> None:
     image = image_of(vision.model())
     assert image is not None
     assert (image.tiles, image.size, image.channels) == (vision.TILES, vision.TILE, 3)
     assert image.tokens_per_tile == vision.TOKENS_PER_TILE
-    assert image_of(torch.nn.Linear(2, 2)) is None
-
-
-def test_what_is_assumed_of_images_is_said() -> None:
-    made = sketch(Question(RECIPE, small("dtype=bf16")), LENGTH)
-    assert made.assumes == "one image of 4 tiles of 56 x 56 pixels in each sample"
+    said = sketch(Question(RECIPE, small("dtype=bf16")), LENGTH).assumes
+    assert said == "one image of 4 tiles of 56 x 56 pixels in each sample"
     assert sketch(Question(RECIPE, config("full")), LENGTH).assumes is None
 
 

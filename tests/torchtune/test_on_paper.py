@@ -1,8 +1,14 @@
-"""A plan is made of the step that the probe would trace: to the byte, without weights, data or tokenizer."""
+"""A plan is made of the step that the probe would trace, to the byte, and a real step on the CPU takes what it says.
+
+On several devices the rank's peers are a process group that is none, so that numbers are nonsense; memory is not.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,31 +16,45 @@ from unittest import mock
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.tensor import DTensor
+from torchao.dtypes.nf4tensor import to_nf4
+from torchtune.modules.peft import get_adapter_params
 
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.on_paper import RECIPES, Data, set_up
+from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, set_up
+from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.stock import load_stock
 from adaptive_batching._torchtune.training_step import training_step
+from adaptive_batching._trace.recorder import state_tensors
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TracedStep
+from adaptive_batching._trace.training import TrainingStep, kept_tensors
 from tests.conftest import ARCHITECTURE, ROOT
+from tests.integration.two_ranks import OTHERS
+from tests.support.overrides import TEACHER
+from tests.support.real_memory import most_in_use
 
-LENGTH = 48
+LENGTH, BATCH = 48, 16
 SIZES = (1, 2, 4, 30, 1000)
-LORA = ["model._component_=torchtune.models.llama2.lora_llama2"]
-QUANTIZED = [*LORA, "model.quantize_base=True", "dtype=bf16"]
 
 
 def config(kind: str, *overrides: str, inputs: Path | str = "nowhere", out: Path | str = "nowhere") -> Any:
-    cfg = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml")
+    cfg: Any = OmegaConf.load(ROOT / "recipes" / "configs" / "quickstart" / f"{kind}_single_device.yaml")
     common = [
         f"data_dir={inputs}", f"output_dir={out}", "dataset.split=train[:50]", "tokenizer.max_seq_len=64",
         "batch_size=4", "use_maximum_batch_size=False",
         *(f"model.{key}={value}" for key, value in ARCHITECTURE.items()),
     ]  # fmt: skip
-    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*common, *overrides]))
+    given = [override for override in overrides if not override.startswith("~")]
+    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*common, *given]))
     cfg.batch_increase_function = None
+    for override in set(overrides) - set(given):
+        del cfg.model[override.removeprefix("~model.")]
     return cfg
 
 
@@ -51,53 +71,186 @@ def real_host(kind: str, cfg: Any) -> Host:
     return host
 
 
-def traced(host: Host, accumulation: int) -> TracedStep:
-    sample = {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}
-    return trace_step(training_step(host, sample, accumulates=accumulation > 1))
+def step_of(host: Host, sample: Any = None, *, accumulates: bool = False) -> TrainingStep:
+    """The step of a rank, without what it asks of others: agreement, and the norm of all shards."""
+    alone = replace(host, ranks=Ranks(alone=True), clip_norm=None) if is_sharded(host.model) else host
+    return training_step(alone, sample or Data(LENGTH, 50)[0], accumulates=accumulates)
+
+
+def transient_bytes(step: TrainingStep, batch_size: int = BATCH) -> int:
+    """Most bytes that a real step has in use beyond those between steps, as torch's profiler counts them."""
+    run = step.bind(step.model, step.optimizers)
+    run(step.make_batch(batch_size))  # makes the optimizer states, and what a step keeps
+    return most_in_use(lambda: run(step.make_batch(batch_size)))  # the batch is in use, too
+
+
+def predicted_bytes(step: TracedStep, batch_size: int = BATCH) -> int:
+    log = step.at(batch_size).log
+    return max(log) - log[0]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum({s.data_ptr(): s.nbytes() for each in tensors for s in get_untyped_storages(each)}.values())
 
 
 def assert_same(ours: TracedStep, real: TracedStep) -> None:
-    """Hold two steps against each other, to the byte."""
+    """Hold two steps against each other, to the byte, and a step against itself."""
     assert ours.is_uniform
     assert ours.curve.resting_bytes == real.curve.resting_bytes
     for size in SIZES:
-        assert ours.curve.peak_bytes(size) == real.curve.peak_bytes(size), size
-        assert ours.at(size).at_peak() == real.at(size).at_peak()
-
-
-CASES = {
-    "full": ("full", []),
-    "checkpointing": ("full", ["enable_activation_checkpointing=True", "dtype=bf16"]),
-    "accumulation": ("full", ["gradient_accumulation_steps=3"]),
-    "fused": ("full", ["optimizer.fused=True"]),
-    "in_backward": ("full", ["optimizer_in_bwd=True", "clip_grad_norm=null"]),
-    "sgd": ("full", ["optimizer._component_=torch.optim.SGD"]),
-    "whole_logits": ("full", ["loss._component_=torch.nn.CrossEntropyLoss"]),
-    "compiled": ("full", ["compile=True"]),
-    "lora": ("lora", []),
-    "dora": ("lora", ["model.use_dora=True"]),
-    "qlora": ("lora", QUANTIZED),
-    "qdora": ("lora", [*QUANTIZED, "model.use_dora=True", "enable_activation_checkpointing=True"]),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_step_on_paper_is_that_of_the_recipe_to_the_byte(case: str, inputs: Path, tmp_path: Path) -> None:
-    kind, overrides = CASES[case]
-    host = real_host(kind, config(kind, *overrides, inputs=inputs, out=tmp_path))
-    cfg = config(kind, *overrides)
-    on_paper, run = set_up(f"{kind}_finetune_single_device", cfg, Data(LENGTH, 50))
-    assert all(tensor.is_meta for tensor in [*on_paper.model.parameters(), *on_paper.model.buffers()])
-    ours, real = (traced(each, run.accumulation) for each in (on_paper, host))
-    assert_same(ours, real)
-    for size in SIZES:
         record = ours.at(size)
-        assert sum(record.sizes[: record.num_resting]) == ours.curve.resting_bytes and min(record.sizes) >= 0
+        assert ours.curve.peak_bytes(size) == real.curve.peak_bytes(size) == max(record.log), size
+        assert record.at_peak() == real.at(size).at_peak()
+        assert sum(record.sizes[: record.num_resting]) == record.log[0] and min(record.sizes) >= 0
         assert max(record.log) == sum(record.at_peak()[1].values())
 
 
-def test_setting_up_on_paper_leaves_random_numbers_and_functions_of_torch_as_they_are() -> None:
-    state, load = torch.get_rng_state(), torch.nn.Module.load_state_dict
-    set_up("full_finetune_single_device", config("full"), Data(LENGTH, 50))
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    config: str  # of the quickstart
+    overrides: list[str]
+    length: int = LENGTH
+    batch_size: int = BATCH
+    rel: float = 0.01  # of what a real step takes, around what is predicted
+
+
+def one(kind: str, *overrides: str, **others: Any) -> Case:
+    return Case(f"{kind}_finetune_single_device", kind, [*overrides], **others)
+
+
+def few(*overrides: str) -> Case:
+    """A step of so few tokens that the optimizer sets the peak."""
+    return one("full", *overrides, length=8, batch_size=2)
+
+
+def shard(kind: str, *overrides: str) -> Case:
+    recipe, of, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, []))
+    return Case(recipe, of, [*added, *overrides], batch_size=6, rel=0.02)
+
+
+CHECKPOINTING, COMPILED = "enable_activation_checkpointing=True", "compile=True"
+QUANTIZED, LORA = "model.quantize_base=True", "model._component_=torchtune.models.llama2.lora_llama2"
+WHOLE = ["kd_loss._component_=torchtune.modules.loss.ForwardKLLoss", "loss._component_=torch.nn.CrossEntropyLoss"]
+DPO, KD = ("lora_dpo_single_device", "lora_dpo"), ("knowledge_distillation_single_device", "lora")
+IN_BACKWARD = ["optimizer_in_bwd=True", "clip_grad_norm=null"]
+CASES = {
+    "full": one("full"),
+    "checkpointing": one("full", CHECKPOINTING),
+    "checkpointing, bf16": one("full", CHECKPOINTING, "dtype=bf16"),
+    "accumulation": one("full", "gradient_accumulation_steps=3"),
+    "whole logits": one("full", "loss._component_=torch.nn.CrossEntropyLoss"),
+    "shorter samples": one("full", length=LENGTH // 2),
+    "one state": one("full", "optimizer={_component_: torch.optim.SGD, lr: 0.1, momentum: 0.9}"),
+    "lora": one("lora"),
+    "dora": one("lora", "model.use_dora=True"),
+    "qlora": one("lora", LORA, QUANTIZED),
+    "qdora": one("lora", LORA, QUANTIZED, "dtype=bf16", "model.use_dora=True", CHECKPOINTING),
+    "few tokens": few(),
+    "fused": few("optimizer.fused=True"),
+    "foreach": few("optimizer.foreach=True"),
+    "in backward": few(*IN_BACKWARD),
+    "lora_dpo": Case(*DPO, []),
+    "kd": Case(*KD, TEACHER),
+    **{f"{kind}, sharded": shard(kind) for kind in ("full", "lora", *OTHERS)},
+}
+SLOW = {
+    "lora_dpo, checkpointing": Case(*DPO, [CHECKPOINTING, "dtype=bf16"]),
+    "lora_dpo, quantized": Case(*DPO, [QUANTIZED]),
+    "kd, whole logits": Case(*KD, [*TEACHER[:-1], *WHOLE]),
+    "full_dpo, ends sharded": shard("full_dpo", "custom_sharded_layers=[output]"),
+    "kd, ends sharded": shard("kd", "custom_sharded_layers=[output]"),
+    "qat, checkpointing": shard("qat", CHECKPOINTING),
+    **{
+        f"{kind}, compiled {' '.join(overrides)}": one(kind, COMPILED, *overrides, rel=0.002)
+        for kind, overrides in (("full", []), ("full", [CHECKPOINTING]), ("full", ["dtype=bf16"]), ("lora", []))
+    },
+}
+
+
+@contextlib.contextmanager
+def devices_of(recipe: str) -> Iterator[int]:
+    """As many devices as the recipe is for."""
+    count = 2 if recipe.endswith("distributed") else 1
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    with mock.patch.dict("os.environ", group if count > 1 else {}), on_devices(count):
+        yield count
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
+    name: str, inputs: Path, tmp_path: Path
+) -> None:
+    case = {**CASES, **SLOW}[name]
+    added = ["adaptive_batching.recover_from_oom=False", *case.overrides]
+    sample = Data(case.length, 50, pairs=RECIPES[case.recipe] is preferences)[0]
+    allocations = Allocations()
+    with devices_of(case.recipe) as count:
+        host, run = set_up(case.recipe, config(case.config, *added), Data(case.length, 50), count, allocations)
+        assert all(tensor.is_meta for each in host.models for tensor in [*each.parameters(), *each.buffers()])
+        ours = trace_step(step_of(host, sample, accumulates=run.accumulation > 1))
+        real = real_host(case.recipe, config(case.config, *added, inputs=inputs, out=tmp_path))
+        step = step_of(real, sample, accumulates=run.accumulation > 1)
+        traced = trace_step(step)
+        assert_same(ours, traced)
+        assert predicted_bytes(ours, case.batch_size) == pytest.approx(
+            transient_bytes(step, case.batch_size), rel=case.rel
+        )
+        if COMPILED not in added:
+            assert trace_step(step).curve.peak_bytes(9) == traced.curve.peak_bytes(9), "after real steps, too"
+    resting = ours.curve.resting_bytes
+    kept = bytes_of(kept_tensors(step.model))
+    assert ours.at(case.batch_size).log[0] - resting == kept, "what a step keeps for the next"
+    assert bytes_of(step.model.parameters()) <= allocations.so_far().most_bytes
+    if count == 1:  # some tensors of NF4 are views of larger ones
+        there = [*step.model.parameters(), *step.model.buffers(), *state_tensors(real.optimizers)]
+        assert resting == pytest.approx(bytes_of(there), rel=0.01 if QUANTIZED in added else 0)
+
+
+def test_a_compiled_step_on_paper_is_that_of_the_recipe(inputs: Path, tmp_path: Path) -> None:
+    """It leaves random numbers and functions of torch as they are, too."""
+    state, load = torch.get_rng_state(), nn.Module.load_state_dict
+    on_paper, _ = set_up("full_finetune_single_device", config("full", COMPILED), Data(LENGTH, 50))
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.nn.Module.load_state_dict is load
+    assert nn.Module.load_state_dict is load
+    real = real_host("full", config("full", COMPILED, inputs=inputs, out=tmp_path))
+    assert_same(*(trace_step(step_of(host)) for host in (on_paper, real)))
+
+
+def loaded(model: nn.Module, *, on_host: bool = False) -> int:
+    allocations = Allocations()
+    allocations.load(model, on_host=on_host)
+    return allocations.so_far().most_bytes
+
+
+def test_quantizing_a_weight_takes_what_it_really_takes() -> None:
+    weight, on_paper = torch.randn(512, 1024, dtype=torch.bfloat16), nn.Module()
+    with torch.device("meta"):
+        on_paper.weight = nn.Parameter(to_nf4(torch.empty_like(weight, device="meta")), requires_grad=False)
+    quantized = to_nf4(weight)
+    really = most_in_use(lambda: quantized.copy_(weight))
+    # On another device than the weight's, a copy of the weight comes first.
+    assert loaded(on_paper) == pytest.approx(really + weight.nbytes, rel=0.02)
+
+
+def test_loading_what_is_not_quantized_takes_no_more_than_the_model() -> None:
+    allocations = Allocations()
+    with allocations:
+        model = nn.Linear(64, 32, device="meta")
+    allocations.load(model)
+    assert allocations.so_far().most_bytes == (64 * 32 + 32) * 4
+
+
+def test_each_weight_is_whole_for_a_moment_on_several_devices() -> None:
+    seen = Allocations()
+    with on_devices(4):
+        host, _ = set_up("lora_finetune_distributed", config("lora", LORA), Data(LENGTH, 50), 4, seen)
+        on_host = loaded(host.model, on_host=True)
+    assert all(isinstance(parameter, DTensor) for parameter in host.model.parameters())
+    adapters = get_adapter_params(host.model)
+    sizes = {name: each.numel() * each.element_size() for name, each in sorted(host.model.named_parameters())}
+    whole = [size for name, size in sizes.items() if name not in adapters]
+    held = sum(buffer.nbytes for buffer in host.model.buffers()) + sum(sizes[name] for name in adapters) / 4
+    at_most = max(sum(whole[: number + 1]) / 4 + weight for number, weight in enumerate(whole))
+    assert seen.so_far().most_bytes == pytest.approx(held + at_most, rel=0.01)
+    assert on_host == pytest.approx(max(whole) * 5 / 4, rel=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -17,12 +18,13 @@ from torchtune.training import OffloadActivations
 from adaptive_batching._torchtune import objective
 from adaptive_batching._torchtune.on_paper import Data, set_up
 from adaptive_batching._torchtune.stand_ins import SMALLEST
-from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.recorder import Recorder
 from adaptive_batching._trace.trace import trace_step
-from adaptive_batching._trace.traced_step import TRACED_SIZES, TracedStep
+from adaptive_batching._trace.traced_step import TRACED_SIZES
 from tests.conftest import ARCHITECTURE
-from tests.torchtune.test_on_paper import LENGTH, config, traced
+from tests.torchtune.test_on_paper import LENGTH, config, step_of
+
+SAME: Any = {"min_offload_size": SMALLEST}
 
 
 @contextlib.contextmanager
@@ -39,35 +41,13 @@ def without_cuda() -> Iterator[None]:
     def brought(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return empty_like(tensor) if args == ("cuda",) else to(tensor, *args, **options)
 
+    streams: Any = {"default_stream": mock.DEFAULT, "Stream": mock.DEFAULT, "stream": contextlib.nullcontext}
+    of_tensors: Any = {"to": brought, "record_stream": lambda tensor, stream: None}
     with (
-        mock.patch.object(torch.cuda, "default_stream"),
-        mock.patch.object(torch.cuda, "Stream"),
-        mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        mock.patch.multiple(torch.cuda, **streams), mock.patch.multiple(torch.Tensor, **of_tensors),
         mock.patch.object(torch, "empty_like", on_host),
-        mock.patch.object(torch.Tensor, "to", brought),
-        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-    ):
+    ):  # fmt: skip
         yield
-
-
-class Real(OffloadActivations):
-    """torchtune's, with the same smallest activation."""
-
-    def __init__(self) -> None:
-        super().__init__(min_offload_size=SMALLEST)
-
-
-def trace(*overrides: str, monkeypatch: pytest.MonkeyPatch, by_torchtune: bool) -> TracedStep:
-    levers = ["enable_activation_offloading=True", "enable_activation_checkpointing=True"]
-    cfg = config("full", *levers, *overrides)
-    cfg.device = "cuda"
-    host, _ = set_up("full_finetune_single_device", cfg, Data(LENGTH, 50))
-    if not by_torchtune:
-        return traced(host, 1)
-    with without_cuda():
-        monkeypatch.setattr(objective, "TracedOffloading", Real)
-        host.objective._activations = Real()  # type: ignore[attr-defined]
-        return traced(host, 1)
 
 
 @pytest.mark.parametrize(
@@ -78,41 +58,40 @@ def trace(*overrides: str, monkeypatch: pytest.MonkeyPatch, by_torchtune: bool) 
 def test_a_trace_keeps_on_the_device_what_torchtune_keeps(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = (trace(*overrides, monkeypatch=monkeypatch, by_torchtune=flag) for flag in (False, True))
+    levers = ["enable_activation_offloading=True", "enable_activation_checkpointing=True", "device=cuda"]
+    host, _ = set_up("full_finetune_single_device", config("full", *levers, *overrides), Data(LENGTH, 50))
+    ours = trace_step(step_of(host))
+    real = type("Real", (OffloadActivations,), {"__init__": partialmethod(OffloadActivations.__init__, **SAME)})
+    with without_cuda():
+        monkeypatch.setattr(objective, "TracedOffloading", real)
+        host.objective._activations = real()  # type: ignore[attr-defined]
+        theirs = trace_step(step_of(host))
+    # Of 48 tokens, 2 samples have fewer than the 1024 bytes from which torchtune moves a tensor, and 3 have more.
+    assert ours.is_uniform
     for size in (4, 50, 1000):
         assert ours.curve.peak_bytes(size) == theirs.curve.peak_bytes(size)
         assert ours.at(size).at_peak() == theirs.at(size).at_peak()
-
-
-def test_at_any_length_the_same_activations_move_at_both_traced_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 48 tokens, 2 samples have fewer than the 1024 bytes from which torchtune moves a tensor, and 3 have more."""
-    assert trace(monkeypatch=monkeypatch, by_torchtune=False).is_uniform
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_stand_in_for_flex_attention_takes_what_flex_attention_takes(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return (q >= kv) & (documents[b, q] == documents[b, kv])
+    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> Any:
+        scale, options = q.shape[-1] ** -0.5, {"OUTPUT_MAX": False}
+        return flex_attention(q, k, v, lambda score, *position: score, masks[len(q)], scale, options)[0]
 
-    def same(score: torch.Tensor, *position: torch.Tensor) -> torch.Tensor:
-        return score
-
-    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **others: Any) -> torch.Tensor:
-        options = {"OUTPUT_MAX": False}
-        out: torch.Tensor = flex_attention(q, k, v, same, masks[len(q)], q.shape[-1] ** -0.5, options)[0]
-        return out
-
-    documents = torch.zeros(max(TRACED_SIZES), LENGTH, dtype=torch.long)  # one in each pack
-    masks = {n: create_block_mask(sees, n, None, LENGTH, LENGTH, device="cpu").as_tuple() for n in TRACED_SIZES}
+    # One document in each pack
+    made = {n: create_block_mask(lambda b, h, q, kv: q >= kv, n, None, LENGTH, LENGTH, "cpu") for n in TRACED_SIZES}
+    masks = {n: mask.as_tuple() for n, mask in made.items()}
     host, _ = set_up("full_finetune_single_device", config("full", f"dtype={dtype}"), Data(LENGTH, 50, packed=True))
-    ours = trace_step(training_step(host, host.loader.dataset[0], accumulates=False))
+    step = step_of(host, host.loader.dataset[0])
+    ours = trace_step(step)
     monkeypatch.setattr(Recorder, "supports_higher_order_operators", True, raising=False)
     layers = [module for module in host.model.modules() if isinstance(module, MultiHeadAttention)]
     for layer in layers:
         layer._attention_call = flex
-    theirs = trace_step(training_step(host, host.loader.dataset[0], accumulates=False))
+    theirs = trace_step(step)
     # Where flex attention is not compiled, it keeps the largest score of each row as well, which is never read.
     row = ARCHITECTURE["num_heads"] * LENGTH * 4
     for size in (4, 50, 1000):

@@ -13,20 +13,17 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching._torchtune.levers import CONFIGS
 from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
-from adaptive_batching._torchtune.planning import Question, sketch
+from adaptive_batching._torchtune.planning import CONFIGS, Question, sketch
 from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 
 LENGTH = 512
-MOST_MEMORY = 4 * GIB
-
+# One of each kind; the others are marked slow
 SOME = {
     "llama3_2/1B_qlora_single_device", "llama3_2/3B_full", "llama3_2_vision/11B_full_single_device",
     "qwen2_5/0.5B_lora_single_device",
 }  # fmt: skip
-"""One of each kind; the others are marked slow."""
 
 STOCK = [
     pytest.param(recipe.name, config.file_path, id=config.name, marks=[] if config.name in SOME else pytest.mark.slow)
@@ -34,6 +31,7 @@ STOCK = [
     if recipe.name in RECIPES
     for config in recipe.configs
 ]
+assert {case.id for case in STOCK} >= SOME
 
 
 def plan(recipe: str, path: str, devices: int) -> SimpleNamespace:
@@ -42,14 +40,13 @@ def plan(recipe: str, path: str, devices: int) -> SimpleNamespace:
     sys.addaudithook(lambda event, args: connections.append(args) if event == "socket.connect" else None)
     cfg: Any = OmegaConf.load(CONFIGS / path)
     made = sketch(Question(recipe, cfg, devices), LENGTH)
-    need = made.forecast.need(cfg.batch_size)
-    largest = made.forecast.largest(need.most_bytes)
     with on_devices(devices):
         host, _ = set_up(recipe, cfg, Data(LENGTH, 64 * devices), devices)
         buffer_bytes = sum(buffer.nbytes for buffer in host.model.buffers())
+    need = made.forecast.need(cfg.batch_size)
     return SimpleNamespace(
         need=need, parameters=made.parameters, trained=made.trained_parameters, frozen=made.frozen_parameters,
-        largest=largest,  # batch in just the memory that the config's batch needs
+        largest=made.forecast.largest(need.most_bytes),  # in just the memory that the config's batch needs
         buffer_bytes=buffer_bytes,  # tables of positions; with LoRA, stock's Qwen 2.5 has one in each layer
         memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, connections=len(connections),
     )  # fmt: skip
@@ -59,11 +56,11 @@ def plan(recipe: str, path: str, devices: int) -> SimpleNamespace:
 def test_every_stock_config_gets_a_plan(recipe: str, path: str) -> None:
     cfg: Any = OmegaConf.load(CONFIGS / path)
     files = [cfg.tokenizer.get("path"), cfg.checkpointer.checkpoint_dir]
-    assert not any(file is not None and Path(file).exists() for file in files)
+    assert not any(Path(file or "nowhere").exists() for file in files)
     devices = 8 if recipe.endswith("distributed") else 1
     made = in_a_process(plan, recipe, path, devices)
     need = made.need
-    assert made.memory_bytes < MOST_MEMORY
+    assert made.memory_bytes < 4 * GIB
     assert not made.connections
 
     said = re.findall(r"(?:/|to_)(\d+(?:\.\d+)?)B_", path)  # of a distillation, the one that learns
@@ -90,7 +87,3 @@ def test_every_stock_config_gets_a_plan(recipe: str, path: str) -> None:
         of_a_parameter = (of_a_token - 2 * reference) / made.parameters
         assert (4.5 if trains_all else 3) < of_a_parameter < 7
     assert made.largest >= cfg.batch_size
-
-
-def test_the_configs_that_are_always_planned_are_stock_ones() -> None:
-    assert {config.name for recipe in registry.get_all_recipes() for config in recipe.configs} >= SOME
