@@ -28,10 +28,10 @@ from tqdm import tqdm
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan import Answer, find_gpu
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
+from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._torchtune.on_paper import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, Question
-from adaptive_batching._torchtune.preferences import KINDS
 from adaptive_batching._trace.allocator import GIB
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount, first_line

@@ -28,7 +28,7 @@ from adaptive_batching._probe.sizes import candidate_sizes
 from adaptive_batching._torchtune.cutting import Execution
 from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.next_token import fake_quantized, next_token
+from adaptive_batching._torchtune.losses import fake_quantized, next_token
 from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, settled, upper_bound
 from adaptive_batching._torchtune.settings import read_settings

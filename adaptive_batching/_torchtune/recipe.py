@@ -29,6 +29,7 @@ from adaptive_batching._torchtune.learning_rate import scheduled_rates, schedule
 from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.objective import Objective, StockParts
+from adaptive_batching._torchtune.probing import Circumstances
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.stock import replaced_in_torchtune

@@ -25,8 +25,8 @@ from torchtune.modules.peft import get_adapter_params
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.losses import preferences
 from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, set_up
-from adaptive_batching._torchtune.preferences import preferences
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.stock import load_stock
 from adaptive_batching._torchtune.training_step import training_step
@@ -37,7 +37,7 @@ from adaptive_batching._trace.training import TrainingStep, kept_tensors
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.integration.two_ranks import OTHERS
 from tests.support.overrides import TEACHER
-from tests.support.real_memory import most_in_use
+from tests.support.steps import most_in_use
 
 LENGTH, BATCH = 48, 16
 SIZES = (1, 2, 4, 30, 1000)

@@ -15,6 +15,7 @@ from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.find import Question, find_largest
 from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, Recovery, remedy
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.losses import Distillation

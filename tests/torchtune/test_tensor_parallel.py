@@ -19,10 +19,11 @@ import torch.distributed as dist
 from adaptive_batching._plan import Need
 from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
 from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
+from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.recorder import handle_bytes
 from adaptive_batching._trace.trace import trace_step
 from tests.conftest import ROOT
-from tests.torchtune.test_on_paper import BATCH, LENGTH, config, predicted_bytes, step_of
+from tests.torchtune.test_on_paper import BATCH, LENGTH, config, predicted_bytes, step_of, transient_bytes
 
 PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
 TWO = ["tensor_parallel_dim=2", PLAN, "clip_grad_norm=null"]
@@ -83,7 +84,8 @@ def main(inputs: str, directory: str, *overrides: str) -> None:
     made = FullFinetuneRecipeDistributed(cfg)
     made.setup(cfg)
     # The threads of gloo hold a tensor for as long as they happen to need it, which can only add to what a step takes.
-    taken = min(transient_bytes(made._session.host) for _ in range(8))
+    step = training_step(made._session.host, {"tokens": [1] * LENGTH, "labels": [1] * LENGTH}, accumulates=False)
+    taken = min(transient_bytes(step) for _ in range(8))
     if dist.get_rank() == 0:
         print(f"transient bytes: {taken}", flush=True)
     dist.barrier()
