@@ -1,6 +1,6 @@
 """Random runs of real recipes: models x settings x faults x limits, each in a process of its own.
 
-    python -m tests.integration.random_runs <inputs> <directory> <seed> <count>
+    python -m tests.integration.random_runs <inputs> <directory> <seed> <first> <count>
 
 Each run has to finish with the invariants held, or to end with a clear error; never with a traceback, a signal or a
 hang. The processes are forked, as importing torch takes longer than most of these runs.
@@ -23,13 +23,10 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-from torch import nn
-from torchtune.models.llama2 import llama2, lora_llama2
 
 from adaptive_batching._host_memory import CpuMeter, _status
 from adaptive_batching._report.events import read_events
@@ -46,20 +43,14 @@ DEPTH = ARCHITECTURE["num_layers"]
 
 @dataclass(frozen=True)
 class Case:
-    """One run."""
+    """One run: ``fault`` is as :data:`tests.integration.faults.plan`, ``after`` forwards of training; ``extra_mib`` is
+    by how much the process may grow once the recipe is set up, None for no limit."""
 
     number: int
     kind: str
-    overrides: tuple[str, ...]
-    fault: dict[str, Any] = field(default_factory=dict)
-    """As :data:`tests.integration.faults.plan`; ``after`` forwards of training."""
-
-    extra_mib: int | None = None
-    """MiB by which the process may grow once the recipe is set up; None for no limit."""
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return dict(override.split("=", 1) for override in self.overrides)
+    settings: dict[str, str]
+    fault: dict[str, Any]
+    extra_mib: int | None
 
     @property
     def nothing_could_catch(self) -> bool:
@@ -118,69 +109,39 @@ def draw(number: int, seed: int) -> Case:
         where = pick(["forward", "backward", "hook"])
         fault = dict(where=where, layer=chance.randrange(DEPTH), after=chance.randint(1, 12), times=pick([1, 1, 2, 5]))
     extra_mib = pick([10, 20, 30, 45, 60, 100, 200]) if limited else None
-    return Case(number, kind, tuple(f"{key}={value}" for key, value in settings.items()), fault, extra_mib)
+    return Case(number, kind, {key: str(value) for key, value in settings.items()}, fault, extra_mib)
 
 
-def model(kind: str, **arguments: Any) -> nn.Module:
-    model = (llama2 if kind == "full" else lora_llama2)(**arguments)
-    if "layer" in faults.plan:
-        faults.arm(list(model.layers)[faults.plan["layer"]])
-    return model
+@contextlib.contextmanager
+def watched(case: Case) -> Iterator[list[tuple[int, list[Any]]]]:
+    """Note the epoch and the samples of every optimizer step, and set the limit before the first."""
+    steps: list[tuple[int, list[Any]]] = []
+    find_maximum, run, finish = probing.find_maximum, TrainingLoop.run, TrainingLoop._finish_step
+    to_set = [case.extra_mib] if case.extra_mib is not None else []
 
-
-def full(**arguments: Any) -> nn.Module:
-    return model("full", **arguments)
-
-
-def lora(**arguments: Any) -> nn.Module:
-    return model("lora", **arguments)
-
-
-class Watched:
-    """Notes what a run does; a context."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-        self._is_limited = False
-        self.steps: list[list[Any]] = []
-        """The samples of every optimizer step."""
-
-        self.epochs: list[int] = []
-        """The epoch of every step."""
-
-    def _limit(self) -> None:
-        if self._case.extra_mib is not None and not self._is_limited:
-            self._is_limited = True
+    def limit() -> None:
+        while to_set:
             CpuMeter().release()
-            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + self._case.extra_mib * MIB, -1))
+            resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + to_set.pop() * MIB, -1))
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        find_maximum, run, finish = probing.find_maximum, TrainingLoop.run, TrainingLoop._finish_step
+    def limited_probe(*arguments: Any) -> Any:
+        limit()
+        return find_maximum(*arguments)
 
-        def limited_probe(*arguments: Any) -> Any:
-            self._limit()
-            return find_maximum(*arguments)
+    def limited_run(loop: TrainingLoop) -> None:
+        limit()
+        if case.fault:
+            faults.plan["call"] = faults.plan["calls"] + case.fault["after"]
+        run(loop)
 
-        def limited_run(loop: TrainingLoop) -> None:
-            self._limit()
-            if self._case.fault:
-                faults.plan["call"] = faults.plan["calls"] + self._case.fault["after"]
-            run(loop)
+    def noted(loop: TrainingLoop, epoch: int, progress: Any) -> None:
+        steps.append((epoch, [index_of(sample) for batch in loop._window for sample in batch]))
+        finish(loop, epoch, progress)
 
-        def noted(loop: TrainingLoop, epoch: int, progress: Any) -> None:
-            self.steps.append([index_of(sample) for batch in loop._window for sample in batch])
-            self.epochs.append(epoch)
-            finish(loop, epoch, progress)
-
-        with (
-            mock.patch.object(session, "find_maximum", limited_probe),
-            mock.patch.object(TrainingLoop, "run", limited_run),
-            mock.patch.object(TrainingLoop, "_finish_step", noted),
-            without_pages(),
-        ):
-            yield
-        resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+    patched = mock.patch.multiple(TrainingLoop, run=limited_run, _finish_step=noted)
+    with mock.patch.object(session, "find_maximum", limited_probe), patched, without_pages():
+        yield steps
+    resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
 
 
 def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
@@ -191,61 +152,57 @@ def run(case: Case, inputs: Path, output_dir: Path) -> dict[str, Any]:
     settings = {
         "data_dir": inputs, "output_dir": output_dir, "lr_scheduler.num_warmup_steps": 2,
         "batch_increase_function._component_": "null",
-        "model._component_": f"tests.integration.random_runs.{case.kind}",
+        "model._component_": f"tests.integration.faults.{case.kind}_model",
         **{f"model.{key}": value for key, value in ARCHITECTURE.items()},
         **case.settings,
     }  # fmt: skip
     config = ROOT / "recipes" / "configs" / "quickstart" / f"{case.kind}_single_device.yaml"
     module = importlib.import_module(f"recipes.{case.kind}_finetune_single_device")
     sys.argv = ["run", "--config", str(config), *(f"{key}={value}" for key, value in settings.items())]
-    watched = Watched(case)
     if case.extra_mib is not None:  # as under ulimit, a process knows from the start that it has a limit
         resource.setrlimit(resource.RLIMIT_DATA, (2**42, -1))
     try:
-        with watched.watching():
+        with watched(case) as steps:
             module.recipe_main()
     except SystemExit as end:
         if end.code:
-            return {
-                "outcome": "clear error" if str(end.code).startswith("error: ") else "exit",
-                "message": str(end.code),
-            }
+            outcome = "clear error" if str(end.code).startswith("error: ") else "exit"
+            return {"outcome": outcome, "message": str(end.code)}
     except BaseException:
         return {"outcome": "traceback", "message": traceback.format_exc()}
-    return {"outcome": "finished", **check(case, watched, output_dir)}
+    return {"outcome": "finished", **check(case, steps, output_dir)}
 
 
-def check(case: Case, watched: Watched, output_dir: Path) -> dict[str, Any]:
+def check(case: Case, ran: list[tuple[int, list[Any]]], output_dir: Path) -> dict[str, Any]:
     """Hold the invariants."""
     log = "".join(path.read_text() for path in (output_dir / "logs").glob("*.txt"))
     losses = [float(part.split("loss:")[1].split()[0]) for part in log.splitlines() if "loss:" in part]
-    assert len(losses) == len(watched.steps) > 0
+    assert len(losses) == len(ran) > 0
     assert all(map(math.isfinite, losses)), losses
     recoveries = 0
     path = output_dir / "adaptive_batching" / "report.jsonl"
     # With all fields unset the samples that an epoch has left over go into the next one's first step, as in stock.
-    epochs = watched.epochs if path.exists() else [0] * len(watched.epochs)
-    times = 1 if path.exists() else int(case.settings["epochs"])
-    for epoch in set(epochs):
-        seen = Counter(i for e, step in zip(epochs, watched.steps, strict=True) if e == epoch for i in step)
+    adapts = path.exists()
+    times = 1 if adapts else int(case.settings["epochs"])
+    for epoch in {epoch for epoch, _ in ran}:
+        seen = Counter(sample for e, samples in ran if e == epoch or not adapts for sample in samples)
         assert max(seen.values()) <= times, "a sample was repeated"
-    if path.exists():
+    if adapts:
         events = read_events(path)
         steps = events["step"]
         recoveries = steps[-1]["recoveries"]
-        assert [step["samples"] for step in steps] == [len(step) for step in watched.steps], "the record is what ran"
+        assert [step["samples"] for step in steps] == [len(samples) for _, samples in ran], "the record is what ran"
         for planned in events["epoch"]:
-            ran = [step for step in steps if step["epoch"] == planned["epoch"]]
+            its = [step for step in steps if step["epoch"] == planned["epoch"]]
             if not any(math.floor(change["epoch"]) == planned["epoch"] for change in events["change"]):
-                assert (len(ran), sum(step["samples"] for step in ran)) == (planned["steps"], planned["samples"])
-                assert {step["samples"] for step in ran} == {planned["global_batch_size"]}
+                assert (len(its), sum(step["samples"] for step in its)) == (planned["steps"], planned["samples"])
+                assert {step["samples"] for step in its} == {planned["global_batch_size"]}
         bounded = case.settings["micro_batch_size"] == "null"
         bounded = bounded and case.settings.get("adaptive_batching.grow_beyond_memory") != "True"
         for decision in [*events["epoch"], *events["change"]]:
             if events["probe"] and bounded:
                 assert decision["batch_size"] <= events["probe"][-1]["batch_size"]
-            most = int(case.settings.get("adaptive_batching.max_batch_size", 10**9))
-            assert decision["batch_size"] <= most
+            assert decision["batch_size"] <= int(case.settings.get("adaptive_batching.max_batch_size", 10**9))
     return {"steps": len(losses), "recoveries": recoveries, "losses": losses}
 
 
@@ -261,20 +218,19 @@ def in_a_process(case: Case, inputs: Path, directory: Path, name: str) -> dict[s
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
             found = run(case, inputs, output_dir)
-            resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
-            result.write_text(json.dumps(found))
         except BaseException:
-            resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
-            result.write_text(json.dumps({"outcome": "violation", "message": traceback.format_exc()}))
+            found = {"outcome": "violation", "message": traceback.format_exc()}
+        resource.setrlimit(resource.RLIMIT_DATA, (-1, -1))
+        result.write_text(json.dumps(found))
         os._exit(0)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
+        if done and os.WIFSIGNALED(status):
+            return {"outcome": f"signal {os.WTERMSIG(status)}"}
+        if done and not result.exists():
+            return {"outcome": f"exit code {os.WEXITSTATUS(status)}"}  # as OpenBLAS does where memory is short
         if done:
-            if os.WIFSIGNALED(status):
-                return {"outcome": f"signal {os.WTERMSIG(status)}"}
-            if not result.exists():
-                return {"outcome": f"exit code {os.WEXITSTATUS(status)}"}  # as OpenBLAS does where memory is short
             return dict(json.loads(result.read_text()))
         time.sleep(0.02)
     os.kill(pid, signal.SIGKILL)
@@ -295,7 +251,8 @@ def with_twin(case: Case, inputs: Path, directory: Path) -> dict[str, Any]:
     return {**found, "compared": True}
 
 
-def main(inputs: Path, directory: Path, seed: int, count: int, first: int = 0) -> list[tuple[Case, dict[str, Any]]]:
+def main(inputs: Path, directory: Path, seed: int, first: int, count: int) -> dict[str, Any]:
+    """Return how the runs ended, and what they went through."""
     gc.freeze()  # else each collection of a fork goes through all that torch has made
     found = []
     for number in range(first, first + count):
@@ -303,24 +260,16 @@ def main(inputs: Path, directory: Path, seed: int, count: int, first: int = 0) -
         outcome = with_twin(case, inputs, directory)
         found.append((case, outcome))
         print(number, outcome["outcome"], outcome.get("message", "").strip().splitlines()[-1:], flush=True)
-    return found
-
-
-def figures(found: list[tuple[Case, dict[str, Any]]]) -> dict[str, Any]:
-    """How the runs ended, and what they went through."""
-    caught = [(case, outcome) for case, outcome in found if not case.nothing_could_catch]
     return {
         "runs": len(found),
         "with faults": sum(bool(case.fault) for case, _ in found),
         "with limits": sum(case.extra_mib is not None for case, _ in found),
         "recoveries": sum(outcome.get("recoveries", 0) for _, outcome in found),
         "compared": sum(outcome.get("compared", False) for _, outcome in found),
-        "outcomes": Counter(outcome["outcome"] for _, outcome in caught),
+        "outcomes": Counter(outcome["outcome"] for case, outcome in found if not case.nothing_could_catch),
         "nothing could catch": Counter(outcome["outcome"] for case, outcome in found if case.nothing_could_catch),
     }
 
 
 if __name__ == "__main__":
-    sys.modules["tests.integration.random_runs"] = sys.modules["__main__"]
-    inputs, directory, seed, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    print(json.dumps(figures(main(inputs, directory, seed, count, *map(int, sys.argv[5:]))), indent=2))
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])), indent=2))

@@ -88,7 +88,7 @@ def test_no_candidate_exceeds_what_fits(tune_run: TuneRun) -> None:
 def test_a_resumed_run_takes_what_the_first_one_has_explored(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:160]"]
+    common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:80]"]
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1)
     with pytest.raises(SystemExit, match="the power went out"):
         tune_run("full", *common, name="run")

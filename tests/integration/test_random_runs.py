@@ -16,10 +16,14 @@ pytestmark = pytest.mark.serial
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 6))]
+    ("seed", "first", "count"),
+    [(0, 0, 8), *(pytest.param(seed, 0, 60, marks=pytest.mark.slow) for seed in range(1, 6))],
 )
-def test_every_run_finishes_or_says_what_is_wrong(seed: int, count: int, inputs: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.integration.random_runs", str(inputs), str(tmp_path), str(seed), str(count)]
+def test_every_run_finishes_or_says_what_is_wrong(
+    seed: int, first: int, count: int, inputs: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.integration.random_runs", str(inputs), str(tmp_path)]
+    command += [str(seed), str(first), str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

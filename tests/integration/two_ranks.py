@@ -145,11 +145,17 @@ class Runner:
         self.directory = directory
 
     def __call__(
-        self, kind: str, name: str, *overrides: str, stock: bool = False, faults: Sequence[Fault | None] = ()
+        self,
+        kind: str,
+        name: str,
+        *overrides: str,
+        stock: bool = False,
+        faults: Sequence[Fault | None] = (),
+        layer: int = RANK,
     ) -> None:
-        """Run a recipe, whose model runs out of memory if it is one of ``faults.py``."""
+        """Run a recipe; ``layer`` of its model runs out of memory if it is one of ``faults.py``."""
         disarm()
-        plan["layer"] = RANK
+        plan["layer"] = layer
         module, config, added = OTHERS.get(kind, (f"{kind}_finetune_distributed", kind, ()))
         settings = {
             "data_dir": self.inputs, "output_dir": self.directory / name, "dataset.split": "train[:32]",
@@ -252,7 +258,7 @@ def runs_that_are_cut(run: Runner) -> None:
 
 def runs_that_recover(run: Runner) -> None:
     """With checkpointing and with parameters on the host; and those that cannot, or must not."""
-    common = [*SGD, model("full")]
+    common = [*SGD, model("full"), samples(24)]
     checkpointing = [*common, "enable_activation_checkpointing=True"]
     run("full", "whole", *common)
     run("full", "checkpointing", *checkpointing, faults=[None, ONE_FORWARD, ONE_BACKWARD])
@@ -262,7 +268,7 @@ def runs_that_recover(run: Runner) -> None:
     every_time: Fault = {"where": "forward", "on": [1], "times": 10**6}
     run("full", "hopeless", model("full"), "micro_batch_size=4", faults=[every_time])
     on_both: Fault = {"where": "forward", "on": [0, 1]}
-    run("full", "not_to_recover", model("full"), "adaptive_batching.recover_from_oom=False", faults=[on_both])
+    run("full", "not_to_recover", model("full"), "adaptive_batching.recover_from_oom=False", faults=[on_both], layer=0)
 
 
 def runs_with_noise(run: Runner) -> None:
@@ -403,7 +409,7 @@ def runs_within_memory(run: Runner) -> None:
     CpuMeter().release()
     limit = f"adaptive_batching.memory_limit={CpuMeter().used_bytes() + 200 * MIB}"
     run("full", "square", "micro_batch_size=auto", limit, "model.attn_dropout=0.1", "tokenizer.max_seq_len=512",
-        samples(96), "batch_size=48")  # fmt: skip
+        samples(64), "batch_size=32")  # fmt: skip
 
     limit_memory(300)
     run("full", "unequal_memory", *FEW, *PROBE, "max_steps_per_epoch=1", "adaptive_batching.memory_limit=4GiB")
