@@ -15,21 +15,39 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtune.modules.peft import LoRALinear
 
 from adaptive_batching._torchtune.loop import TrainingLoop
-from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close
+from tests.conftest import ARCHITECTURE, ROOT, Run, TuneRun, assert_close, assert_same_weights
 from tests.integration.one_target import NOISE, truth
-from tests.integration.two_ranks import FAULTS, KINDS, same_everywhere
+from tests.integration.two_ranks import FAULTS, IN_TWO, KINDS, OTHERS, same_everywhere
 from tests.support.html import read_page
-from tests.support.launches import (
-    Finished,
-    assert_as_stock,
-    assert_resumed,
-    assert_validated_as_one_by_one,
-    assert_went_on,
-    of_launch,
-    output_of,
-)
+from tests.support.launches import Finished, of_launch, output_of, with_the_launch
 from tests.support.overrides import SGD, VALIDATE
 from tests.support.records import events, without_sizes
+
+
+def assert_as_stock(finished: Finished, name: str) -> None:
+    ours, stock = finished(f"{name}_off"), finished(f"{name}_stock")
+    assert len(stock.metrics) >= 2
+    assert ours.metrics == stock.metrics
+    assert_same_weights(ours.weights(0), stock.weights(0))
+
+
+def assert_validated_as_one_by_one(
+    kind: str, finished: Finished, launched: tuple[Path, str], rel: float = 1e-6
+) -> list[float]:
+    """Runs in small forwards, and in large ones of which one runs out of memory; return the losses of the former."""
+    losses = []
+    off = finished(f"{kind}_off")
+    for name in (f"{kind}_validated", f"{kind}_validated_again"):
+        logged = finished(name).metrics
+        assert [step for step in logged if "val_loss" not in step] == off.metrics
+        assert_same_weights(finished(name).weights(0), off.weights(0))
+        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
+        assert "not always the same" not in output_of(launched, name), "training could still recover"
+    assert len(losses[0]) == len(off.metrics)
+    assert losses[1] == pytest.approx(losses[0], rel=rel)
+    assert output_of(launched, name).count("running samples of dataset_val again") == 1, "one rank says so"
+    return losses[0]
+
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -141,20 +159,43 @@ def test_a_function_that_answers_each_rank_otherwise_cannot_split_them(finished:
     assert [epoch["batch_size"] for epoch in events(finished("agreed"), "epoch")] == [4, 6, 8]
 
 
-@of_launch("growth")
-@pytest.mark.parametrize("name", ["full", "async"])
-def test_a_run_resumed_from_a_checkpoint_of_either_kind_equals_the_uninterrupted_one(
-    name: str, launched: tuple[Path, str]
-) -> None:
-    assert_resumed(launched[0], name)
+GROWTH, RESUME = with_the_launch("growth"), with_the_launch("others_resume")
 
 
-@of_launch("growth")
-@pytest.mark.parametrize("name", ["full_steps", "async_steps"])
-def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
+@pytest.mark.parametrize(
+    ("launched", "name"),
+    [
+        *(pytest.param("growth", name, marks=GROWTH) for name in ("full", "async")),
+        pytest.param("others_resume", "lora_dpo", marks=RESUME),
+    ],
+    indirect=["launched"],
+)
+def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(name: str, launched: tuple[Path, str]) -> None:
+    whole, resumed = Run(launched[0] / f"{name}_whole"), Run(launched[0] / name)
+    assert "the power went out" in (launched[0] / name / "error_0.txt").read_text()
+    assert [epoch["batch_size"] for epoch in events(resumed, "epoch")] == [4, 8, 16]
+    assert resumed.metrics == whole.metrics
+    assert_same_weights(resumed.weights(2), whole.weights(2))
+
+
+@pytest.mark.parametrize(
+    ("launched", "name"),
+    [
+        *(pytest.param("growth", name, marks=GROWTH) for name in ("full_steps", "async_steps")),
+        *(pytest.param("others_resume", f"{kind}_steps", marks=RESUME) for kind in IN_TWO),
+    ],
+    indirect=["launched"],
+)
+def test_a_run_that_is_cut_off_within_its_second_epoch_goes_on_as_if_it_had_not_been(
     name: str, launched: tuple[Path, str]
 ) -> None:
-    assert_went_on(launched[0], name)
+    whole, resumed = Run(launched[0] / f"{name}_whole"), Run(launched[0] / name)
+    assert "the power went out" in (launched[0] / name / "error_0.txt").read_text()
+    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 4
+    assert [event["step"] for event in events(resumed, "resume")] == [5]
+    assert len(resumed.metrics) == 6 + 2
+    assert resumed.by_step == whole.by_step
+    assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
 
 
 @of_launch("growth")
@@ -205,6 +246,47 @@ def test_the_global_batch_is_kept_on_two_ranks(finished: Finished) -> None:
     assert {step["global_batch_size_samples"] for step in kept.metrics} == {16}
     assert sorted({step["batch_size_samples"] for step in kept.metrics}) == [2, 4, 8]
     assert_close(kept, constant, epoch=2)
+
+
+@of_launch("others")
+@pytest.mark.parametrize("kind", ["kd", "qat"])
+def test_other_recipes_validate_and_train_as_without(kind: str, finished: Finished, launched: tuple[Path, str]) -> None:
+    assert_validated_as_one_by_one(kind, finished, launched, rel=1e-6 if kind == "kd" else 1e-3)
+
+
+@of_launch("others")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
+    assert_as_stock(finished, kind)
+    stock, cut = finished(f"{kind}_stock"), finished(f"{kind}_auto")
+    whole = finished("kd_whole") if kind == "kd" else stock
+    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in whole.weights(0).items())
+    if kind != "lora_dpo":
+        for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    for name, weights in whole.weights(0).items():
+        if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
+            far = (cut.weights(0)[name] - weights).abs() > 2e-4 + 1e-2 * weights.abs()
+            assert far.float().mean() < 1e-3, name
+        else:
+            torch.testing.assert_close(cut.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
+    if "dpo" in kind:
+        # Stock's LoRA recipe logs the sum over ranks, ours their mean when a field is set.
+        scale = 2 if kind == "lora_dpo" else 1
+        for ours, theirs in zip(cut.metrics, stock.metrics, strict=True):
+            assert scale * ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
+            assert ours["margins"] == pytest.approx(theirs["margins"], rel=1e-3, abs=1e-6)
+
+
+@of_launch("others")
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_recipes_survive_running_out_of_memory(kind: str, finished: Finished) -> None:
+    """In a forward, a backward, and of preferences in a forward of the frozen model."""
+    recovered, undisturbed = finished(f"{kind}_recovered"), finished(f"{kind}_stock")
+    expected = [1, 2, 3] if kind.endswith("dpo") else [1, 2, 2]
+    assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == expected
+    for name, weights in undisturbed.weights(0).items():
+        torch.testing.assert_close(recovered.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
 
 
 def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:

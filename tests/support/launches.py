@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 from torch import distributed as dist
 
-from tests.conftest import ROOT, Run, assert_same_weights
+from tests.conftest import ROOT, Run
 from tests.support.environment import TAME_MALLOC
-from tests.support.records import events
+from tests.support.processes import FORKED
 
 Finished = Callable[[str], Run]
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -41,12 +41,11 @@ def run_launch(which: str, inputs: Path, directory: Path) -> bool:
 def start_ranks(which: str, inputs: Path, directory: Path, case: Any = None) -> bool:
     """Run two ranks, and end one if the other has failed, as torchrun does; True if none has.
 
-    They are forked from a process that has imported torchtune but computed nothing; those that measure memory or use a
-    device are not, and for the former each allocation is a call of the kernel.
+    Those that measure memory or use a device are no forks, and for the former each allocation is a call of the kernel.
     """
     measures = which == "memory" or which.startswith("limit_")
     starts_anew = measures or which.startswith("devices")
-    context: Any = multiprocessing.get_context("spawn" if starts_anew else "forkserver")
+    context: Any = multiprocessing.get_context("spawn") if starts_anew else FORKED
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (which, inputs, directory, store.port, case)
     with mock.patch.dict(os.environ, TAME_MALLOC if measures else {}):
@@ -98,48 +97,3 @@ def finished_in(launched: tuple[Path, str], name: str) -> Run:
 def output_of(launched: tuple[Path, str], name: str) -> str:
     """Output of a run, up to the beginning of the next."""
     return launched[1].split(f"RUN {name}\n", 1)[1].split("\nRUN ", 1)[0]
-
-
-def assert_as_stock(finished: Finished, name: str) -> None:
-    ours, stock = finished(f"{name}_off"), finished(f"{name}_stock")
-    assert len(stock.metrics) >= 2
-    assert ours.metrics == stock.metrics
-    assert_same_weights(ours.weights(0), stock.weights(0))
-
-
-def assert_validated_as_one_by_one(
-    kind: str, finished: Finished, launched: tuple[Path, str], rel: float = 1e-6
-) -> list[float]:
-    """Runs in small forwards, and in large ones of which one runs out of memory; return the losses of the former."""
-    losses = []
-    off = finished(f"{kind}_off")
-    for name in (f"{kind}_validated", f"{kind}_validated_again"):
-        logged = finished(name).metrics
-        assert [step for step in logged if "val_loss" not in step] == off.metrics
-        assert_same_weights(finished(name).weights(0), off.weights(0))
-        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
-        assert "not always the same" not in output_of(launched, name), "training could still recover"
-    assert len(losses[0]) == len(off.metrics)
-    assert losses[1] == pytest.approx(losses[0], rel=rel)
-    assert output_of(launched, name).count("running samples of dataset_val again") == 1, "one rank says so"
-    return losses[0]
-
-
-def assert_resumed(directory: Path, name: str) -> None:
-    """A run that was cut off between epochs equals the one that was not, and so does its growth."""
-    whole, resumed = Run(directory / f"{name}_whole"), Run(directory / name)
-    assert "the power went out" in (directory / name / "error_0.txt").read_text()
-    assert [epoch["batch_size"] for epoch in events(resumed, "epoch")] == [4, 8, 16]
-    assert resumed.metrics == whole.metrics
-    assert_same_weights(resumed.weights(2), whole.weights(2))
-
-
-def assert_went_on(directory: Path, name: str) -> None:
-    """A run that was cut off within its second epoch went on from its sixth step."""
-    whole, resumed = Run(directory / f"{name}_whole"), Run(directory / name)
-    assert "the power went out" in (directory / name / "error_0.txt").read_text()
-    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 4
-    assert [event["step"] for event in events(resumed, "resume")] == [5]
-    assert len(resumed.metrics) == 6 + 2
-    assert resumed.by_step == whole.by_step
-    assert_same_weights(resumed.weights_in("step_7"), whole.weights_in("step_7"))
