@@ -254,6 +254,15 @@ def test_other_recipes_validate_and_train_as_without(kind: str, finished: Finish
     assert_validated_as_one_by_one(kind, finished, launched, rel=1e-6 if kind == "kd" else 1e-3)
 
 
+def assert_close_weights(kind: str, ours: Run, theirs: Run) -> None:
+    for name, weights in theirs.weights(0).items():
+        if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
+            far = (ours.weights(0)[name] - weights).abs() > 2e-4 + 1e-2 * weights.abs()
+            assert far.float().mean() < 1e-3, name
+        else:
+            torch.testing.assert_close(ours.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
+
+
 @of_launch("others")
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
@@ -264,12 +273,7 @@ def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finis
     if kind != "lora_dpo":
         for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-    for name, weights in whole.weights(0).items():
-        if kind == "qat":  # rounding of sums can move a weight from one bin of the quantizer to the next
-            far = (cut.weights(0)[name] - weights).abs() > 2e-4 + 1e-2 * weights.abs()
-            assert far.float().mean() < 1e-3, name
-        else:
-            torch.testing.assert_close(cut.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
+    assert_close_weights(kind, cut, whole)
     if "dpo" in kind:
         # Stock's LoRA recipe logs the sum over ranks, ours their mean when a field is set.
         scale = 2 if kind == "lora_dpo" else 1
@@ -285,8 +289,7 @@ def test_other_recipes_survive_running_out_of_memory(kind: str, finished: Finish
     recovered, undisturbed = finished(f"{kind}_recovered"), finished(f"{kind}_stock")
     expected = [1, 2, 3] if kind.endswith("dpo") else [1, 2, 2]
     assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == expected
-    for name, weights in undisturbed.weights(0).items():
-        torch.testing.assert_close(recovered.weights(0)[name], weights, rtol=1e-2, atol=2e-4)
+    assert_close_weights(kind, recovered, undisturbed)
 
 
 def launch(inputs: Path, output_dir: Path, *launcher: str, overrides: tuple[str, ...] = ()) -> subprocess.Popen[str]:

@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torchtune import training
 from torchtune.modules.peft import LoRALinear
 from torchtune.training import _distributed
@@ -84,7 +85,8 @@ def in_the_group_of_this_launch(*modules: Any) -> Iterator[None]:
 def stock_on_cpu() -> contextlib.AbstractContextManager[Any]:
     """Work around what keeps stock's distributed recipes from running on the cpu."""
     names = ("get_memory_stats", "log_memory_stats", "cleanup_before_training")
-    return mock.patch.multiple(training, **{name: lambda *args, **kwargs: {} for name in names})
+    nothing: dict[str, Any] = {name: lambda *args, **kwargs: {} for name in names}
+    return mock.patch.multiple(training, **nothing)
 
 
 def same_everywhere(self: LoRALinear) -> None:
@@ -493,7 +495,7 @@ def fatal_cases(which: str) -> list[FailingCollective]:
     return [case for case in COLLECTIVES_THAT_FAIL.get(which, ()) if case[1] not in KNOWN]
 
 
-def runs_of_failing_collectives(run: Runner, *cases: FailingCollective, name: str = "recovered") -> None:
+def runs_of_failing_collectives(run: Runner, cases: list[FailingCollective], name: str = "recovered") -> None:
     """Memory runs out at a moment of a collective, in each step at another."""
     steps = [*SGD, ACCUMULATE, "clip_grad_norm=1000", samples(16 * max(len(cases), 2))]
     if name == "recovered":
@@ -513,13 +515,12 @@ LAUNCHES: dict[str, Callable[[Runner], None]] = {
     "devices_level": runs_of_many_steps,
     "memory": runs_within_memory,
     "short_samples": runs_of_short_samples,
-    **{which: lambda run, which=which: runs_of_failing_collectives(run, *known_cases(which))
-       for which in COLLECTIVES_THAT_FAIL},
+    **{which: partial(runs_of_failing_collectives, cases=known_cases(which)) for which in COLLECTIVES_THAT_FAIL},
     **{f"limit_{extra}": partial(runs_under_a_real_limit, extra_mib=extra) for extra in REAL_LIMITS},
 }  # fmt: skip
 
 
-def run_launch(which: str, store: dist.Store, inputs: Path, directory: Path, case: FailingCollective | None) -> None:
+def run_launch(which: str, store: TCPStore, inputs: Path, directory: Path, case: FailingCollective | None) -> None:
     """Run a launch on this rank, or one of its cases that take processes of their own."""
     LoRALinear.initialize_parameters = same_everywhere
     accept_configs_of_torchao()  # stock's recipe asks for a class by the name that it had
@@ -529,7 +530,7 @@ def run_launch(which: str, store: dist.Store, inputs: Path, directory: Path, cas
     dist.init_process_group(backend, store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
     with all_that_fits():
         if case is not None:
-            runs_of_failing_collectives(run, case, name=name_of(*case))
+            runs_of_failing_collectives(run, [case], name_of(*case))
             sys.exit()  # the other rank may be anywhere
         LAUNCHES[which](run)
     dist.barrier()
