@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
-from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from tests.conftest import ROOT, Run
 from tests.support.environment import TAME_MALLOC
@@ -46,7 +46,7 @@ def start_ranks(which: str, inputs: Path, directory: Path, case: Any = None) -> 
     measures = which == "memory" or which.startswith("limit_")
     starts_anew = measures or which.startswith("devices")
     context: Any = multiprocessing.get_context("spawn") if starts_anew else FORKED
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (which, inputs, directory, store.port, case)
     with mock.patch.dict(os.environ, TAME_MALLOC if measures else {}):
         ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(2)]
@@ -62,16 +62,16 @@ def start_ranks(which: str, inputs: Path, directory: Path, case: Any = None) -> 
 
 
 def _run_rank(rank: int, which: str, inputs: Path, directory: Path, port: int, case: Any) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in of_torchrun.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
     with (directory / "output.txt").open("a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     logging.disable(logging.NOTSET)  # which the process that others are forked from has set higher
     from tests.integration import two_ranks
 
-    two_ranks.run_launch(which, dist.TCPStore("127.0.0.1", port, is_master=False), inputs, directory, case)
+    two_ranks.run_launch(which, TCPStore("127.0.0.1", port, is_master=False), inputs, directory, case)
 
 
 def with_the_launch(which: str) -> pytest.MarkDecorator:
