@@ -37,7 +37,7 @@ COMMON = [
     "adaptive_batching.increase_every=0.5",
     "adaptive_batching.lr_scaling=sqrt",
     "adaptive_batching.max_batch_size=16",
-    "dataset.split=train[:72]",
+    "dataset.split=train[:120]",
     "epochs=3",
 ]
 # It falls where the run is resumed, after 30 of 90 steps, and is to do so once.
