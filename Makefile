@@ -32,8 +32,8 @@ help:  ## List the targets
 quickstart: $(call installed,torchtune)  ## Make a small model and real data, then probe, grow, train and recover
 	$(RUN) -m adaptive_batching quickstart
 
-check: lint  ## Lint, types, and the tests that start no run: under a minute
-	$(PYTEST) --ignore tests/integration
+check: lint  ## Lint, types, and the tests that start no run and are no long ones: under two minutes
+	$(PYTEST) --ignore tests/integration -m 'not slow and not long'
 
 fix: $(call installed,dev)  ## Mend what ruff can mend, and format
 	$(RUN) -m ruff check --fix .

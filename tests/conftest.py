@@ -37,10 +37,16 @@ ARCHITECTURE = dict(
 )
 
 
+LONG = ("test_plan_command.py", "test_stock_plans.py", "test_fastest.py", "test_find.py")
+"""Files of half of the seconds of what starts no run"""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have one worker of pytest-xdist run all that is marked ``serial``."""
+    """Mark what is ``long``, and have one worker of pytest-xdist run all that is marked ``serial``."""
     for item in items:
+        if item.path.name in LONG:
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("serial"):
             item.add_marker(pytest.mark.xdist_group("serial"))
 
@@ -49,10 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def quick_garbage_collection() -> None:
     """Keep what torch and its libraries have made out of each collection: it takes half a second with, none without.
 
-    Every trial step and every recovery collects garbage. That of the tests themselves is still found.
+    Every trial step and every recovery collects garbage. That of the tests themselves is still found. Each run asks
+    whether anything is frozen, which is answered by counting it all: a tenth of a small run.
     """
     gc.collect()
     gc.freeze()
+    setattr(gc, "get_freeze_count", lambda: 1)  # noqa: B010
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from adaptive_batching._micro_batches.run import run_micro_batches
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, _Collective, _Room
 
-SIZES = dict(vocab_size=512, num_layers=4, num_heads=8, num_kv_heads=8, embed_dim=256, max_seq_len=128)
+SIZES = dict(vocab_size=64, num_layers=4, num_heads=2, num_kv_heads=2, embed_dim=32, max_seq_len=16)
 
 
 def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]] | None) -> list[torch.Tensor]:
@@ -39,7 +40,7 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     collectives = MicroBatchCollectives([model])
-    tokens = torch.randint(1, 512, (4, 2, 4, 128), device=device)  # [steps, micro-batches, b, s]
+    tokens = torch.randint(1, 64, (4, 2, 4, 16), device=device)  # [steps, micro-batches, b, s]
 
     def forward_backward(batch: torch.Tensor) -> None:
         nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
@@ -66,36 +67,19 @@ def train(device: torch.device, breaks: Callable[[nn.Module], Callable[[], None]
     return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
 
 
-def layers_of(model: nn.Module) -> nn.ModuleList:
-    assert isinstance(model.layers, nn.ModuleList)
-    return model.layers
+def arm(layer: int, call: int, in_backward: bool, model: Any) -> Callable[[], None]:
+    """Have the ``call``-th forward of a layer fail, or its backward; return what disarms it."""
+    left = [call]
 
-
-def in_forward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
-    calls = 0
-
-    def run_out(module: nn.Module, args: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+    def run_out(gradient: object = None) -> None:
+        left[0] -= 1
+        if left[0] == 0:
             raise torch.OutOfMemoryError("injected")
 
-    return layers_of(model)[layer].register_forward_pre_hook(run_out).remove
+    def after_forward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(run_out) if in_backward else run_out()
 
-
-def in_backward(layer: int, call: int, model: nn.Module) -> Callable[[], None]:
-    calls = 0
-
-    def run_out(gradient: torch.Tensor) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise torch.OutOfMemoryError("injected")
-
-    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
-        output.register_hook(run_out)
-
-    return layers_of(model)[layer].register_forward_hook(watch).remove
+    return model.layers[layer].register_forward_hook(after_forward).remove  # type: ignore[no-any-return]
 
 
 def main() -> None:
@@ -103,11 +87,11 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     undisturbed = train(device, None)
     differences = {}
-    for where in (in_forward, in_backward):
+    for in_backward in (False, True):
         for layer, call in [(0, 1), (1, 2), (3, 2)]:
-            weights = train(device, partial(where, layer, call))
+            weights = train(device, partial(arm, layer, call, in_backward))
             worst = max(float((a - b).abs().max()) for a, b in zip(weights, undisturbed, strict=True))
-            differences[f"{where.__name__}, layer {layer}, micro-batch {call}"] = worst
+            differences[f"in {'backward' if in_backward else 'forward'}, layer {layer}, micro-batch {call}"] = worst
     whole, part = torch.ones(8, device=device), torch.ones(8, device=device)
     group = dist.group.WORLD
     collectives = [

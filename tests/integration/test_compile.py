@@ -97,7 +97,7 @@ def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     arguments = [
         "flex", "run", "recipes/full_finetune_single_device.py",
         "--config", "recipes/configs/quickstart/full_single_device.yaml", f"data_dir={inputs}",
-        f"output_dir={tmp_path / 'out'}", "dataset.split=train[:48]", "dataset.packed=True", "epochs=1", "batch_size=4",
+        f"output_dir={tmp_path / 'out'}", "dataset.split=train[:24]", "dataset.packed=True", "epochs=1", "batch_size=4",
         "tokenizer.max_seq_len=64", "use_maximum_batch_size=False",
         *([] if grows else ["batch_increase_function=null"]),
         "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1",

@@ -86,7 +86,7 @@ def test_the_run_that_follows_is_as_with_the_number_set_also_where_data_do_not_c
 def test_a_resumed_run_takes_what_the_first_one_has_explored(
     tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:160]"]
+    common = ["epochs=3", "dataset.packed=True", *FUNCTION, *EXPLORE, "dataset.split=train[:80]"]
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", 1)
     with pytest.raises(SystemExit, match="the power went out"):
         tune_run("full", *common, name="run")

@@ -60,7 +60,7 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
         def run(self) -> None:
             host = self.host
 
-            @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             @given(
                 batch=batches,
                 micro_batch_size=st.sampled_from([None, 1, 2, 3, "auto"]),
@@ -99,4 +99,4 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
 
     monkeypatch.setattr("adaptive_batching._torchtune.session.TrainingLoop", Compared)
     tune_run(kind, f"loss._component_={loss}", "epochs=1")
-    assert max(tried) >= 5 and sum(count > 1 for count in tried) > 15
+    assert max(tried) >= 5 and sum(count > 1 for count in tried) > 6

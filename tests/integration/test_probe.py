@@ -69,12 +69,12 @@ def test_a_probe_that_went_over_its_limit_leaves_no_trace(
     monkeypatch.setattr(CpuMeter, "fails_safely", True)  # as on a GPU
     constant = {"lr_scheduler": None} if kind == "full" else {}
     rate = [] if constant else ["lr_scheduler.num_warmup_steps=0", "lr_scheduler.num_cycles=0"]
-    few = ["dataset.split=train[:300]", "tokenizer.max_seq_len=256", "epochs=1", *rate]
+    few = ["dataset.split=train[:160]", "tokenizer.max_seq_len=256", "epochs=1", *rate]
     meter = CpuMeter()
     meter.release()
     ours = tune_run(
         kind, *few, "batch_size=1", "use_maximum_batch_size=True", "adaptive_batching.search=binary_search",
-        f"adaptive_batching.memory_limit={meter.used_bytes() + 400 * 2**20}", name="ours", replaced=constant,
+        f"adaptive_batching.memory_limit={meter.used_bytes() + 200 * 2**20}", name="ours", replaced=constant,
     )  # fmt: skip
     [probe] = events(ours, "probe")
     assert any(not m["fits"] for m in probe["measurements"])
@@ -125,7 +125,8 @@ def test_sequence_length_is_what_is_probed_at(tune_run: TuneRun) -> None:
         return probe["sequence_length"], max(m["peak_bytes"] for m in probe["measurements"])
 
     from_tokenizer, explicit = peak(), peak("adaptive_batching.sequence_length=200")
-    few_long = ["dataset.split=train[:60]", "batch_size=8", "model.max_seq_len=1024"]
+    few_long = ["dataset.split=train[:60]", "batch_size=8", "model.max_seq_len=1024", "max_steps_per_epoch=1"]
+    few_long.append("adaptive_batching.max_batch_size=8")
     assert peak("tokenizer.max_seq_len=null", *few_long)[0] > 100, "from the data"
     assert peak("dataset.packed=True", "tokenizer.max_seq_len=96", "batch_size=2")[0] == 96
     assert (from_tokenizer[0], explicit[0]) == (64, 200)
@@ -211,6 +212,7 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit(
     meter = CpuMeter()
     meter.release()
     common = ["dataset.split=train[:120]", "tokenizer.max_seq_len=512", "epochs=1", "batch_size=60"]
+    common.append("max_steps_per_epoch=1")
     common += ["micro_batch_size=auto", f"adaptive_batching.memory_limit={meter.used_bytes() + 250 * 2**20}"]
     [square] = events(tune_run("full", *common, "model.attn_dropout=0.1", name="square"), "probe")
     points = [(512, square["batch_size"]), *((length, size) for length, size, _ in square["shorter"])]

@@ -37,11 +37,11 @@ COMMON = [
     "adaptive_batching.increase_every=0.5",
     "adaptive_batching.lr_scaling=sqrt",
     "adaptive_batching.max_batch_size=16",
-    "dataset.split=train[:120]",
+    "dataset.split=train[:72]",
     "epochs=3",
 ]
-# It falls where the run is resumed, after 30 of 90 steps, and is to do so once.
-REPLACED = {"lr_scheduler": {**(SCHEDULES["stepwise"] or {}), "steps": 30}}
+# It falls where the run is resumed, after 18 of 54 steps, and is to do so once.
+REPLACED = {"lr_scheduler": {**(SCHEDULES["stepwise"] or {}), "steps": 18}}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -77,7 +77,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         for epoch in plan["epochs"]:
             steps = [step for step in events(whole, "step") if step["epoch"] == epoch["epoch"]]
             assert len(steps) == epoch["steps"]
-            assert sum(step["samples"] for step in steps) == epoch["samples"] == 120 - epoch["dropped_samples"]
+            assert sum(step["samples"] for step in steps) == epoch["samples"] == 72 - epoch["dropped_samples"]
             assert steps[-1]["lr"] == pytest.approx(epoch["last_lr"])
     else:
         assert name in ("on_plateau", "on_plateau of val_loss", "gradient_noise_scale", "norm_test", "goodput")

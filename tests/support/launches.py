@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
-from tests.conftest import ROOT, Run, assert_same_weights
+from tests.conftest import ROOT, Run
 from tests.support.environment import TAME_MALLOC
-from tests.support.records import events
+from tests.support.processes import FORKED
 
 Finished = Callable[[str], Run]
 Test = TypeVar("Test", bound=Callable[..., None])
-LAUNCH = [sys.executable, "-m", "torch.distributed.run"]
+SECONDS = 900
 
 
 def with_root() -> str:
@@ -25,16 +29,49 @@ def with_root() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def run_launch(which: str, inputs: Path, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [*LAUNCH, "--standalone", "--nproc_per_node", "2", "tests/integration/two_ranks.py"]
+def run_launch(which: str, inputs: Path, directory: Path) -> bool:
+    """Run a launch, whose cases that end a rank take processes of their own; True if it went well."""
+    from tests.integration.two_ranks import fatal_cases
+
+    for case in fatal_cases(which):
+        start_ranks(which, inputs, directory, case)
+    return start_ranks(which, inputs, directory)
+
+
+def start_ranks(which: str, inputs: Path, directory: Path, case: Any = None) -> bool:
+    """Run two ranks, and end one if the other has failed, as torchrun does; True if none has.
+
+    Those that measure memory or use a device are no forks, and for the former each allocation is a call of the kernel.
+    """
     measures = which == "memory" or which.startswith("limit_")
-    environment = {**os.environ, "PYTHONPATH": with_root(), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-    environment |= TAME_MALLOC if measures else {}  # which makes each allocation a call of the kernel
-    return subprocess.run(
-        [*command, str(inputs), str(directory), which],
-        cwd=ROOT, env=environment, text=True, timeout=900, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    starts_anew = measures or which.startswith("devices")
+    context: Any = multiprocessing.get_context("spawn") if starts_anew else FORKED
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments = (which, inputs, directory, store.port, case)
+    with mock.patch.dict(os.environ, TAME_MALLOC if measures else {}):
+        ranks = [context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+    end = time.monotonic() + SECONDS
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        connection.wait([rank.sentinel for rank in running], timeout=max(end - time.monotonic(), 0))
+        if time.monotonic() > end or (case is None and any(rank.exitcode for rank in ranks)):
+            for rank in running:
+                rank.kill()
+    return not any(rank.exitcode for rank in ranks)
+
+
+def _run_rank(rank: int, which: str, inputs: Path, directory: Path, port: int, case: Any) -> None:
+    of_torchrun = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in of_torchrun.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(port)
+    with (directory / "output.txt").open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    logging.disable(logging.NOTSET)  # which the process that others are forked from has set higher
+    from tests.integration import two_ranks
+
+    two_ranks.run_launch(which, TCPStore("127.0.0.1", port, is_master=False), inputs, directory, case)
 
 
 def with_the_launch(which: str) -> pytest.MarkDecorator:
@@ -47,14 +84,7 @@ def of_launch(which: str) -> Callable[[Test], Test]:
 
     Its name is part of the test's, so that ``-k`` finds all that share it.
     """
-    marks = (pytest.mark.parametrize("launched", [which], indirect=True), with_the_launch(which))
-
-    def mark(test: Test) -> Test:
-        for each in marks:
-            test = each(test)
-        return test
-
-    return mark
+    return lambda test: with_the_launch(which)(pytest.mark.parametrize("launched", [which], indirect=True)(test))
 
 
 def finished_in(launched: tuple[Path, str], name: str) -> Run:
@@ -67,31 +97,3 @@ def finished_in(launched: tuple[Path, str], name: str) -> Run:
 def output_of(launched: tuple[Path, str], name: str) -> str:
     """Output of a run, up to the beginning of the next."""
     return launched[1].split(f"RUN {name}\n", 1)[1].split("\nRUN ", 1)[0]
-
-
-def assert_validated_as_one_by_one(
-    off: str, one: str, again: str, finished: Finished, launched: tuple[Path, str], rel: float = 1e-6
-) -> list[float]:
-    """Runs in small forwards, and in large ones of which one runs out of memory; return the losses of the former."""
-    losses = []
-    for name in (one, again):
-        logged = finished(name).metrics
-        assert [step for step in logged if "val_loss" not in step] == finished(off).metrics
-        assert_same_weights(finished(name).weights(0), finished(off).weights(0))
-        losses.append([step["val_loss"] for step in logged if "val_loss" in step])
-        assert "not always the same" not in output_of(launched, name), "training could still recover"
-    assert len(losses[0]) == 3
-    assert losses[1] == pytest.approx(losses[0], rel=rel)
-    assert output_of(launched, again).count("running samples of dataset_val again") == 1, "one rank says so"
-    return losses[0]
-
-
-def assert_went_on(directory: Path, name: str, folder: str) -> None:
-    """A run that was cut off within its second epoch went on from its sixth step."""
-    whole, resumed = Run(directory / f"{name}_whole"), Run(directory / name)
-    assert "the power went out" in (directory / name / "error_0.txt").read_text()
-    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 4
-    assert [event["step"] for event in events(resumed, "resume")] == [5]
-    assert len(resumed.metrics) == 6 + 2
-    assert resumed.by_step == whole.by_step
-    assert_same_weights(resumed.weights_in(folder), whole.weights_in(folder))

@@ -10,10 +10,11 @@ from typing import TypeVar
 import adaptive_batching._torchtune.planning  # noqa: F401 (has the process that others are forked from import torchtune)
 
 T = TypeVar("T")
+FORKED = multiprocessing.get_context("forkserver")
+"""Starts processes that are forked from one that has imported torchtune and computed nothing. They are no forks of this
+one, in which autograd may have run: not all builds of torch let it run in a fork then."""
 
 
 def in_a_process(function: Callable[..., T], *arguments: object) -> T:
-    """Call ``function`` in a new process. It is no fork of this one, in which autograd may have run: not all builds of
-    torch let it run in a fork then."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+    with ProcessPoolExecutor(1, mp_context=FORKED) as pool:
         return pool.submit(function, *arguments).result()

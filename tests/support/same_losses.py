@@ -10,7 +10,6 @@ sum of every saved weight. The last line printed is a JSON object.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -19,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,17 +106,15 @@ KINDS = {
 plan: dict[str, int | None] = {"fails_at": None, "calls": 0, "ends_at": None}
 
 
-class GrowsUntilCut:
-    """Doubles the batch, and ends the run before an epoch if it is told so."""
+def grows_until_cut(every: int = 1) -> Callable[..., int]:
+    """Double the batch, and end the run before an epoch if that is planned."""
 
-    def __call__(self, epoch: int, current_batch_size: int, state: object) -> int:
+    def grow(epoch: int, current_batch_size: int, state: object) -> int:
         if epoch == plan["ends_at"]:
             raise RuntimeError("the power went out")
         return current_batch_size if epoch else 0
 
-
-def grows_until_cut(every: int = 1) -> GrowsUntilCut:
-    return GrowsUntilCut()
+    return grow
 
 
 def follows_noise(every: int = 1) -> object:
@@ -143,34 +140,25 @@ def model(builder: str, **arguments: Any) -> nn.Module:
     return made  # type: ignore[no-any-return]
 
 
-def full(**arguments: Any) -> nn.Module:
-    return model("llama2", **arguments)
-
-
-def lora(**arguments: Any) -> nn.Module:
-    return model("lora_llama2", **arguments)
+full, lora = partial(model, "llama2"), partial(model, "lora_llama2")
 
 
 def settings_of(kind: Kind, inputs: Path, output_dir: Path) -> list[str]:
-    """Return what the command line sets; the last of each key holds."""
+    """Return what the command line sets."""
     name = "lora" if kind.config.startswith("lora") else "full"
-    given = [
-        f"data_dir={inputs}", f"output_dir={output_dir}", "dataset.split=train[:50]", "tokenizer.max_seq_len=64",
-        "batch_size=4", "epochs=2", "use_maximum_batch_size=False", "batch_increase_function=null",
-        "lr_scheduler.num_warmup_steps=5", f"model._component_=same_losses.{name}",
-        *(f"model.{key}={value}" for key, value in SMALL.items()),
-        *kind.overrides,
-    ]  # fmt: skip
+    settings = {
+        "data_dir": inputs, "output_dir": output_dir, "dataset.split": "train[:50]", "tokenizer.max_seq_len": 64,
+        "batch_size": 4, "epochs": 2, "use_maximum_batch_size": False, "batch_increase_function": "null",
+        "lr_scheduler.num_warmup_steps": 5, "model._component_": f"same_losses.{name}",
+        **{f"model.{key}": value for key, value in SMALL.items()},
+        **dict(override.split("=", 1) for override in kind.overrides),
+    }  # fmt: skip
+    function = "batch_increase_function._component_"
     if kind.resumes is not None:
-        given.append("batch_increase_function._component_=same_losses.grows_until_cut")
-    if any(each.startswith("batch_increase_function._component_") for each in given):
-        given.remove("batch_increase_function=null")
-    return [
-        each
-        for each in given
-        if [other.split("=")[0] for other in given].count(each.split("=")[0]) == 1
-        or each == [other for other in given if other.split("=")[0] == each.split("=")[0]][-1]
-    ]
+        settings[function] = "same_losses.grows_until_cut"
+    if function in settings:
+        del settings["batch_increase_function"]
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def run(kind: Kind, inputs: Path, output_dir: Path) -> None:
@@ -180,11 +168,9 @@ def run(kind: Kind, inputs: Path, output_dir: Path) -> None:
         from tests.support.ppo import config_of, save_reward_model
 
         save_reward_model(inputs)
-        config = output_dir / "config.yaml"
-        OmegaConf.save(
-            OmegaConf.merge(config_of(inputs, output_dir), OmegaConf.from_dotlist([*kind.overrides])), config
-        )
-        settings = []
+        config, settings = output_dir / "config.yaml", []
+        overrides = OmegaConf.from_dotlist([*kind.overrides])
+        OmegaConf.save(OmegaConf.merge(config_of(inputs, output_dir), overrides), config)
     else:
         config = Path("recipes/configs/quickstart") / f"{kind.config}.yaml"
         settings = settings_of(kind, inputs, output_dir)
@@ -216,15 +202,13 @@ def found_in(output_dir: Path) -> dict[str, Any]:
     return {"steps": [[pair for pair in step if not pair[0].startswith(timed)] for step in steps], "weights": sums}
 
 
-def of_speed() -> Iterator[Any]:
-    """Yield what keeps a probe from settling for what is large enough, which depends on the machine's speed."""
+def run_here(names: list[str], inputs: Path, directory: Path) -> None:
+    """Run kinds in forks of this process, and on ranks in this very process.
+
+    A probe does not settle for what is large enough, which depends on the machine's speed.
+    """
     from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 
-    yield mock.patch.object(ForwardTimes, "enough", lambda self: None)
-
-
-def run_here(names: list[str], inputs: Path, directory: Path) -> None:
-    """Run kinds in forks of this process, and on ranks in this very process."""
     for name in names:
         output_dir = directory / re.sub(r"\W+", "_", name)
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -236,9 +220,7 @@ def run_here(names: list[str], inputs: Path, directory: Path) -> None:
         with (output_dir / f"output_{rank}.txt").open("w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-        with contextlib.ExitStack() as stack:
-            for patch in of_speed():
-                stack.enter_context(patch)
+        with mock.patch.object(ForwardTimes, "enough", lambda self: None):
             run(KINDS[name], inputs, output_dir)
         if rank == "0":
             (output_dir / "found.json").write_text(json.dumps(found_in(output_dir)))
@@ -252,11 +234,10 @@ def in_tree(tree: Path, names: list[str], inputs: Path, directory: Path) -> None
     script = shutil.copy(__file__, alone_here)
     environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{alone_here}", "OMP_NUM_THREADS": "1"}
     environment["HF_DATASETS_CACHE"] = str(inputs / "datasets")
-    alone = [name for name in names if KINDS[name].ranks == 1]
     here = [str(script), "--here", str(inputs), str(directory)]
-    if alone:
-        subprocess.run([sys.executable, *here, *alone], cwd=tree, env=environment, check=True)
-    for name in [name for name in names if name not in alone]:
+    alone = [name for name in names if KINDS[name].ranks == 1]
+    subprocess.run([sys.executable, *here, *alone], cwd=tree, env=environment, check=True)
+    for name in set(names) - set(alone):
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(KINDS[name].ranks)]
         subprocess.run([sys.executable, *launch, *here, name], cwd=tree, env=environment, check=False)
 
