@@ -170,7 +170,7 @@ def fails_inside(self: Any, x: Tensor) -> Any:
         return x - x.mean(0)
 
 
-IN_OTHERS = {
+IN_OTHERS: dict[str, tuple[list[nn.Module], str | None]] = {
     "rather than those before it, after it or around it": (
         [LINEAR, nn.Sequential(LINEAR, MinusMean(), nn.LayerNorm(WIDTH)), MinusMean()], "1.1 (MinusMean)",
     ),
