@@ -6,7 +6,7 @@ What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batch
 
 from adaptive_batching import growth
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.course import Course, RunShape, plan_batch_sizes
+from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape, plan_batch_sizes
 from adaptive_batching._growth.increase import (
     BatchController,
     FixedAccumulation,
@@ -26,8 +26,23 @@ from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveBatchingConfig", "AdaptiveBatchingError", "AdaptiveStep", "BatchController", "ConfigError", "Course",
-    "DoesNotFitError", "FixedAccumulation", "GrowthState", "IncreaseFunction", "IncreaseFunctionError", "KeepGlobal",
-    "ProbeResult", "RunShape", "find_maximum_batch_size", "growth", "is_out_of_memory",
-    "memory_meter", "plan_batch_sizes",
+    "AdaptiveBatchingConfig",
+    "AdaptiveBatchingError",
+    "AdaptiveStep",
+    "BatchController",
+    "BatchSizeSchedule",
+    "ConfigError",
+    "DoesNotFitError",
+    "FixedAccumulation",
+    "GrowthState",
+    "IncreaseFunction",
+    "IncreaseFunctionError",
+    "KeepGlobal",
+    "ProbeResult",
+    "RunShape",
+    "find_maximum_batch_size",
+    "growth",
+    "is_out_of_memory",
+    "memory_meter",
+    "plan_batch_sizes",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ recipes call are replaced by ``replaced_in_torchtune`` (``_torchtune/stock.py``)
 PRIVATE = {
     # A trace: without one, the largest batch is searched by measured steps.
     "torch._C._current_graph_task_id": "tells whether a backward pass runs",
-    "torch._inductor.decomposition.select_decomp_table": "cuts a compiled layer as AOTAutograd does",
+    "torch._inductor.decomposition.select_decomp_table": "splits a compiled layer as AOTAutograd does",
     "torch._subclasses.fake_tensor.FakeCopyMode": "copies a model without its memory",
     "torch._subclasses.fake_tensor.FakeTensor": "knows what has no memory",
     "torch._subclasses.fake_tensor.FakeTensorMode": "runs a step without memory",

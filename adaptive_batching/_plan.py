@@ -54,7 +54,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 @dataclass(frozen=True)
-class Outside:
+class OutsideAllocator:
     """Bytes of a device that are in use outside PyTorch's allocator."""
 
     name: str
@@ -63,13 +63,15 @@ class Outside:
     source: str
 
 
-CONTEXT = Outside("CUDA context and kernels", 300 * MIB, 700 * MIB, "pytorch/pytorch issues 28113 and 107667")
-WORKSPACES = Outside("more for cuBLAS, on Hopper", 0, 48 * MIB, "pytorch/pytorch CublasHandlePool.cpp, pull 120925")
+CONTEXT = OutsideAllocator("CUDA context and kernels", 300 * MIB, 700 * MIB, "pytorch/pytorch issues 28113 and 107667")
+WORKSPACES = OutsideAllocator(
+    "more for cuBLAS, on Hopper", 0, 48 * MIB, "pytorch/pytorch CublasHandlePool.cpp, pull 120925"
+)
 """Workspaces of cuBLAS' two handles there, beyond the 8 MiB each that are counted as tensors."""
-NCCL = Outside("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864 and 986")
+NCCL = OutsideAllocator("buffers of NCCL", 200 * MIB, 1600 * MIB, "NVIDIA/nccl issues 864 and 986")
 
 
-def outside_of_allocator(devices: int) -> list[Outside]:
+def outside_of_allocator(devices: int) -> list[OutsideAllocator]:
     return [CONTEXT, WORKSPACES] + ([NCCL] if devices > 1 else [])
 
 
@@ -86,7 +88,7 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryEstimate:
     """Memory and work of a step at one batch size."""
 
     batch_size: int
@@ -95,7 +97,7 @@ class Need:
     moment: str  # part of the step that the peak falls into, or SET_UP
     kinds: dict[str, int]  # bytes at the peak
     reserved: Reserved
-    outside: Sequence[Outside]
+    outside: Sequence[OutsideAllocator]
     flops: int  # of a forward and backward, and an optimizer step
     recomputed_flops: int  # part of them for activations that are computed again
     attention_flops: int  # part of them that grows with the square of the length
@@ -123,11 +125,11 @@ class Forecast:
     """A step at any batch size; methods raise TraceError if the order of allocations depends on the batch size."""
 
     step: TracedStep
-    outside: Sequence[Outside]
+    outside: Sequence[OutsideAllocator]
     set_up: SetUp = NO_SET_UP
     forwards: int = 1  # that the step has, each with its backward; floating-point operations are told of one
 
-    def need(self, batch_size: int) -> Need:
+    def need(self, batch_size: int) -> MemoryEstimate:
         record = self.step.at(batch_size)
         peak, (moment, kinds) = max(record.log), record.at_peak()
         reserved = reserved_for(record, self.set_up)
@@ -138,7 +140,7 @@ class Forecast:
             kinds = {**dict.fromkeys(KINDS, 0), WEIGHTS: weights, OTHER: peak - weights}
         reserved = Reserved(**{name: max(size, self.set_up.most_bytes) for name, size in asdict(reserved).items()})
         flops = [each // self.forwards for each in (record.flops, record.recomputed_flops, record.attention_flops)]
-        return Need(batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, *flops)
+        return MemoryEstimate(batch_size, peak, record.log[0], moment, kinds, reserved, self.outside, *flops)
 
     def most_bytes(self, batch_size: int) -> int:
         """Return what a step takes by default settings, with the most outside the allocator."""

@@ -75,7 +75,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class ByLength:
-    """Sort the samples of an optimizer step by length, and cut them by tokens."""
+    """Sort the samples of an optimizer step by length, and split them by tokens."""
 
     def __str__(self) -> str:
         return "auto"
@@ -89,10 +89,10 @@ class Explore:
         return "explore"
 
 
-CutSize = Whole | Fixed | ByLength
-"""How a step can be cut; ``str()`` gives the spelling of a config."""
+SplitSize = Whole | Fixed | ByLength
+"""How a step can be split; ``str()`` gives the spelling of a config."""
 
-MicroBatchSize = CutSize | Explore
+MicroBatchSize = SplitSize | Explore
 """Ways of running a batch that a config can ask for."""
 
 

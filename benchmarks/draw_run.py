@@ -53,7 +53,12 @@ def draw(events: Sequence[dict[str, Any]]) -> str:
         text(20, 24, "batch size", font_weight="bold"),
         line([(LEFT, 140), (RIGHT, 140)], "#999999"),
         line([(LEFT, size(probe["batch_size"])), (RIGHT, size(probe["batch_size"]))], GREEN, "6 4"),
-        text(LEFT + 4, size(probe["batch_size"]) - 6, f"largest that fits, probed before training: {probe['batch_size']}", GREEN),
+        text(
+            LEFT + 4,
+            size(probe["batch_size"]) - 6,
+            f"largest that fits, probed before training: {probe['batch_size']}",
+            GREEN,
+        ),
         line(sizes, BLUE),
         text(20, 168, "loss", font_weight="bold"),
         line([(LEFT, 290), (RIGHT, 290)], "#999999"),
@@ -70,7 +75,8 @@ def draw(events: Sequence[dict[str, Any]]) -> str:
             parts.append(text(min(x(at) - 8, RIGHT), loss(value) - 10, words, RED, text_anchor="end"))
     measured = f"measured: the quickstart on a {run['device']}, {seen[-1]:,} samples, {len(steps)} optimizer steps"
     parts.append(text(RIGHT, 324, measured, GREY, text_anchor="end", font_size=11))
-    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 330" font-family="sans-serif" font-size="13" role="img">'
+    looks = 'viewBox="0 0 720 330" font-family="sans-serif" font-size="13" role="img"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {looks}>'
     title = f"<title>Batch size and loss of the quickstart; {measured}</title>"
     return "\n  ".join([head, title, '<rect width="720" height="330" fill="#ffffff"/>', *parts]) + "\n</svg>\n"
 

@@ -5,21 +5,21 @@
     python benchmarks/epoch_time.py --device cuda --repeats 3
     python benchmarks/epoch_time.py --recipe dpo kd  # preferences and distillation: see dpo_and_kd.py
 
-Samples are cut only at the 512 tokens that the model takes.
+Samples are truncated only at the 512 tokens that the model takes.
 
 - stock, ``batch_size=64``: one forward for each step;
 - stock, ``batch_size=4 gradient_accumulation_steps=16``: sixteen forwards of the samples as they come;
 - stock, ``packed=True``: packs of 512 tokens, as many in a step as hold 64 samples on average, so not the same steps;
-- ours, ``batch_size=64 micro_batch_size=auto``: sorted by length, cut at the least measured cost;
+- ours, ``batch_size=64 micro_batch_size=auto``: sorted by length, split at the least measured cost;
 - the same where little memory is left, and the same with the largest forward that fits probed in full, as
   ``use_maximum_batch_size`` needs it, to see what a probe no larger than is of use costs in speed.
 
 Each run is a fresh process; the ways alternate. Only ``recipe.train()`` is timed, its checkpoint included; set-up is
 reported beside it, and the probe's traces apart.
 
-The bound that no way of cutting can beat is the number of real tokens times the best time per token: a forward and
-backward of unpadded batches of many lengths and sizes is timed, and the fastest counts. No cut need reach it, as each
-forward has a fixed cost and each sample a length of its own; from the same times follows what the best cut of each step
+The bound that no way of splitting can beat is the number of real tokens times the best time per token: a forward and
+backward of unpadded batches of many lengths and sizes is timed, and the fastest counts. No split need reach it, as each
+forward has a fixed cost and each sample a length of its own; from the same times follows what the best split of a step
 would take. What an epoch takes beyond the bound is named part by part. The last line printed is a JSON object of ratios
 of medians, with the largest relative difference of a step's loss to the first way's, and padded over real tokens of
 ours.
@@ -131,7 +131,7 @@ def bounds(recipe: Any, meter: MemoryMeter) -> dict[str, Any]:
     """Time a forward and backward of unpadded batches of many shapes.
 
     Returns:
-        The least seconds per token, and the seconds of an epoch's forwards if each step is cut as is best by these
+        The least seconds per token, and the seconds of an epoch's forwards if each step is split as is best by these
         times: a fixed part, one for each token, and one for each pair of tokens in a sample, fitted to them.
     """
     least: dict[tuple[int, int], float] = {}
@@ -152,12 +152,12 @@ def bounds(recipe: Any, meter: MemoryMeter) -> dict[str, Any]:
     steps = [sorted(rows[start : start + 64]) for start in range(0, len(rows), 64)]
     return {
         "seconds_per_token": min(value / (length * size) for (length, size), value in least.items()),
-        "best_cut_seconds": sum(best_cut(step, *fitted) for step in steps),
+        "best_cut_seconds": sum(best_split(step, *fitted) for step in steps),
         "fixed_seconds": fitted[0],
     }
 
 
-def best_cut(lengths: list[int], fixed: float, per_token: float, per_pair: float) -> float:
+def best_split(lengths: list[int], fixed: float, per_token: float, per_pair: float) -> float:
     """Return the least seconds that the samples of a step, sorted by length, take in forwards of neighbours."""
     least = [0.0]
     for end, length in enumerate(lengths, start=1):
@@ -182,7 +182,7 @@ def evaluate(results: dict[str, list[dict[str, Any]]]) -> tuple[list[str], dict[
     for way in results:
         if way == BOUND:
             best = median(BOUND, "best_cut_seconds")
-            rows.append(f"| forwards of the best cut | {best:.1f} | {best / ours:.2f} | | | | | |")
+            rows.append(f"| forwards of the best split | {best:.1f} | {best / ours:.2f} | | | | | |")
             rows.append(f"| {way} | {bound:.1f} | {bound / ours:.2f} | | 1.00 | | | |")
             continue
         rows.append(

@@ -8,7 +8,7 @@
   steps in the same process, in the same limit, after the answer: the largest size that trains without the allocator
   emptying its cache, but in a first step, which is what the probe looks for. With retries more may run, and slower.
 - *Throughput*: one epoch over text of Python's documentation, at most 512 tokens each, 64 samples in each optimizer
-  step; real tokens in a second, the first steps left out. ``auto`` cuts by length; packed data have no padding to save.
+  step; real tokens in a second, the first steps left out. ``auto`` splits by length; packed data have no padding.
 - *Recovery*: the same steps in seven tenths of the memory that they take, against all of it.
 
 Each measurement is a process of its own, and the result file is written after each: what has been measured when time is
@@ -37,7 +37,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, release_cached_memory
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._torchtune.quickstart import Architecture, build
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching.torchtune import AdaptiveBatching, load_stock
@@ -80,7 +80,7 @@ def measure_probe(model: str, device: str) -> dict[str, Any]:
 
     config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "headroom": 0})
     step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
-    result = find_largest(step, config, memory_meter(device), Question(probe_vs_peers.MAX_SIZE))
+    result = find_largest(step, config, memory_meter(device), ProbeRequest(probe_vs_peers.MAX_SIZE))
     steps, errors = task.num_steps, task.num_out_of_memory
     answer = next(m for m in result.measurements if m.batch_size == result.batch_size and m.fits)
     beyond = min((size for size, _ in result.predicted if size > result.batch_size), default=None)
@@ -185,7 +185,7 @@ def measure_recovery(inputs: str, device: str, samples: int) -> dict[str, Any]:
                 losses, speed, _ = train(recipe)
             found.append((losses, speed))
             assert recipe._session is not None
-            recoveries = recipe._session.execution.limit.num_recoveries
+            recoveries = recipe._session.split_policy.limit.num_recoveries
             room = int(0.7 * (meter.peak_bytes() - resting))
     (free, speed), (limited, slower) = found
     return {

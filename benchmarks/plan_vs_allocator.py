@@ -169,9 +169,9 @@ def config_of(row: Row, batch_size: int, folder: Path) -> Any:
 
 def plan(row: Row, folder: Path) -> dict[str, Any]:
     """Return what is planned of a run, and the largest batch for each card."""
-    from adaptive_batching._torchtune.planning import Question, sketch
+    from adaptive_batching._torchtune.planning import PlanRequest, sketch
 
-    made = sketch(Question(row.recipe, config_of(row, row.batch_size, folder), row.devices), row.length)
+    made = sketch(PlanRequest(row.recipe, config_of(row, row.batch_size, folder), row.devices), row.length)
     need = made.forecast.need(row.batch_size)
     reserved = need.reserved.expandable if row.expandable else need.reserved.by_default
     outside = sum(each.most for each in made.forecast.outside)
@@ -201,7 +201,7 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
     OmegaConf.set_struct(cfg, False)
     packed = bool(cfg.dataset.get("packed", False))
     samples = STEPS * batch_size * row.devices * cfg.gradient_accumulation_steps
-    of_plan = "adaptive_batching._torchtune.on_paper"
+    of_plan = "adaptive_batching._torchtune.meta_setup"
     cfg.dataset = {
         "_component_": f"{of_plan}.make_data", "length": row.length, "samples": samples, "packed": packed,
         "pairs": "dpo" in row.recipe,

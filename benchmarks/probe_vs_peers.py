@@ -57,7 +57,7 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import memory_meter, num_allocation_retries
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._trace.training import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
@@ -202,7 +202,7 @@ def predict(task: Task) -> Search:
         settings = {"search": "predict", "round_to_power_of_two": False, "headroom": 0}
         config = AdaptiveBatchingConfig.from_mapping(settings)
         step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
-        return find_largest(step, config, memory_meter(task.device), Question(MAX_SIZE)).batch_size
+        return find_largest(step, config, memory_meter(task.device), ProbeRequest(MAX_SIZE)).batch_size
 
     return search
 

@@ -34,7 +34,7 @@ from torchtune.modules import RMSNorm
 from adaptive_batching._torchtune.losses import NextToken
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.plan_answer import AGAINST_PUBLISHED
-from adaptive_batching._torchtune.planning import CONFIGS, Question, sketch
+from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, sketch
 
 GIB = 2**30
 GB_IN_GIB = 10**9 / GIB  # torchtune logged GB until pull request 1348
@@ -215,7 +215,7 @@ def planned(row: Row) -> int:
     """Return the planned peak of tensors in bytes."""
     values = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{row.config}.yaml"), resolve=False)
     cfg = _merge_yaml_and_cli_args(Namespace(**values), list(row.overrides))  # type: ignore[arg-type]
-    made = sketch(Question(row.recipe, cfg, row.devices), row.length)
+    made = sketch(PlanRequest(row.recipe, cfg, row.devices), row.length)
     return made.forecast.need(cfg.batch_size).peak_bytes
 
 

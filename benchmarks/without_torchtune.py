@@ -61,7 +61,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_data(num_samples: int) -> list[Features]:
-    """Samples with an ``index``, of log-normal lengths with a median of 48 tokens, cut to ``LONGEST``."""
+    """Samples with an ``index``, of log-normal lengths with a median of 48 tokens, truncated to ``LONGEST``."""
     chance = random.Random(0)
     data = []
     for index in range(num_samples):

@@ -134,7 +134,7 @@ def test_python_runs(block: Block) -> None:
 
 
 def check_that_parts_add_up(recipe: type[AdaptiveBatching]) -> None:
-    """The objective of a page gives parts of a batch their share, so that a cut batch has the same gradient."""
+    """The objective of a page gives parts of a batch their share, so that a split batch has the same gradient."""
     torch.manual_seed(0)
     model = llama2(vocab_size=50, num_layers=1, num_heads=2, num_kv_heads=2, embed_dim=16, max_seq_len=32).double()
 
@@ -145,17 +145,19 @@ def check_that_parts_add_up(recipe: type[AdaptiveBatching]) -> None:
     tokens = torch.randint(50, (3, 8)).tolist()
     samples = [{"tokens": row, "labels": [-100] * n + row[n:]} for n, row in enumerate(tokens)]
 
-    def gradient(objective: Objective, cut: list[list[Any]]) -> torch.Tensor:
+    def gradient(objective: Objective, split: list[list[Any]]) -> torch.Tensor:
         model.zero_grad()
         whole = objective.counts(samples)
-        for part in cut:
-            weight = None if len(cut) == 1 else objective.counts(part).terms * objective.weight_of(whole) / whole.terms
+        for part in split:
+            weight = (
+                None if len(split) == 1 else objective.counts(part).terms * objective.weight_of(whole) / whole.terms
+            )
             objective.loss(model, objective.collate(part), weight)[0].backward()
         assert model.output.weight.grad is not None
         return model.output.weight.grad.clone()
 
-    def of_penalty(cut: list[list[Any]]) -> torch.Tensor:
-        return gradient(recipe.make_objective(parts), cut) - gradient(next_token(parts), cut)
+    def of_penalty(split: list[list[Any]]) -> torch.Tensor:
+        return gradient(recipe.make_objective(parts), split) - gradient(next_token(parts), split)
 
     whole = of_penalty([samples])
     assert whole.abs().sum() > 0

@@ -40,7 +40,7 @@ PURE = {
         "": "config patches plan values",
         "emulated_device/": "__init__ control",
         "growth/": "course increase noise_scale schedules",
-        "micro_batches/": "cut fastest forward_cost limits",
+        "micro_batches/": "split fastest forward_cost limits",
         "probe/": "search sizes",
         "report/": "events facts page record sections",
         "trace/": "allocator reserved traced_step",

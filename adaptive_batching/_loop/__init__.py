@@ -1,1 +1,1 @@
-"""An optimizer step for a plain PyTorch loop: probed, cut and recovered, without any recipe."""
+"""An optimizer step for a plain PyTorch loop: probed, split and recovered, without any recipe."""

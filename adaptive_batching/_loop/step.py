@@ -1,4 +1,4 @@
-"""The optimizer step of a plain PyTorch loop: probed, cut by length, and run again when memory runs out."""
+"""The optimizer step of a plain PyTorch loop: probed, split by length, and run again when memory runs out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import random_state, set_random_state, without_waiting
 from adaptive_batching._memory import memory_meter, num_allocation_retries, release_cached_memory
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
-from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, padded_tokens
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity, padded_tokens, split_by_length
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE
@@ -45,13 +45,13 @@ _FORWARD_COST = 512
 class AdaptiveStep(Generic[Sample]):
     """One optimizer step on a list of samples, however many of them fit in memory at once.
 
-    The gradient is that of the mean loss over the whole list, up to rounding, however the list is cut into parts that
+    The gradient is that of the mean loss over the whole list, up to rounding, however the list is split into parts that
     run one after the other. If a part runs out of memory in forward or backward, the gradients so far are dropped, the
     state of torch's random number generators is put back, and the same samples run again in smaller parts: none is lost
     and none counts twice.
 
     For one process with one device. A batch whose samples depend on each other, as with batch normalisation, is not
-    cut.
+    split.
 
     Args:
         model: The model, on its device.
@@ -153,7 +153,7 @@ class AdaptiveStep(Generic[Sample]):
         Raises:
             ConfigError: If ``samples`` is empty or collated already, gradients are left over from before, ``loss``
                 returns something else than a sum and a number, ``length`` something else than a whole number, or
-                :attr:`max_tokens` would cut a batch whose parts do not add up to it.
+                :attr:`max_tokens` would split a batch whose parts do not add up to it.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
         """
         samples = self._checked(samples)
@@ -166,7 +166,7 @@ class AdaptiveStep(Generic[Sample]):
             return total.detach(), number
 
         def attempt(again: bool) -> list[tuple[list[list[Sample]], Outcome[tuple[torch.Tensor, torch.Tensor]]]]:
-            parts = self._cut(samples)
+            parts = self._split(samples)
             runs = [partial(run, part, _divisor_of_parts(parts)) for part in parts]
             return [(parts, run_micro_batches(runs, ALONE, None, self._discard, count_retries))]
 
@@ -225,7 +225,7 @@ class AdaptiveStep(Generic[Sample]):
             self._model, [self._optimizer], lambda size: _collated([sample] * size, self._collate), bind,
             on_cuda=device.type == "cuda",
         )  # fmt: skip
-        result = find_largest(step, settings, memory_meter(device), Question(upper))
+        result = find_largest(step, settings, memory_meter(device), ProbeRequest(upper))
         self._retry.limit.note(result.batch_size * self._retry.tokens([sample]))
         return result
 
@@ -248,7 +248,7 @@ class AdaptiveStep(Generic[Sample]):
     def _parameters(self) -> list[nn.Parameter]:
         return parameters_of(self._model, [self._optimizer])
 
-    def _cut(self, samples: list[Sample]) -> list[list[Sample]]:
+    def _split(self, samples: list[Sample]) -> list[list[Sample]]:
         """Return ``samples`` in parts that are expected to fit, the longest first."""
         limits = [limit for limit in (self.max_tokens, self._retry.limit.max_tokens) if limit is not None]
         if not limits or len(samples) == 1:
@@ -258,14 +258,14 @@ class AdaptiveStep(Generic[Sample]):
             return [samples]
         # A high cost keeps the number of parts low where the user has not asked for any.
         forward_cost = limits[0] if self.max_tokens is None else _FORWARD_COST
-        cut = cut_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
-        module = self._retry.batch_dependent_module() if len(cut) > 1 else None
+        split = split_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
+        module = self._retry.batch_dependent_module() if len(split) > 1 else None
         if module is not None:
             raise ConfigError(
                 f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so that its "
                 f"parts do not add up to it; set max_tokens=None and a smaller batch size"
             )
-        return [[samples[index] for index in part] for part in cut]
+        return [[samples[index] for index in part] for part in split]
 
     def _discard(self) -> None:
         for parameter in self._parameters():

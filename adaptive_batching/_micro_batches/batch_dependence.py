@@ -1,6 +1,6 @@
 """Find the module or the loss, if there is one, through which the samples of a batch depend on each other.
 
-Cutting a batch into micro-batches is the same computation only if a model treats each sample by itself. Batch
+Splitting a batch into micro-batches is the same computation only if a model treats each sample by itself. Batch
 normalisation does not, nor does anything else that computes over the batch dimension. To find such a module, run two
 batches that share one sample, and follow that sample: if it is the same going into a module and different coming out,
 the other samples made the difference.

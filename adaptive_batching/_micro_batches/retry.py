@@ -107,7 +107,7 @@ class Retry(ABC, Generic[Part]):
     ) -> list[tuple[Sequence[Part], Outcome[T]]]:
         """Run ``attempt`` until nothing in it fails, and return what it has yielded then.
 
-        It cuts its samples within the limit, runs them in one go or several, and yields the parts and the outcome of
+        It splits its samples within the limit, runs them in one go or several, and yields the parts and the outcome of
         each. It is told if it runs again, all that it has yielded being dropped. If smaller parts are no way out, that
         is a :class:`DoesNotFitError`.
         """
@@ -139,7 +139,7 @@ class Retry(ABC, Generic[Part]):
         fitted_before = self._ranks.all(tokens <= self.limit.largest_that_ran and self.failures < 2)
         why = None if failed is None else self.why_never(failed)
         if failed is not None and why is None and samples == 1 and not (fitted_before and self.failures == 0):
-            why = f"out of memory with {self.describe(failed)}, which cannot be cut{self.shorter(failed)}"
+            why = f"out of memory with {self.describe(failed)}, which cannot be split{self.shorter(failed)}"
         if self._ranks.any(why is not None):
             raise DoesNotFitError(why or "out of memory on another rank, which says what would help") from outcome.error
         self._check_that_parts_add_up()
@@ -200,7 +200,7 @@ class Retry(ABC, Generic[Part]):
             return False
         tokens = int(self._ranks.largest(self._tokens_retried))
         if tokens == 0 or self.batch_dependent_module() is not None:
-            return False  # there is nothing to cut
+            return False  # there is nothing to split
         self.limit.lower(tokens)
         advice = None if self._device is None else allocator_advice(self._device)
         more = "" if advice is None else f". It may need less with the environment variable {advice}"

@@ -42,7 +42,7 @@ _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: Expandable
 
 
 @dataclass(frozen=True)
-class Question:
+class ProbeRequest:
     """What is asked of a training step."""
 
     upper: int  # largest size to try; at least 1
@@ -66,7 +66,7 @@ class _Search:
     """
 
     def __init__(
-        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: Question
+        self, step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: ProbeRequest
     ) -> None:
         self._step, self._config, self._meter = step, config, meter
         self._question, self._ranks = question, question.ranks
@@ -261,11 +261,11 @@ def find_maximum_batch_size(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     step = TrainingStep(model, optimizers, make_batch, bind, on_cuda=device.type == "cuda")
-    return find_largest(step, config, memory_meter(device), Question(upper))
+    return find_largest(step, config, memory_meter(device), ProbeRequest(upper))
 
 
 def find_largest(
-    step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: Question
+    step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: ProbeRequest
 ) -> ProbeResult:
     """Find the largest batch size of any step, as :func:`find_maximum_batch_size` does."""
     upper = question.upper

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._growth.course import PlannedEpoch
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.sizes import ProbeResult

@@ -67,8 +67,8 @@ def _backend() -> str:
     return os.environ.get("TORCH_COMPILE_BACKEND", "inductor")
 
 
-def is_cut_by_inductor(host: Host) -> bool:
-    """True if layers and loss are compiled by Inductor, whose cuts a trace can follow."""
+def is_partitioned_by_inductor(host: Host) -> bool:
+    """True if layers and loss are compiled by Inductor, whose splits a trace can follow."""
     return host.is_compiled and _backend() == "inductor"
 
 

@@ -17,12 +17,12 @@ from torchtune.modules import delete_kv_caches
 from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._loop.rows import Rows
+from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._memory import keep_little_on_the_host, little_to_collect, memory_meter, release_cached_memory
-from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.run import run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy, within_memory_limit
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._torchtune.settings import read_evaluation
 from adaptive_batching._torchtune.stock import any_version_of_the_harness, replaced_in
@@ -212,13 +212,13 @@ class BatchesThatFit:
             with within_memory_limit(self.settings, self.device):
                 return rows.run(lengths, counted)
 
-    def _rows_that_fit(self, kind: str, lengths: Sequence[int], at_worst: Forward[Any]) -> Rows:
+    def _rows_that_fit(self, kind: str, lengths: Sequence[int], at_worst: Forward[Any]) -> AutoBatcher:
         settings, longest = self.settings, lengths[0]
         remedy = f"set max_seq_length below {self.max_length}"
         if not settings.enabled:
             assert isinstance(self._batch_size, int)
             fits = Capacity(((longest, self._batch_size),))
-            return Rows(fits, self._discard, most=self._batch_size, remedy=remedy)
+            return AutoBatcher(fits, self._discard, most=self._batch_size, remedy=remedy)
         upper, reason = len(lengths), f"the {len(lengths)} rows of these requests"
         if settings.max_batch_size is not None and settings.max_batch_size <= upper:
             upper, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
@@ -235,11 +235,13 @@ class BatchesThatFit:
             TrainingStep(self.model, [], range, lambda *_: run, self._discard, can_be_traced=False),
             replace(settings, round_to_power_of_two=False),  # which the results do not depend on
             meter,
-            Question(upper, reason, coarse=True, remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")]),
+            ProbeRequest(
+                upper, reason, coarse=True, remedies=lambda: [Remedy(f"max_seq_length below {self.max_length}")]
+            ),
         )
         fits, most = Capacity(((longest, result.batch_size),)), settings.max_batch_size
         recovers = settings.recover_from_oom
-        return Rows(fits, self._discard, most=most, has_fitted=True, recovers=recovers, remedy=remedy)
+        return AutoBatcher(fits, self._discard, most=most, has_fitted=True, recovers=recovers, remedy=remedy)
 
     def _discard(self) -> None:
         if self.model.caches_are_setup():

@@ -19,11 +19,11 @@ from adaptive_batching._micro_batches.forward_cost import ForwardCost
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._report.record import Report
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, remedy
 from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.gradients import gather_gradients, held_back
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._values import ByLength, CutSize, Fixed
+from adaptive_batching._torchtune.splitting import MicroBatch, SplitPolicy, Splitter, remedy
+from adaptive_batching._values import ByLength, Fixed, SplitSize
 
 log = logging.getLogger(__name__)
 
@@ -41,64 +41,65 @@ def sizes_to_time(batch_size: int, largest: int) -> list[int]:
 
 
 def settle_micro_batch_size(
-    host: Host, run: StockRun, controller: BatchController, execution: Execution, stored: Mapping[str, Any],
+    host: Host, run: StockRun, controller: BatchController, split_policy: SplitPolicy, stored: Mapping[str, Any],
     report: Report,
-) -> CutSize:  # fmt: skip
+) -> SplitSize:  # fmt: skip
     """Return the ``micro_batch_size`` to train with: that of the run that is resumed, or the fastest."""
-    most, chosen = execution.most_samples, stored.get("explored")
+    most, chosen = split_policy.most_samples, stored.get("explored")
     assert most is not None, "explored without a probe"
     fits = not isinstance(chosen, int) or chosen <= most  # else the device is not that of the run that is resumed
     if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
         log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
-        return _cut_size(chosen)
-    execution.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
+        return _split_size(chosen)
+    split_policy.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
     meter = memory_meter(host.device)
     # A batch that grows is explored at the size that fills memory, as far as it can grow.
     batch_size = controller.accumulation.allowed(max(controller.batch_size, min(controller.maximum, most)))
-    result = _explore(host, batch_size, controller.accumulation.batches_at(batch_size), execution, meter)
+    result = _explore(host, batch_size, controller.accumulation.batches_at(batch_size), split_policy, meter)
     path, chosen = report.directory / "explored.yaml", result.recommended.candidate
     host.ranks.on_first(lambda: _store(path, result, batch_size, meter.device_name))
     report.exploration(result)
     log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
-    return _cut_size(chosen)
+    return _split_size(chosen)
 
 
-def _cut_size(candidate: int | str) -> CutSize:
+def _split_size(candidate: int | str) -> SplitSize:
     return Fixed(candidate) if isinstance(candidate, int) else ByLength()
 
 
-def _explore(host: Host, batch_size: int, batches: int, execution: Execution, meter: MemoryMeter) -> Exploration:
+def _explore(host: Host, batch_size: int, batches: int, split_policy: SplitPolicy, meter: MemoryMeter) -> Exploration:
     """Time each candidate on the same samples and find the fastest, for steps of so many ``batches`` of ``batch_size``.
 
     Weights, gradients, random state and data order are left as they were; what a forward costs is learned.
     """
-    most, dataset = execution.most_samples, host.loader.dataset
+    most, dataset = split_policy.most_samples, host.loader.dataset
     assert most is not None, "explored without a probe"
     sizes: list[int | str] = [*sizes_to_time(batch_size, most)]
-    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])  # a cut by length is one by number
+    same_lengths = is_packed(dataset) or not host.objective.is_text(dataset[0])  # a split by length is one by number
     if not same_lengths and batch_size * batches > 1:
         sizes.append(str(ByLength()))
     windows = _windows(dataset, batch_size, batches, host.ranks.rank)
     seen: list[list[list[Sample]]] = []
-    # One cost for all: what a forward of any candidate takes tells "auto" where to cut.
-    cutters = {
-        size: Cutter(host, replace(execution, size=_cut_size(size), limit=TokenLimit()), learns=True) for size in sizes
+    # One cost for all: what a forward of any candidate takes tells "auto" where to split.
+    splitters = {
+        size: Splitter(host, replace(split_policy, size=_split_size(size), limit=TokenLimit()), learns=True)
+        for size in sizes
     }
     warm: set[int | str] = set()
 
     def measure(size: int | str, round_: int) -> float | None:
         if round_ == len(seen):
             seen.append(next(windows))
-        window, cutter = seen[round_], cutters[size]
+        window, splitter = seen[round_], splitters[size]
         if isinstance(size, str):  # by length
             window = [[sample for batch in window for sample in batch]]
-        micro_batches = [micro_batch for batch in window for micro_batch in cutter.cut(batch)]
+        micro_batches = [micro_batch for batch in window for micro_batch in splitter.split(batch)]
         if size not in warm:  # allocating memory and choosing kernels are paid for once
             first = micro_batches if host.is_compiled else micro_batches[:1]  # shapes may be compiled one by one
-            if _seconds(host, cutter, first, meter) is None:
+            if _seconds(host, splitter, first, meter) is None:
                 return None
         warm.add(size)
-        return _seconds(host, cutter, micro_batches, meter)
+        return _seconds(host, splitter, micro_batches, meter)
 
     log.info("exploring micro_batch_size %s at batch size %d; base is %s", sizes, batch_size, sizes[0])
     try:
@@ -113,20 +114,20 @@ def _explore(host: Host, batch_size: int, batches: int, execution: Execution, me
     return result
 
 
-def _seconds(host: Host, cutter: Cutter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
+def _seconds(host: Host, splitter: Splitter, micro_batches: list[MicroBatch], meter: MemoryMeter) -> float | None:
     """Return the seconds of all ``micro_batches`` on the slowest rank; None if one ran out of memory."""
     meter.synchronize()
     start = time.perf_counter()
     with held_back(host, is_last=False):
-        failed = gather_gradients(host, micro_batches, cutter.timed).failed
+        failed = gather_gradients(host, micro_batches, splitter.timed).failed
     meter.synchronize()
     seconds = time.perf_counter() - start
     for parameter in host.model.parameters():
         parameter.grad = None
     if failed:
-        cutter.forget_timings()
+        splitter.forget_timings()
         return None
-    cutter.read_timings()
+    splitter.read_timings()
     return host.ranks.largest(seconds)
 
 

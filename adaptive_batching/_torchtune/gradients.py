@@ -18,9 +18,9 @@ from adaptive_batching._memory import num_allocation_retries, release_cached_mem
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.compiling import compiles_each_size
-from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Batch, Sums
+from adaptive_batching._torchtune.splitting import MicroBatch
 
 
 def to_device(batch: Batch, device: torch.device) -> None:
@@ -88,8 +88,8 @@ def gather_gradients(
         batch = collated.pop(0)
         with around(micro_batch), held_back(host, is_last=is_last):
             sums = forward_backward(host, batch, micro_batch.weight)
-        if is_last and len(micro_batches) > 1 and host.gate is not None:
-            host.gate.flush()
+        if is_last and len(micro_batches) > 1 and host.backward_optimizers is not None:
+            host.backward_optimizers.flush()
         if micro_batch.num_tokens is None:
             return sums
         return replace(sums, tokens=torch.full_like(sums.tokens, micro_batch.num_tokens))
@@ -101,7 +101,9 @@ def gather_gradients(
 
 def held_back(host: Host, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
     """Return a context in which optimizers of the backward pass wait, unless a step's last micro-batch runs."""
-    return contextlib.nullcontext() if is_last or host.gate is None else host.gate.closed()
+    return (
+        contextlib.nullcontext() if is_last or host.backward_optimizers is None else host.backward_optimizers.closed()
+    )
 
 
 def sum_over_ranks(sums: Sums, ranks: Ranks) -> Sums:

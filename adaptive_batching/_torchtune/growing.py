@@ -16,7 +16,7 @@ from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._growth.course import Course, RunShape
+from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
 from adaptive_batching._growth.increase import (
     Accumulation,
     BatchController,
@@ -31,12 +31,12 @@ from adaptive_batching._growth.increase import (
 )
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._torchtune.cutting import Execution, MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.learning_rate import LearningRate, SecondMoment, learning_rate_scale
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.probing import Probed
+from adaptive_batching._torchtune.splitting import MicroBatch, SplitPolicy
 from adaptive_batching._values import ByLength, ConfigError
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,9 @@ def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction
     return planned(asked) if is_planned(function) else asked
 
 
-def _course_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController) -> Course:
+def _course_of(
+    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, controller: BatchController
+) -> BatchSizeSchedule:
     shape = RunShape(
         epochs=run.epochs,
         samples=host.samples_per_rank,
@@ -143,7 +145,7 @@ def _course_of(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, cont
         run_samples=run.samples,
     )
     rule, optimizer, at_most = settings.lr_scaling, host.optimizers[0], settings.max_lr_scale
-    return Course(
+    return BatchSizeSchedule(
         controller,
         shape,
         run.rates,
@@ -179,10 +181,10 @@ class Growth:
         run: StockRun,
         increase: Increase,
         controller: BatchController,
-        execution: Execution,
+        split_policy: SplitPolicy,
         stored: Mapping[str, Any],
     ) -> None:
-        self._host, self._execution = host, execution
+        self._host, self._split_policy = host, split_policy
         self._is_warm = False
         self.course = _course_of(host, run, increase.settings, controller)
         self.learning_rate = LearningRate(run.scheduler, host.optimizers)
@@ -318,7 +320,7 @@ class Growth:
 
         A step takes a fixed time, for the optimizer, and one for each forward and backward and for each token of it.
         """
-        line = self._execution.cost.line()
+        line = self._split_policy.cost.line()
         if line is None or interval.timed_steps == 0:
             return None
         per_forward, per_token = line
@@ -327,14 +329,14 @@ class Growth:
         in_forwards = interval.forwards * per_forward + interval.tokens * per_token
         fixed = max(interval.seconds - in_forwards, 0.0) / interval.timed_steps
         accumulation = self.course.controller.accumulation
-        by_length = isinstance(self._execution.size, ByLength)
+        by_length = isinstance(self._split_policy.size, ByLength)
 
         def seconds_at(batch_size: int) -> float:
             window = accumulation.window(batch_size)
             if by_length:
                 forwards = math.ceil(window * tokens_per_sample / tokens_per_forward)
             else:
-                per_batch = math.ceil(batch_size / (self._execution.most_samples or batch_size))
+                per_batch = math.ceil(batch_size / (self._split_policy.most_samples or batch_size))
                 forwards = accumulation.batches_at(batch_size) * per_batch
             return fixed + forwards * per_forward + window * tokens_per_sample * per_token
 
@@ -344,7 +346,7 @@ class Growth:
 class StockSchedule:
     """Batches and learning rates of a run with all fields unset, and their course; ``total_steps`` end it, if given.
 
-    Methods are those of ``Growth`` and ``Course``.
+    Methods are those of ``Growth`` and ``BatchSizeSchedule``.
     """
 
     adapts = False

@@ -18,11 +18,11 @@ from adaptive_batching._torchtune.data import SampleLoader
 from adaptive_batching._torchtune.objective import Objective, StockParts
 
 
-class Gate:
+class OptimizersInBackward:
     """Lets the optimizers of a model step in its backward passes, as stock's hooks do in every one, or holds them back.
 
     Held back, gradients add up over micro-batches, until the last backward. That takes the memory which stepping in
-    the backward pass saves; only a batch that is cut has to pay it.
+    the backward pass saves; only a batch that is split has to pay it.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Host:
     num_replicas: int = 1  # ranks that see different samples; fewer than all ranks under tensor parallelism
     clip_norm: float | None = None
     logs_norm: bool = True  # of the gradient, where it is clipped
-    gate: Gate | None = None  # of optimizers that step in the backward pass
+    backward_optimizers: OptimizersInBackward | None = None  # of optimizers that step in the backward pass
     collectives: MicroBatchCollectives | None = None  # of a sharded model, which a rank can issue for the others
     tensor_parallel: bool = False
     why_no_recovery: str = ""  # of several ranks, if they cannot recover
@@ -94,7 +94,7 @@ class Host:
 
     @property
     def steps_in_backward(self) -> bool:
-        return self.gate is not None
+        return self.backward_optimizers is not None
 
     @property
     def recovers_together(self) -> bool:
@@ -144,7 +144,7 @@ class StockRun:
         return self.batch_size * self.accumulation
 
 
-class Outlet(Protocol):
+class TrainingHooks(Protocol):
     """Takes what stock itself must see of a run: its progress, its metrics and the moments to save it."""
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None: ...
@@ -158,7 +158,12 @@ class Outlet(Protocol):
     def learning_rate(self) -> float: ...
 
 
-def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[StockParts], Objective]) -> Host:
+def host_of(
+    recipe: Any,
+    ranks: Ranks,
+    backward_optimizers: OptimizersInBackward,
+    make_objective: Callable[[StockParts], Objective],
+) -> Host:
     loader: SampleLoader = recipe._dataloader
     clip_norm = getattr(recipe, "_clip_grad_norm", None)
     return Host(
@@ -173,7 +178,7 @@ def host_of(recipe: Any, ranks: Ranks, gate: Gate, make_objective: Callable[[Sto
         tensor_parallel=getattr(recipe, "tensor_parallel_dim", 1) > 1,
         clip_norm=None if clip_norm is None else float(clip_norm),
         logs_norm=getattr(recipe, "logs_gradient_norm", True),
-        gate=gate if _steps_in_backward(recipe) else None,
+        backward_optimizers=backward_optimizers if _steps_in_backward(recipe) else None,
         is_compiled=bool(getattr(recipe, "_compile", getattr(recipe, "_model_compile", False))),
         checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in recipe._model.modules()),
         offloads_activations=getattr(recipe, "_enable_activation_offloading", False),

@@ -16,13 +16,13 @@ from tqdm import tqdm
 
 from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._report.events import StepCost, Watcher
-from adaptive_batching._torchtune.cutting import Cutter, MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching._torchtune.growing import Growth, StockSchedule
-from adaptive_batching._torchtune.host import Host, Outlet, StockRun
+from adaptive_batching._torchtune.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.objective import Sums
+from adaptive_batching._torchtune.splitting import MicroBatch, Recovery, Splitter
 from adaptive_batching._torchtune.step_cost import StepCosts, recorded_memory
 from adaptive_batching._torchtune.validating import Validation
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class Training:
     host: Host
     run: StockRun
-    outlet: Outlet
+    hooks: TrainingHooks
     schedule: Growth | StockSchedule
     watchers: Sequence[Watcher] = ()
     limited: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -50,7 +50,7 @@ class Loop(ABC):
 
     def __init__(self, training: Training) -> None:
         self._host, self._run, self._schedule = training.host, training.run, training.schedule
-        self._outlet, self._watchers = training.outlet, training.watchers
+        self._hooks, self._watchers = training.hooks, training.watchers
         self._limited, self._save_every = training.limited, training.save_every
         self.global_step = training.run.first_step
 
@@ -97,7 +97,7 @@ class Loop(ABC):
     def _save(self, epoch: int, *, is_last: bool) -> None:
         start = time.perf_counter()
         what, number = ("epoch", epoch) if self._save_every is None else ("step", self.global_step)
-        save = self._outlet.save_epoch if self._save_every is None else self._outlet.save_step
+        save = self._hooks.save_epoch if self._save_every is None else self._hooks.save_step
         with self._schedule.unscaled():
             save(number, is_last=is_last)
         go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
@@ -119,7 +119,7 @@ class Loop(ABC):
 
     def _note_progress(self, *, epochs_run: int) -> None:
         steps_per_epoch = self._schedule.course.steps_per_epoch
-        self._outlet.note_progress(epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=steps_per_epoch)
+        self._hooks.note_progress(epochs_run=epochs_run, global_step=self.global_step, steps_per_epoch=steps_per_epoch)
 
     def _record_step(self, loss: float, seconds: float, micro_batches: Sequence[MicroBatch]) -> bool:
         """Have the schedule take note of a step, and tell what changes; True if it has decided on what follows."""
@@ -139,15 +139,21 @@ class TrainingLoop(Loop):
     """Trains a model on the sum of its samples' gradients.
 
     A *window* is the batches of one optimizer step, each run as one micro-batch or several; with ``together`` the
-    samples of all its batches are sorted and cut together. Where stock's epoch ends within a window, its gradients are
-    carried into the next epoch, as in stock; with adaptive batching on, an epoch ends with its last full window.
+    samples of all its batches are sorted and split together. Where stock's epoch ends within a window, its gradients
+    are carried into the next epoch, as in stock; with adaptive batching on, an epoch ends with its last full window.
     """
 
     def __init__(
-        self, training: Training, cutter: Cutter, recovery: Recovery, validation: Validation | None, *, together: bool
+        self,
+        training: Training,
+        splitter: Splitter,
+        recovery: Recovery,
+        validation: Validation | None,
+        *,
+        together: bool,
     ) -> None:
         super().__init__(training)
-        self._cutter, self._recovery, self._validation = cutter, recovery, validation
+        self._splitter, self._recovery, self._validation = splitter, recovery, validation
         self._together = together
         self._costs: StepCosts | None = None
         self._start_window()
@@ -212,13 +218,13 @@ class TrainingLoop(Loop):
         noise = self._noise if self._noise is not None and self._noise.measures else None
         apart = noise.samples_apart(sum(map(len, batches))) if noise is not None and self._together else 0
         if apart:
-            cuts = self._cutter.cut_apart(batches, apart)
+            splits = self._splitter.split_apart(batches, apart)
         elif self._together:
-            cuts = [self._cutter.cut_together(batches)]
+            splits = [self._splitter.split_together(batches)]
         else:
             min_parts = 1 if noise is None else noise.min_parts(self._schedule.course.accumulation)
-            cuts = [self._cutter.cut(batch, min_parts, in_order=noise is not None) for batch in batches]
-        for number, micro_batches in enumerate(cuts):
+            splits = [self._splitter.split(batch, min_parts, in_order=noise is not None) for batch in batches]
+        for number, micro_batches in enumerate(splits):
             if apart and number == 1 and noise is not None:
                 noise.see_part(self._ran)
             if not micro_batches:  # samples without anything to learn from
@@ -226,7 +232,7 @@ class TrainingLoop(Loop):
             counts_retries = self._schedule.adapts  # it takes time; a run that is as stock is left alone
             outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
             if outcome.failed:
-                self._cutter.forget_timings()
+                self._splitter.forget_timings()
                 if noise is not None:
                     noise.forget()
             yield micro_batches, outcome
@@ -241,7 +247,7 @@ class TrainingLoop(Loop):
     @contextlib.contextmanager
     def _around(self, micro_batch: MicroBatch) -> Iterator[None]:
         watch = contextlib.nullcontext() if self._noise is None else self._noise.watch(micro_batch)
-        with self._cutter.timed(micro_batch), watch:
+        with self._splitter.timed(micro_batch), watch:
             yield
 
     def _finish_step(self, epoch: int, progress: Any) -> None:
@@ -252,7 +258,7 @@ class TrainingLoop(Loop):
         with self._recovery.fatal():
             see_gradient = (lambda: None) if self._noise is None else self._noise.see_gradient
             grad_norm = apply_gradients(host, sums, see_gradient)
-        self._cutter.read_timings()
+        self._splitter.read_timings()
         self._recovery.end_step()
         shown = schedule.take_step(sums.tokens)
         if shown is not None and self._noise is not None:
@@ -276,7 +282,7 @@ class TrainingLoop(Loop):
             if cost is not None:
                 watcher.cost(cost)
             size = len(samples) * host.num_replicas
-            watcher.step(epoch, self.global_step, size, float(loss), float(self._outlet.learning_rate()), recoveries)
+            watcher.step(epoch, self.global_step, size, float(loss), float(self._hooks.learning_rate()), recoveries)
         if self._validation is not None and self._validation.is_due(self.global_step):
             self._validate(epoch, self._validation)
         if schedule.adapts and self._record_step(float(loss), seconds, self._ran):
@@ -286,7 +292,7 @@ class TrainingLoop(Loop):
     def _validate(self, epoch: int, validation: Validation) -> None:
         loss = validation.run()
         if self._host.ranks.is_first:
-            self._outlet.log_metrics({"val_loss": loss}, self.global_step)
+            self._hooks.log_metrics({"val_loss": loss}, self.global_step)
         for watcher in self._watchers:
             watcher.validation(epoch, self.global_step, loss)
         self._schedule.note_validation(loss)
@@ -303,7 +309,7 @@ class TrainingLoop(Loop):
         host = self._host
         metrics = {
             "loss": loss,
-            "lr": self._outlet.learning_rate(),
+            "lr": self._hooks.learning_rate(),
             "tokens_per_second_per_gpu": sums.tokens / ((time.perf_counter() - self._window_start) * host.ranks.size),
             **host.objective.metrics(sums),
         }
@@ -315,4 +321,4 @@ class TrainingLoop(Loop):
         metrics.update(self._schedule.metrics())
         if self._schedule.adapts or self._recovery.num_recoveries > 0:  # else as in stock
             metrics["out_of_memory_recoveries"] = self._recovery.num_recoveries
-        self._outlet.log_metrics(metrics, self.global_step)
+        self._hooks.log_metrics(metrics, self.global_step)

@@ -18,9 +18,9 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, can_drain, is_sharded
-from adaptive_batching._torchtune.cutting import remedy
 from adaptive_batching._torchtune.gradients import forward_backward
 from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.splitting import remedy
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
 from adaptive_batching._values import ConfigError
 

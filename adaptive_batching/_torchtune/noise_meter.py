@@ -12,13 +12,13 @@ from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 
 from adaptive_batching._growth.noise_scale import NoiseEstimate, NoiseScale
-from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.host import Host
+from adaptive_batching._torchtune.splitting import MicroBatch
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
 
-# Of the samples of a step that is cut by length, the part whose gradient is compared with that of all. The smaller it
+# Of the samples of a step that is split by length, the part whose gradient is compared with that of all. The smaller it
 # is, the surer is what it shows, and the more padding it takes; in a simulation, from a quarter down little was gained.
 PART = 0.25
 
@@ -28,8 +28,8 @@ class NoiseMeter:
 
     Micro-batches that hold the samples as they come are groups drawn alike. On one device, hooks see the gradient of
     each parameter before it is added to earlier ones; where FSDP2 shards the model, a rank's gradient is the input of
-    its reduce-scatters. Micro-batches cut by length are not alike: the first samples of the step run before the rest,
-    each of the two parts cut by length, and the gradient gathered up to then is compared with the whole.
+    its reduce-scatters. Micro-batches split by length are not alike: the first samples of the step run before the rest,
+    each of the two parts split by length, and the gradient gathered up to then is compared with the whole.
     """
 
     def __init__(self, host: Host, every: int, steps_per_epoch: int) -> None:
@@ -45,14 +45,14 @@ class NoiseMeter:
         self.measures = step % self._every == 0
 
     def forget(self) -> None:
-        """Do not measure a step that is broken off: its samples run again, cut differently."""
+        """Do not measure a step that is broken off: its samples run again, split differently."""
         self.measures = False
         self._groups: list[tuple[torch.Tensor, float]] = []
         self._apart = False
         self._part = (0.0, 0.0)  # squared norm of this rank's share of the gradient, targets of its samples
 
     def samples_apart(self, window: int) -> int:
-        """Return how many of the ``window`` samples of a step that is cut by length run before the others.
+        """Return how many of the ``window`` samples of a step that is split by length run before the others.
 
         0 for a single sample, which can only be compared with those of other devices.
         """

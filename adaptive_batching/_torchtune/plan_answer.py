@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._plan import Answer, Gpu, Need
+from adaptive_batching._plan import Answer, Gpu, MemoryEstimate
 from adaptive_batching._torchtune import planning
-from adaptive_batching._torchtune.planning import Question, Sketch
+from adaptive_batching._torchtune.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.traced_step import KINDS
 
@@ -40,7 +40,7 @@ class Asked:
     """The command line, read."""
 
     config: str
-    question: Question
+    question: PlanRequest
     length: int | None
     length_unknown: str  # why, where it is not known
     lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
@@ -88,7 +88,7 @@ def answer(asked: Asked, *, as_json: bool) -> int:
     return int(code.value)
 
 
-def _plan(asked: Asked, made: Sketch) -> tuple[dict[str, Any], list[str]]:
+def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
     """Return the plan as an object, and in words."""
     question, need, largest = asked.question, made.need, made.largest
     memory, found = question.memory_bytes, need.within(question.memory_bytes)
@@ -127,7 +127,7 @@ def _plan(asked: Asked, made: Sketch) -> tuple[dict[str, Any], list[str]]:
     ]  # fmt: skip
 
 
-def _head(asked: Asked, made: Sketch) -> list[str]:
+def _head(asked: Asked, made: TracedPlan) -> list[str]:
     question, length, largest = asked.question, made.length, made.largest
     where = f" on {asked.gpu.name}" if asked.gpu else ""
     where += f" on each of {question.devices} devices" if question.devices > 1 else ""
@@ -141,7 +141,7 @@ def _head(asked: Asked, made: Sketch) -> list[str]:
     return lines
 
 
-def first_line(need: Need, memory: int | None, what: str, where: str) -> str:
+def first_line(need: MemoryEstimate, memory: int | None, what: str, where: str) -> str:
     """Return the answer, on how much memory, and how much is left; ``what`` is the forward, ``where`` the device."""
     found, least, most = need.within(memory), need.least_bytes, need.most_bytes
     if memory is None:
@@ -157,7 +157,7 @@ def first_line(need: Need, memory: int | None, what: str, where: str) -> str:
     return f"{found}: {what} needs at least {_size(least)} {of_memory}, {_size(least - memory)} too little"
 
 
-def _what_counts(need: Need, paged_bytes: int) -> list[str]:
+def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
     reserved = need.reserved
     best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
     rows = [
@@ -174,13 +174,13 @@ def _what_counts(need: Need, paged_bytes: int) -> list[str]:
     return _table(rows)
 
 
-def _peak(need: Need) -> list[str]:
+def _peak(need: MemoryEstimate) -> list[str]:
     kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
     rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
     return [f"What sets the peak: the {need.moment}", *_table(rows)]
 
 
-def _epochs(made: Sketch) -> tuple[list[dict[str, Any]] | None, list[str]]:
+def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Return the epochs as objects, None if they are not known, and in words."""
     if made.question.samples is None:
         return None, ["Epochs: number of samples unknown; give --samples"]
@@ -196,7 +196,7 @@ def _epochs(made: Sketch) -> tuple[list[dict[str, Any]] | None, list[str]]:
     return [asdict(epoch) for epoch in epochs], [head, *_table(rows)]
 
 
-def _epoch_flops(asked: Asked, made: Sketch) -> float | None:
+def _epoch_flops(asked: Asked, made: TracedPlan) -> float | None:
     """Return model FLOPs of an epoch on all devices, without padding; None if its samples are not known."""
     need, samples, length = made.need, asked.question.samples, made.length
     attention = need.attention_flops / need.batch_size
@@ -207,7 +207,7 @@ def _epoch_flops(asked: Asked, made: Sketch) -> float | None:
     return sum(share * others + share * share * attention for share in shares)
 
 
-def _work(asked: Asked, made: Sketch, epoch_flops: float | None, hours: float | None) -> list[str]:
+def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: float | None) -> list[str]:
     need, length = made.need, made.length
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
@@ -255,7 +255,7 @@ def _levers(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return _table(rows)
 
 
-def _draw(asked: Asked, made: Sketch, path: Path) -> None:
+def _draw(asked: Asked, made: TracedPlan, path: Path) -> None:
     """Draw what is alive at the peak by kind, and what a card must have, over the batch size."""
     from matplotlib.figure import Figure  # optional; the object-oriented interface: no display, no global state
 

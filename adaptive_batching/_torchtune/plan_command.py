@@ -29,9 +29,9 @@ from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan import Answer, find_gpu
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
 from adaptive_batching._torchtune.losses import KINDS
-from adaptive_batching._torchtune.on_paper import RECIPES
+from adaptive_batching._torchtune.meta_setup import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
-from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, Question
+from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, PlanRequest
 from adaptive_batching._trace.allocator import GIB
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount, first_line
@@ -111,7 +111,7 @@ def _read(args: argparse.Namespace) -> Asked:
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
     length = length or (max(lengths) if lengths else None)
     unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({why})"
-    question = Question(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
+    question = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
     return Asked(
         args.config, question, None if length is None else int(length), unknown, lengths, gpu, args.mfu,
         not args.no_levers, args.table, args.plot,

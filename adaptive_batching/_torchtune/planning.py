@@ -22,16 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import _recipe_registry as registry
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.course import PlannedEpoch
-from adaptive_batching._plan import Forecast, Need, outside_of_allocator
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
+from adaptive_batching._plan import Forecast, MemoryEstimate, outside_of_allocator
 from adaptive_batching._probe.sizes import candidate_sizes
-from adaptive_batching._torchtune.cutting import Execution
 from adaptive_batching._torchtune.growing import Growth, accumulation_of, make_controller, resolve_increase
 from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.losses import fake_quantized, next_token
-from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, quiet, set_up
+from adaptive_batching._torchtune.meta_setup import RECIPES, Allocations, Data, on_devices, quiet, set_up
 from adaptive_batching._torchtune.probing import Probed, accumulates, settled, upper_bound
 from adaptive_batching._torchtune.settings import read_settings
+from adaptive_batching._torchtune.splitting import SplitPolicy
 from adaptive_batching._torchtune.stand_ins import COLLATE
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
@@ -61,7 +61,7 @@ class TooLongError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A run to plan."""
 
     recipe: str
@@ -70,7 +70,7 @@ class Question:
     samples: int | None = None  # of the data; None if that is not known
     memory_bytes: int | None = None  # of a device; None if that is not known
 
-    def changed(self, overrides: str) -> Question:
+    def changed(self, overrides: str) -> PlanRequest:
         """Return the question with ``key=value`` pairs, as they are pasted into a command line, in the config."""
         cfg = OmegaConf.merge(self.cfg, OmegaConf.from_dotlist(overrides.split()))
         assert isinstance(cfg, DictConfig)
@@ -78,10 +78,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class TracedPlan:
     """A run on paper, traced at one length."""
 
-    question: Question
+    question: PlanRequest
     length: int
     forecast: Forecast
     asked: int  # samples of a forward that the config asks for at least
@@ -92,7 +92,7 @@ class Sketch:
     assumes: str | None  # of samples, in words; None if their length says all
 
     @cached_property
-    def need(self) -> Need:
+    def need(self) -> MemoryEstimate:
         return self.forecast.need(self.asked)
 
     @cached_property
@@ -102,7 +102,7 @@ class Sketch:
         return None if memory is None else self.forecast.largest(memory)
 
 
-def sketch(question: Question, length: int) -> Sketch:
+def sketch(question: PlanRequest, length: int) -> TracedPlan:
     """Set a run up on paper and trace its step on samples of ``length`` tokens: two forwards where gradients add up."""
     allocations = Allocations()
     with _set_up(question, length, allocations) as (host, run, settings):
@@ -116,7 +116,7 @@ def sketch(question: Question, length: int) -> Sketch:
         forecast = Forecast(trace_step(step), outside_of_allocator(question.devices), set_up, 2 if in_parts else 1)
         sizes = [(p.numel(), p.requires_grad) for p in host.model.parameters()]
         assumes = "both answers of each pair have that length" if data.pairs else str(data.image or "") or None
-        return Sketch(
+        return TracedPlan(
             question, length, forecast, _asked(run, settings), sum(map(paged_bytes, host.optimizers)),
             sum(n for n, trained in sizes if trained), sum(n for n, _ in sizes),
             sum(p.numel() for model in host.objective.frozen_models for p in model.parameters()), assumes,
@@ -131,7 +131,7 @@ def _asked(run: StockRun, settings: AdaptiveBatchingConfig) -> int:
     return run.batch_size if isinstance(settings.micro_batch_size, Whole) and not takes_what_fits else 1
 
 
-def look_out(question: Question, length: int, largest: int) -> tuple[Probed, list[PlannedEpoch], bool]:
+def look_out(question: PlanRequest, length: int, largest: int) -> tuple[Probed, list[PlannedEpoch], bool]:
     """Return a run's largest batch if ``largest`` samples fit, its epochs, and whether training cannot change them."""
     with _set_up(question, length) as (host, run, settings):
         increase = resolve_increase(settings)
@@ -145,14 +145,14 @@ def look_out(question: Question, length: int, largest: int) -> tuple[Probed, lis
             probed = settled(settings, Probed(found, by, settings.micro_batch_size), upper, reason)
         controller = make_controller(host, run, increase, accumulation_of(settings, run), probed, {})
         is_decided = controller.decides_early and increase.noise_scale_every is None
-        execution = Execution(is_stock=not settings.enabled)
-        growth = Growth(host, run, replace(increase, noise_scale_every=None), controller, execution, {})
+        split_policy = SplitPolicy(is_stock=not settings.enabled)
+        growth = Growth(host, run, replace(increase, noise_scale_every=None), controller, split_policy, {})
         return probed, growth.course.plan(0), is_decided
 
 
 @contextlib.contextmanager
 def _set_up(
-    question: Question, length: int, allocations: Allocations | None = None
+    question: PlanRequest, length: int, allocations: Allocations | None = None
 ) -> Iterator[tuple[Host, StockRun, AdaptiveBatchingConfig]]:
     _check_covered(question)
     dataset = question.cfg.get("dataset")
@@ -165,7 +165,7 @@ def _set_up(
         yield host, run, settings
 
 
-def _check_covered(question: Question) -> None:
+def _check_covered(question: PlanRequest) -> None:
     """Refuse what would be planned wrongly, or ends in the first step."""
     cfg = question.cfg
     collate = str(cfg.get("collate_fn", ""))
@@ -185,7 +185,7 @@ def _check_covered(question: Question) -> None:
         )
 
 
-def levers(question: Question, length: int) -> Iterator[tuple[str, str, Question, int]]:
+def levers(question: PlanRequest, length: int) -> Iterator[tuple[str, str, PlanRequest, int]]:
     """Yield what would save memory: a name, what to add to the command line, and the run and the length it makes."""
     recipe, model = question.recipe, question.cfg.model
     for name, paste in _of_config(question):
@@ -202,7 +202,7 @@ def levers(question: Question, length: int) -> Iterator[tuple[str, str, Question
         yield "more devices", f"--nproc_per_node {more.devices}", more, length
 
 
-def _of_config(question: Question) -> Iterator[tuple[str, str]]:
+def _of_config(question: PlanRequest) -> Iterator[tuple[str, str]]:
     cfg, recipe = question.cfg, question.recipe
     checkpoints, checkpointing = cfg.get("enable_activation_checkpointing"), "enable_activation_checkpointing=True"
     offloading = "enable_activation_offloading=True"
@@ -234,7 +234,7 @@ def _of_config(question: Question) -> Iterator[tuple[str, str]]:
         yield "8-bit optimizer", f"optimizer._component_={_PAGED}"
 
 
-def _with_adapters(question: Question, kind: str) -> Iterator[tuple[str, Question]]:
+def _with_adapters(question: PlanRequest, kind: str) -> Iterator[tuple[str, PlanRequest]]:
     """Yield what to paste for the adapters that a stock config gives the same model, and the run; none if none does."""
     builder = str(question.cfg.model["_component_"]).rpartition(".")
     wanted = f"{builder[0]}.{kind}{builder[2].removeprefix('lora_').removeprefix('qlora_')}"
@@ -264,13 +264,13 @@ def start_processes() -> None:
         forkserver.ensure_running()
 
 
-def pull_levers(made: Sketch) -> list[dict[str, Any]]:
+def pull_levers(made: TracedPlan) -> list[dict[str, Any]]:
     """Return what each lever saves and the largest batch with it, best first."""
     found = _in_parallel(_pulled, [(*lever, made.need) for lever in levers(made.question, made.length)])
     return sorted(found, key=lambda each: -(each["saved_bytes"] if each["saved_bytes"] is not None else -(2**62)))
 
 
-def _pulled(task: tuple[str, str, Question, int, Need]) -> dict[str, Any]:
+def _pulled(task: tuple[str, str, PlanRequest, int, MemoryEstimate]) -> dict[str, Any]:
     name, paste, question, length, before = task
     found: dict[str, Any] = {"name": name, "paste": paste, "saved_bytes": None, "reserved_bytes": None,
                              "largest_micro_batch": None, "sequence_length": length, "reason": None}  # fmt: skip
@@ -284,14 +284,14 @@ def _pulled(task: tuple[str, str, Question, int, Need]) -> dict[str, Any]:
     return found
 
 
-def over_lengths(question: Question, longest: int | None = None) -> list[dict[str, Any]]:
+def over_lengths(question: PlanRequest, longest: int | None = None) -> list[dict[str, Any]]:
     """Return what forwards need at each length that the model takes, up to ``longest`` tokens if that is known."""
     lengths = LENGTHS if longest is None else (*(length for length in LENGTHS if length < longest), longest)
     found = _in_parallel(_at_length, [(question, length) for length in lengths])
     return [each for each in found if each is not None]
 
 
-def _at_length(task: tuple[Question, int]) -> dict[str, Any] | None:
+def _at_length(task: tuple[PlanRequest, int]) -> dict[str, Any] | None:
     try:
         made = sketch(*task)
     except TooLongError:

@@ -19,10 +19,10 @@ from torchtune import config
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, memory_meter
-from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
@@ -57,7 +57,7 @@ _NOT_OF_MEMORY = frozenset(
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class CacheInputs:
     """Facts of a run, besides its model and data, that the memory of a step depends on."""
 
     cfg: DictConfig
@@ -95,7 +95,7 @@ class Probe:
     host: Host
     run: StockRun
     settings: AdaptiveBatchingConfig
-    circumstances: Circumstances
+    cache_inputs: CacheInputs
     sample: Sample  # as long as training can meet
     upper: int
     reason: str  # what gives ``upper``, for messages
@@ -115,7 +115,7 @@ class Probe:
         if settings.fills_memory:  # what a forward may take is no size to round
             settings = replace(settings, round_to_power_of_two=False)
         facts = {"include": self._include, "upper": self.upper, "recipe": host.name, "sequence_length": self._length}
-        return kept_probe(host, settings, self.circumstances, facts, self.folder / "probe.json", self._find)
+        return cached_probe(host, settings, self.cache_inputs, facts, self.folder / "probe.json", self._find)
 
     def probed(self, result: ProbeResult) -> Probed:
         """Return what the run makes of ``result``."""
@@ -130,17 +130,19 @@ class Probe:
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
-        in_parts = accumulates(host, self.run, settings, measures_noise=self.circumstances.measures_noise)
+        in_parts = accumulates(host, self.run, settings, measures_noise=self.cache_inputs.measures_noise)
         times = ForwardTimes()
         step = partial(training_step, host, accumulates=in_parts, note=times.note)
         # How much of what fits is best used is another question.
-        shorter = Question(self.upper, self.reason, coarse=settings.fills_memory, ranks=host.ranks, scratch=self.folder)
+        shorter = ProbeRequest(
+            self.upper, self.reason, coarse=settings.fills_memory, ranks=host.ranks, scratch=self.folder
+        )
         question = replace(
             shorter,
             include=self._include,
-            # Where the batch stays as it is, and is only cut, forwards need be no larger than is of use.
-            enough=times.enough if _only_cuts(settings) else None,
-            remedies=lambda: remedies(host, sample, self.circumstances.make_optimizers, accumulates=in_parts),
+            # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
+            enough=times.enough if _only_splits(settings) else None,
+            remedies=lambda: remedies(host, sample, self.cache_inputs.make_optimizers, accumulates=in_parts),
         )
         result = find_largest(step(sample), settings, meter, question)
         lengths_vary = not is_packed(host.loader.dataset) and host.objective.is_text(sample)
@@ -177,7 +179,7 @@ class Probe:
 
 
 def find_maximum(
-    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, circumstances: Circumstances, report: Report
+    host: Host, run: StockRun, settings: AdaptiveBatchingConfig, cache_inputs: CacheInputs, report: Report
 ) -> Probed:
     """Find the largest batch size of a run: by a probe where one is needed, else from bounds and data."""
     upper, reason = upper_bound(host, run, settings)
@@ -188,7 +190,7 @@ def find_maximum(
         host.loader.dataset, host.objective, sequence_length=settings.sequence_length, tokenizer_max=host.max_length,
         model_max=getattr(host.model, "max_seq_len", None),
     )  # fmt: skip
-    probe = Probe(host, run, settings, circumstances, sample, upper, reason, report.directory)
+    probe = Probe(host, run, settings, cache_inputs, sample, upper, reason, report.directory)
     result = probe.result()
     report.probe(result, sequence_length=len(host.objective.tokens(sample)))
     return probe.probed(result)
@@ -220,7 +222,7 @@ def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason:
     elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
         maximum = 1 << (maximum.bit_length() - 1)
     if settings.grows and not settings.growth_is_bound_by_memory:
-        maximum, bound = upper, reason  # what does not fit at once is cut
+        maximum, bound = upper, reason  # what does not fit at once is split
     return replace(found, maximum=maximum, reason=bound, micro_batch_size=size)
 
 
@@ -234,7 +236,7 @@ def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
     return settings.fills_memory or isinstance(settings.micro_batch_size, Fixed)
 
 
-def _only_cuts(settings: AdaptiveBatchingConfig) -> bool:
+def _only_splits(settings: AdaptiveBatchingConfig) -> bool:
     return isinstance(settings.micro_batch_size, ByLength) and not settings.use_maximum_batch_size
 
 
@@ -253,10 +255,10 @@ def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) ->
     return rise / half_rise if half_rise > 0 else 1.0
 
 
-def kept_probe(
+def cached_probe(
     host: Host,
     settings: AdaptiveBatchingConfig,
-    circumstances: Circumstances,
+    cache_inputs: CacheInputs,
     facts: Mapping[str, Any],
     path: Path,
     find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
@@ -275,10 +277,10 @@ def kept_probe(
     if shares_memory:
         settings = _with_room_for_training(settings, meter)
     key = {
-        **circumstances.config(),
+        **cache_inputs.config(),
         **settings_of_memory(settings),
         **facts,
-        "measures_noise": circumstances.measures_noise,
+        "measures_noise": cache_inputs.measures_noise,
         "packed": is_packed(host.loader.dataset),
         "device_name": meter.device_name,
         "total_bytes": meter.total_bytes,
@@ -312,7 +314,7 @@ def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
         "fills_memory": settings.fills_memory,
         "runs_in_parts": _runs_in_parts(settings),  # then while the gradients of the forward before are held
         "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
-        "only_cuts": _only_cuts(settings),
+        "only_cuts": _only_splits(settings),
     }
 
 

@@ -115,8 +115,8 @@ def _shorten(text: str) -> str:
         return text
     start = text[: _MAX_OUTPUT_CHARS + 1]  # a character more, so that a border right behind the limit counts
     for border in (r"\n\s*\n", r"(?<=[.!?:])\s", r"\s"):
-        if cuts := [match.start() for match in re.finditer(border, start)]:
-            return text[: cuts[-1]].rstrip()
+        if splits := [match.start() for match in re.finditer(border, start)]:
+            return text[: splits[-1]].rstrip()
     return text[:_MAX_OUTPUT_CHARS]
 
 

@@ -29,7 +29,7 @@ from adaptive_batching._torchtune.learning_rate import scheduled_rates, schedule
 from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.probing import Circumstances
+from adaptive_batching._torchtune.probing import CacheInputs
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
@@ -101,7 +101,7 @@ class AdaptiveBatching:
         """Are told what happens while the recipe trains."""
 
         self._checkpoints = Path(cfg.checkpointer.output_dir)
-        self._gate = hosts.Gate()
+        self._backward_optimizers = hosts.OptimizersInBackward()
         self._stored: dict[str, Any] = {}
         self._rates: list[float] | None = None
         self._session: Session | None = None
@@ -136,16 +136,16 @@ class AdaptiveBatching:
         if self._rates is None:  # stock has no schedule
             steps = self.total_epochs * self._steps_per_epoch
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
-        host = hosts.host_of(self, self.ranks, self._gate, self.make_objective)
+        host = hosts.host_of(self, self.ranks, self._backward_optimizers, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
-        circumstances = Circumstances(cfg, measures_noise=self._increase.noise_scale_every is not None)
+        cache_inputs = CacheInputs(cfg, measures_noise=self._increase.noise_scale_every is not None)
         held_out = None
         if self._validation is not None and self._validation_loader is not None:
             objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
             with unchanged_random_state(self._device):
                 held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
         self._session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
-        self._session.settle(circumstances)
+        self._session.settle(cache_inputs)
         self.global_step = self._session.run.first_step
 
     def train(self) -> None:
@@ -203,7 +203,7 @@ class AdaptiveBatching:
             self.save_checkpoint(epoch=epoch)  # type: ignore[attr-defined]
 
     def cleanup(self) -> None:
-        self._gate.release()
+        self._backward_optimizers.release()
         try:
             super().cleanup()  # type: ignore[misc]
         except OSError as error:
@@ -261,7 +261,7 @@ class AdaptiveBatching:
             self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
 
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced_in_torchtune(register_optim_in_bwd_hooks=self._gate.register):
+        with replaced_in_torchtune(register_optim_in_bwd_hooks=self._backward_optimizers.register):
             return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def _setup_lr_scheduler(self, *, num_training_steps: int, last_epoch: int, **kwargs: Any) -> Any:

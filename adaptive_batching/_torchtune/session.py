@@ -25,14 +25,14 @@ from adaptive_batching._probe.does_not_fit import require_room, within_memory_li
 from adaptive_batching._report.events import Watcher
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import compiling
-from adaptive_batching._torchtune.cutting import Cutter, Execution, Recovery
 from adaptive_batching._torchtune.exploring import settle_micro_batch_size
 from adaptive_batching._torchtune.growing import Growth, Increase, StockSchedule, accumulation_of, make_controller
-from adaptive_batching._torchtune.host import Host, Outlet, StockRun
+from adaptive_batching._torchtune.host import Host, StockRun, TrainingHooks
 from adaptive_batching._torchtune.learning_rate import check_that_beta2_can_follow
 from adaptive_batching._torchtune.loop import Loop, Training, TrainingLoop
 from adaptive_batching._torchtune.many_devices import record_collectives
-from adaptive_batching._torchtune.probing import Circumstances, Probed, find_maximum
+from adaptive_batching._torchtune.probing import CacheInputs, Probed, find_maximum
+from adaptive_batching._torchtune.splitting import Recovery, SplitPolicy, Splitter
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._torchtune.validating import HeldOut, Validation
 from adaptive_batching._values import ByLength, ConfigError, Explore, Whole
@@ -52,32 +52,32 @@ class Session:
     stored: Mapping[str, Any] = field(default_factory=dict)  # state of the run that is resumed
     held_out: HeldOut | None = None
     growth: Growth | None = field(default=None, init=False)
-    execution: Execution = field(init=False)
+    split_policy: SplitPolicy = field(init=False)
     _probed: Probed | None = field(default=None, init=False)
     _explored: int | str | None = field(default=None, init=False)
     _random_states: list[dict[str, Any]] = field(default_factory=list, init=False)
     _validation_limit: TokenLimit = field(default_factory=TokenLimit, init=False)
 
     def __post_init__(self) -> None:
-        self.execution = Execution(is_stock=self.report is None)
+        self.split_policy = SplitPolicy(is_stock=self.report is None)
 
-    def settle(self, circumstances: Circumstances) -> None:
-        """Decide all that is decided before training: what fits, how batches are cut, how they grow."""
-        self._prepare_host(circumstances)
+    def settle(self, cache_inputs: CacheInputs) -> None:
+        """Decide all that is decided before training: what fits, how batches are split, how they grow."""
+        self._prepare_host(cache_inputs)
         # Before memory is short or measured: the thread that watches progress bars takes some, and if it cannot start,
         # Python waits for good.
         tqdm(disable=True).close()
         if self.report is not None:
             self._check()
-            self._lay_out(circumstances, self.report)
+            self._lay_out(cache_inputs, self.report)
 
-    def _prepare_host(self, circumstances: Circumstances) -> None:
+    def _prepare_host(self, cache_inputs: CacheInputs) -> None:
         host, settings = self.host, self.settings
         if self.report is not None:
             host.objective.leave_stock()
             host.objective.equalize_collectives()
         if host.ranks.size > 1:
-            collectives, why_not = record_collectives(host, settings, measures_noise=circumstances.measures_noise)
+            collectives, why_not = record_collectives(host, settings, measures_noise=cache_inputs.measures_noise)
             self.host = host = replace(host, collectives=collectives, why_no_recovery=why_not)
         if settings.memory_limit is not None and host.recovers_together:
             with contextlib.suppress(NotImplementedError):  # of a device whose memory cannot be measured
@@ -92,26 +92,26 @@ class Session:
             )
         if settings.keep_beta2_half_life:
             check_that_beta2_can_follow(host.optimizers)
-        check_that_cutting_is_exact(settings, increase, self._batch_dependent)
+        check_that_splitting_is_exact(settings, increase, self._batch_dependent)
         size = settings.micro_batch_size
         compiling.prepare(host, sizes_vary=settings.grows or isinstance(size, (ByLength, Explore)))
 
-    def _lay_out(self, circumstances: Circumstances, report: Report) -> None:
-        host, run, settings, stored, execution = self.host, self.run, self.settings, self.stored, self.execution
+    def _lay_out(self, cache_inputs: CacheInputs, report: Report) -> None:
+        host, run, settings, stored, split_policy = self.host, self.run, self.settings, self.stored, self.split_policy
         accumulation = self._accumulation()
-        self._probed = probed = self._find_maximum(circumstances, report)
+        self._probed = probed = self._find_maximum(cache_inputs, report)
         controller = make_controller(host, run, self.increase, accumulation, probed, stored)
         if stored:
             self.run = run = replace(run, first_step=stored["global_step"])
             self._restore(stored)
-        execution.capacity = probed.capacity
+        split_policy.capacity = probed.capacity
         if isinstance(probed.micro_batch_size, Explore):
-            execution.size = chosen = settle_micro_batch_size(host, run, controller, execution, stored, report)
+            split_policy.size = chosen = settle_micro_batch_size(host, run, controller, split_policy, stored, report)
             self._explored = str(chosen) if isinstance(chosen, ByLength) else int(str(chosen))
             compiling.prepare(host, sizes_vary=settings.grows or isinstance(chosen, ByLength))
         else:
-            execution.size = probed.micro_batch_size
-        self.growth = Growth(host, run, self.increase, controller, execution, stored)
+            split_policy.size = probed.micro_batch_size
+        self.growth = Growth(host, run, self.increase, controller, split_policy, stored)
         course = self.growth.course
         if course.seen_in_epoch:
             at = run.first_epoch + course.seen_in_epoch / course.shape.samples
@@ -127,36 +127,36 @@ class Session:
     def _accumulation(self) -> Accumulation:
         return accumulation_of(self.settings, self.run)
 
-    def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
-        return find_maximum(self.host, self.run, self.settings, circumstances, report)
+    def _find_maximum(self, cache_inputs: CacheInputs, report: Report) -> Probed:
+        return find_maximum(self.host, self.run, self.settings, cache_inputs, report)
 
-    def loop(self, outlet: Outlet, watchers: Sequence[Watcher] = ()) -> Loop:
+    def loop(self, hooks: TrainingHooks, watchers: Sequence[Watcher] = ()) -> Loop:
         """Return the loop that trains; the record of the run is told what happens before ``watchers`` are."""
         schedule = self.growth or self._stock_schedule()
         watchers = [*watchers] if self.report is None else [self.report, *watchers]
         # Nothing may come in the way of checkpoints, which are saved outside of the limit.
         limited = functools.partial(within_memory_limit, self.settings, self.host.device)
         save_every = self.settings.save_every_n_steps
-        return self._loop(Training(self.host, self.run, outlet, schedule, watchers, limited, save_every))
+        return self._loop(Training(self.host, self.run, hooks, schedule, watchers, limited, save_every))
 
     def _stock_schedule(self) -> StockSchedule:
         return StockSchedule(self.host, self.run)
 
     def _loop(self, training: Training) -> Loop:
         learns = self.growth is not None and not self.growth.course.controller.decides_early
-        cutter, validation = Cutter(self.host, self.execution, learns=learns), None
+        splitter, validation = Splitter(self.host, self.split_policy, learns=learns), None
         if self.held_out is not None:
             probed = self._probed if self.settings.use_maximum_batch_size else None
             recovers = self.settings.recover_from_oom
             validation = Validation(
                 self.host, self.held_out, self.run, self._validation_limit, probed, recovers=recovers
             )
-        together = isinstance(self.execution.size, ByLength)
-        return TrainingLoop(training, cutter, self._recovery(), validation, together=together)
+        together = isinstance(self.split_policy.size, ByLength)
+        return TrainingLoop(training, splitter, self._recovery(), validation, together=together)
 
     def _recovery(self) -> Recovery:
         recovers, tokens = self.settings.recover_from_oom, 0 if self._probed is None else self._probed.tokens
-        limit, find = self.execution.limit, self._batch_dependent
+        limit, find = self.split_policy.limit, self._batch_dependent
         return Recovery(self.host, limit, find, recovers=recovers, probed_tokens=tokens)
 
     def finish(self) -> None:
@@ -181,14 +181,14 @@ class Session:
             "explored": self._explored,
             "order": _order_of(self.host),
             "growth": self.growth.state_dict(),
-            "forward_cost": self.execution.cost.state_dict(),
-            "token_limit": self.execution.limit.state_dict(),
+            "forward_cost": self.split_policy.cost.state_dict(),
+            "token_limit": self.split_policy.limit.state_dict(),
             "validation_limit": self._validation_limit.state_dict(),
         }
 
     def _restore(self, stored: Mapping[str, Any]) -> None:
-        self.execution.limit.load_state_dict(stored["token_limit"])
-        self.execution.cost.load_state_dict(stored["forward_cost"])
+        self.split_policy.limit.load_state_dict(stored["token_limit"])
+        self.split_policy.cost.load_state_dict(stored["forward_cost"])
         if "validation_limit" in stored:
             self._validation_limit.load_state_dict(stored["validation_limit"])
         if stored["growth"].get("within_epoch") is not None:
@@ -198,10 +198,10 @@ class Session:
             set_random_state(stored["random_states"][ranks.rank], self.host.device)
 
 
-def check_that_cutting_is_exact(
+def check_that_splitting_is_exact(
     settings: AdaptiveBatchingConfig, increase: Increase, batch_dependent: Callable[[], str | None]
 ) -> None:
-    """Refuse to cut the batches of a model that computes over the batch dimension."""
+    """Refuse to split the batches of a model that computes over the batch dimension."""
     if not isinstance(settings.micro_batch_size, Whole):
         what, remedy = f"micro_batch_size={settings.micro_batch_size}", "leave micro_batch_size unset"
     elif settings.fills_memory:

@@ -9,9 +9,9 @@ import torch
 
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._report.events import StepCost
-from adaptive_batching._torchtune.cutting import MicroBatch
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, MemoryHistory
+from adaptive_batching._torchtune.splitting import MicroBatch
 
 
 class StepCosts:

@@ -22,7 +22,7 @@ from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.data import Sample, repeat
 from adaptive_batching._torchtune.gradients import apply_gradients, forward_backward, held_back, sum_over_ranks
 from adaptive_batching._torchtune.gradients import discard as drop_step
-from adaptive_batching._torchtune.host import Gate, Host
+from adaptive_batching._torchtune.host import Host, OptimizersInBackward
 from adaptive_batching._torchtune.losses import keeps_scales
 from adaptive_batching._torchtune.objective import Batch, Sums
 from adaptive_batching._torchtune.stand_ins import run_without_values
@@ -85,8 +85,8 @@ def training_step(
 
     whole = nn.ModuleList(host.models) if host.objective.frozen_models else host.model
     return TrainingStep(
-        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole), compiling.is_cut_by_inductor(host),
-        keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
+        whole, host.optimizers, make_batch, bind, discard, _vocabulary(whole),
+        compiling.is_partitioned_by_inductor(host), keeps=keeps_scales(whole), on_cuda=host.device.type == "cuda",
     )  # fmt: skip
 
 
@@ -106,12 +106,14 @@ def remedies(host: Host, sample: Sample, make_optimizers: MakeOptimizers, *, acc
     quantized_bytes = sum(max(p.nbytes - int(p.numel() * _NF4_BITS_PER_WEIGHT / 8), 0) for p in weights)
     if trains_all:
         if not host.steps_in_backward and not accumulates:
-            changed = replace(host, gate=Gate(), clip_norm=None)
+            changed = replace(host, backward_optimizers=OptimizersInBackward(), clip_norm=None)
             in_backward = _with_optimizers(step, changed, lambda trained: make_optimizers([[p] for p in trained]))
             with_it = "" if host.clip_norm is None else " (with clip_grad_norm=null)"
             found.append(Remedy(f"optimizer_in_bwd=True{with_it}", in_backward))
         if "lora" in ways:
-            lora = _with_optimizers(step, replace(host, gate=None), lambda trained: make_optimizers([trained]))
+            lora = _with_optimizers(
+                step, replace(host, backward_optimizers=None), lambda trained: make_optimizers([trained])
+            )
             found.append(Remedy("LoRA (recipe lora_finetune_single_device)", lora, _freeze_weights))
             found.append(Remedy("QLoRA (LoRA with a qlora_ model)", lora, _freeze_weights, quantized_bytes))
     elif not any("NF4" in type(p).__name__ for p in weights):
@@ -154,13 +156,13 @@ def _vocabulary(model: nn.Module) -> frozenset[int]:
 def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> Host:
     """Return ``host`` as it trains a copy of its models, on their device and alone, for the trace."""
     trained, *frozen = models_of(model)
-    gate = None
+    backward_optimizers = None
     if host.steps_in_backward:
-        gate = Gate()
+        backward_optimizers = OptimizersInBackward()
         stepped = {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
-        gate.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
+        backward_optimizers.register(nn.ParameterList(stepped), stepped)  # of a sharded model, the shards
     objective = host.objective.for_trace(frozen)
-    if compiling.is_cut_by_inductor(host):
+    if compiling.is_partitioned_by_inductor(host):
         compiling.run_as_compiled([trained, *frozen], host.models, objective)
     run_without_values(trained)
     return replace(
@@ -171,7 +173,7 @@ def _stand_in(host: Host, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
         device=next(trained.parameters()).device,
         ranks=Ranks(alone=True),
         collectives=None,
-        gate=gate,
+        backward_optimizers=backward_optimizers,
     )
 
 

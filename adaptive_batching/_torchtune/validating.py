@@ -23,12 +23,11 @@ from tqdm import tqdm
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.increase import reads_val_loss
 from adaptive_batching._memory import release_cached_memory
-from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._ranks.agree import GroupError
 from adaptive_batching._ranks.fsdp import MicroBatchCollectives, end_forward
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, ValidationRecovery
 from adaptive_batching._torchtune.data import Sample, SampleLoader
 from adaptive_batching._torchtune.gradients import to_device
 from adaptive_batching._torchtune.growing import Increase
@@ -36,6 +35,7 @@ from adaptive_batching._torchtune.host import Host, StockRun
 from adaptive_batching._torchtune.objective import Counts, Objective, Sums
 from adaptive_batching._torchtune.probing import Probed
 from adaptive_batching._torchtune.settings import ValidationSettings
+from adaptive_batching._torchtune.splitting import MicroBatch, SplitPolicy, Splitter, ValidationRecovery
 from adaptive_batching._torchtune.training_step import batch_dependent_module
 from adaptive_batching._values import ByLength, ConfigError, Fixed
 
@@ -109,10 +109,12 @@ class Validation:
     ) -> None:
         if failure := host.ranks.connect():
             raise GroupError(failure)
-        # Exact whatever was cut, and the same collectives on every rank.
+        # Exact whatever was split, and the same collectives on every rank.
         held_out.objective.leave_stock()
         held_out.objective.equalize_collectives()
-        self._host = host = replace(host, objective=held_out.objective, loader=held_out.loader, gate=None)
+        self._host = host = replace(
+            host, objective=held_out.objective, loader=held_out.loader, backward_optimizers=None
+        )
         self._loader, self._objective = held_out.loader, held_out.objective
         self._every, self._longest = held_out.every, held_out.longest
         self._models = host.models
@@ -123,12 +125,12 @@ class Validation:
         self._filler = self._objective.filler([sample])
         most_samples = held_out.batch_size or (run.batch_size if probed is None else probed.maximum)
         self._window = most_samples * (_LOOK_AHEAD if self._objective.is_text(sample) else 1)
-        execution, tokens = Execution(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
+        split_policy, tokens = SplitPolicy(Fixed(held_out.batch_size or run.batch_size), limit=limit, is_stock=False), 0
         if held_out.batch_size is None and probed is not None and probed.tokens:
             # A forward alone takes less memory than a training step, so that it needs no probe of its own.
-            execution.size, execution.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
-            tokens = execution.capacity.tokens
-        self._cutter = Cutter(host, execution)
+            split_policy.size, split_policy.capacity = ByLength(), Capacity.of_tokens(probed.tokens)
+            tokens = split_policy.capacity.tokens
+        self._splitter = Splitter(host, split_policy)
         find = functools.cache(partial(batch_dependent_module, host))  # in the model in evaluation mode
         self._recovery = ValidationRecovery(host, limit, find, recovers=recovers, probed_tokens=tokens)
         self._logs_peak_memory = run.logs_peak_memory
@@ -174,7 +176,7 @@ class Validation:
         self._recovery.start()
 
         def attempt(again: bool) -> list[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
-            micro_batches = self._cut(samples)
+            micro_batches = self._split(samples)
             forwards = [partial(self._forward, each) for each in micro_batches]
             return [(micro_batches, run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard))]
 
@@ -182,11 +184,11 @@ class Validation:
         on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
         return functools.reduce(operator.add, on_host)
 
-    def _cut(self, samples: list[Sample]) -> list[MicroBatch]:
+    def _split(self, samples: list[Sample]) -> list[MicroBatch]:
         """Return as many micro-batches as every other rank, which weigh as much as they have targets."""
         longest_first = sorted(samples, key=self._objective.size, reverse=True)
         weighted = []
-        for each in self._cutter.cut(longest_first or [self._filler]):
+        for each in self._splitter.split(longest_first or [self._filler]):
             terms = 0 if each.is_filler or not samples else self._objective.counts(each.samples).terms
             if terms == 0:  # whose mean would be 0/0
                 each = MicroBatch([self._filler], self._objective.size(self._filler))

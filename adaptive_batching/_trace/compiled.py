@@ -1,7 +1,7 @@
-"""Run compiled regions as Inductor would, on fake tensors: cut where it cuts, without what it fuses away.
+"""Run compiled regions as Inductor would, on fake tensors: split where it splits, without what it fuses away.
 
 ``torch.compile`` traces forward and backward of a region together, and a minimal cut decides what is kept between them
-and what is computed again. Here the same partitioner of AOTAutograd cuts the same graph, with Inductor's
+and what is computed again. Here the same partitioner of AOTAutograd splits the same graph, with Inductor's
 decompositions. Then the graph runs operation by operation, in the order of Inductor's kernels. A kernel reads what it
 needs from memory, keeps what only itself reads in registers, which takes none, and makes all of its results before any
 of its inputs can be freed. Results that share inputs come from one kernel, so that one that the graph computes later is
@@ -153,7 +153,7 @@ def _as_fused(module: GraphModule, example_inputs: Any) -> Callable[[list[Any]],
 
 
 class Schedule:
-    """How Inductor would run the forward or backward of a compiled region, as AOTAutograd has cut it.
+    """How Inductor would run the forward or backward of a compiled region, as AOTAutograd has split it.
 
     The rules are those of ``torch/_inductor/scheduler.py``, without what depends on a device: nodes are fused if one
     reads the other or they share an input, if they run over as many elements, and if no other kernel has to run in

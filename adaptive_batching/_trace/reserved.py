@@ -180,7 +180,7 @@ class Needed(NamedTuple):
 class ReservedPeaks:
     """Bytes that the probe's steps make the allocator reserve, as a function of the batch size.
 
-    What is reserved does not always rise with the batch size: a little more can go into blocks that are cut better. A
+    What is reserved does not always rise with the batch size: a little more can go into blocks that are split better. A
     search needs a curve that never falls, so each new value is moved to lie between those known of smaller and of
     larger sizes; what has been told is never taken back.
     """

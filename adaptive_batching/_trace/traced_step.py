@@ -3,7 +3,7 @@
 A record holds the step as a sequence of events, so that it can be replayed: to find the peak and what it is made of, or
 to ask an allocator how much it would reserve. Nothing is rounded to allocator blocks here: between the two traced batch
 sizes, rounding could double the slope of a small tensor. Kernels of CUDA also take memory that no tensor shows, for the
-time of a call: blocks are found and cut for it, so that what is reserved can be larger by far more.
+time of a call: blocks are found and split for it, so that what is reserved can be larger by far more.
 
 Peak memory is not linear in the batch size b. It is the largest value of ``a_t + c_t * b`` over the operations t of the
 step, because the optimizer's temporaries, or gradients late in the backward pass, set a floor at small b. With records
@@ -145,7 +145,7 @@ class StepRecord(Recorded):
         return self.moments[at], alive
 
 
-class Ledger:
+class StorageTracker:
     """Bytes alive and, in order, the allocations and ends of storages. One ends when nothing holds it any more."""
 
     def __init__(self) -> None:

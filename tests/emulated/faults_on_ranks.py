@@ -80,7 +80,7 @@ def train(inputs: Path, directory: Path, name: str, kind: str) -> None:
 
 KINDS: dict[str, tuple[str, str, Sequence[str]]] = {
     "full": ("full_finetune_distributed", "full", ()),
-    "cut": ("full_finetune_distributed", "full", ("micro_batch_size=2",)),
+    "split": ("full_finetune_distributed", "full", ("micro_batch_size=2",)),
     "checkpointing": ("full_finetune_distributed", "full", ("enable_activation_checkpointing=True",)),
     "lora": ("lora_finetune_distributed", "lora", ()),
     "lora_dpo": ("lora_dpo_distributed", "lora_dpo", ("dataset._component_=tests.emulated.samples.Preferences",)),

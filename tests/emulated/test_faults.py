@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     "checkpointing": ("full", CHECKPOINTING),
     "offloading": ("full", [*CHECKPOINTING, "enable_activation_offloading=True"]),
     "auto": ("full", ["micro_batch_size=auto", "adaptive_batching.memory_limit=2GiB"]),
-    "cut": ("full", ["micro_batch_size=2"]),
+    "split": ("full", ["micro_batch_size=2"]),
     "accumulation": ("full", ["gradient_accumulation_steps=2"]),
     "validation": ("full", VALIDATE),
     "growth": ("full", [*DOUBLE, "adaptive_batching.max_batch_size=4"]),
@@ -234,7 +234,7 @@ def test_each_allocation_of_a_step_on_one_rank_of_two_is_survived_or_ends_in_one
 
 @pytest.mark.slow
 def test_so_it_is_on_the_other_on_both_and_in_other_recipes(inputs: Path, tmp_path: Path) -> None:
-    names = ["full_on_0", "full_on_both", "cut", "checkpointing", "lora", "lora_dpo", "kd"]
+    names = ["full_on_0", "full_on_both", "split", "checkpointing", "lora", "lora_dpo", "kd"]
     assert assert_survived_on_both(inputs, tmp_path, *names) > 200
 
 

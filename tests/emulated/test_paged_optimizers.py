@@ -16,7 +16,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._emulated_device import control
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.does_not_fit import memory_budget
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.training import TrainingStep
@@ -44,7 +44,7 @@ def make_step(make_optimizer: Callable[..., Optimizer], **arguments: Any) -> Tra
 
 def largest(step: TrainingStep) -> tuple[int, int]:
     """The largest batch, and how often the probe ran out of memory."""
-    result = find_largest(step, CONFIG, memory_meter("cuda"), Question(64))
+    result = find_largest(step, CONFIG, memory_meter("cuda"), ProbeRequest(64))
     return result.batch_size, result.num_out_of_memory
 
 

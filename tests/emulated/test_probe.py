@@ -146,7 +146,7 @@ def test_lengths_that_vary_strain_the_allocator_in_few_steps_at_the_answer(llama
     answer, budget = found.probe["batch_size"], found.probe["budget_bytes"]
     varied = within("LoRA", llama_1b, tmp_path / "varied", answer, budget, dataset=data, max_steps_per_epoch=60)
     assert sum(map(bool, varied.retries)) <= 3
-    assert varied.recoveries <= 2, "a batch that is longer than those before meets a cache that was cut for them"
+    assert varied.recoveries <= 2, "a batch that is longer than those before meets a cache that was split for them"
 
 
 def test_the_first_step_logs_what_training_took_and_not_the_probe(llama_1b: Path, tmp_path: Path) -> None:

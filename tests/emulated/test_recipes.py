@@ -72,7 +72,7 @@ WAYS = {
     "off": [],
     "probed": ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=4"],
     "in one part": ["micro_batch_size=4"],
-    "cut": ["micro_batch_size=2"],
+    "split": ["micro_batch_size=2"],
 }
 
 
@@ -94,7 +94,7 @@ def test_memory_stays_level_over_a_hundred_steps_which_ask_no_more_of_the_device
     for way, fields in WAYS.items():
         if kind != "ppo":
             ours = ends_of(way, *fields)
-            if way == "cut":
+            if way == "split":
                 waits = [ends[-1].asked.synchronizations - ends[7].asked.synchronizations for ends in (ours, stocks)]
                 assert waits[0] <= waits[1]
             else:

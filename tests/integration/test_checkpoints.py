@@ -36,7 +36,7 @@ RUNS = {
     "lora": ("lora", [*GROW, *NOISE, *DROPOUT]),
     "lora_dpo": ("lora_dpo", [*GROW, *DROPOUT]),
     "kd": ("kd", [*GROW, *DROPOUT]),
-    "packs that are cut and gathered": ("full", [*GROW, *PACKED, "save_every_n_steps=2"]),
+    "packs that are split and gathered": ("full", [*GROW, *PACKED, "save_every_n_steps=2"]),
 }
 
 

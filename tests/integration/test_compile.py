@@ -80,14 +80,14 @@ GROW = ["batch_increase_function._component_=tests.integration.test_compile.adds
 
 
 def test_a_compiled_run_trains_as_one_that_is_not(tune_run: TuneRun, in_training: list[int]) -> None:
-    cut = ["micro_batch_size=auto", "batch_size=16", "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]
+    split = ["micro_batch_size=auto", "batch_size=16", "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]
     common = [each for each in COMMON if "packed" not in each and "compile" not in each]
-    eager = tune_run("full", *common, *cut, "adaptive_batching.memory_limit=8GiB", name="eager")
-    run = tune_run("full", *common, *cut, "adaptive_batching.memory_limit=8GiB", "compile=True", name="compiled")
+    eager = tune_run("full", *common, *split, "adaptive_batching.memory_limit=8GiB", name="eager")
+    run = tune_run("full", *common, *split, "adaptive_batching.memory_limit=8GiB", "compile=True", name="compiled")
     assert_close(run, eager, epoch=0)
 
 
-@pytest.mark.parametrize("way", ["grows", "cut"])
+@pytest.mark.parametrize("way", ["grows", "split"])
 def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     way: str, inputs: Path, tmp_path: Path
 ) -> None:

@@ -50,8 +50,8 @@ def test_the_probe_leaves_no_trace_on_the_device(kind: str, attention: str, tune
 def test_cutting_by_length_on_the_device_trains_as_the_whole_batch(tune_run: TuneRun) -> None:
     common = [*CUDA, *SGD, "batch_size=16", "gradient_accumulation_steps=2", "max_steps_per_epoch=10"]
     whole = tune_run("full", *common, name="whole")
-    cut = tune_run("full", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=4GiB", name="cut")
-    assert_close(cut, whole, epoch=0)
+    split = tune_run("full", *common, "micro_batch_size=auto", "adaptive_batching.memory_limit=4GiB", name="split")
+    assert_close(split, whole, epoch=0)
 
 
 def test_the_noise_scale_on_the_device_is_that_on_the_cpu(tune_run: TuneRun) -> None:

@@ -110,7 +110,7 @@ def test_a_validation_leaves_training_and_its_peaks_of_memory_alone(tune_run: Tu
 
 
 @on_cuda
-@pytest.mark.parametrize("way", ["probed", "cut"])
+@pytest.mark.parametrize("way", ["probed", "split"])
 def test_packed_data_under_flex_attention_are_traced_and_keep_to_few_sizes(
     way: str, tune_run: TuneRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,11 +209,11 @@ def test_no_micro_batch_of_ppo_waits_for_the_device(
 
     theirs = in_rollouts(3, stock=True) - in_rollouts(1, stock=True)
     ours = in_rollouts(3) - in_rollouts(1)
-    cut = in_rollouts(3, "micro_batch_size=1") - in_rollouts(1, "micro_batch_size=1")
-    print("PPO", theirs, ours, cut)
+    split = in_rollouts(3, "micro_batch_size=1") - in_rollouts(1, "micro_batch_size=1")
+    print("PPO", theirs, ours, split)
     orders = 2 * 2  # of two rollouts, in two epochs each, which the host reads
     assert ours <= theirs + orders
-    assert cut <= ours + 2, "and the loss of each rollout"
+    assert split <= ours + 2, "and the loss of each rollout"
 
 
 @on_cuda
@@ -230,7 +230,7 @@ def test_a_step_of_a_plain_loop_does_not_wait_for_the_device(max_tokens: int | N
     )
     step.max_tokens = max_tokens
     samples = [(torch.ones(8), number % 4) for number in range(8)]
-    step(samples)  # finds out that the batch can be cut
+    step(samples)  # finds out that the batch can be split
     assert waits(lambda: step(samples)) == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching._loop.rows import Rows
+from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._torchtune.evaluating import BatchesThatFit
 from adaptive_batching._torchtune.stock import any_version_of_the_harness, load_stock, replaced_in
@@ -135,7 +135,7 @@ class Room:
     def short_after_each_probe(self) -> Any:
         find = BatchesThatFit._rows_that_fit
 
-        def find_in_plenty(wrapper: BatchesThatFit, *arguments: Any) -> Rows:
+        def find_in_plenty(wrapper: BatchesThatFit, *arguments: Any) -> AutoBatcher:
             self.is_short = False
             found = find(wrapper, *arguments)
             self.is_short = True

@@ -69,9 +69,9 @@ def assert_trained_alike(ours: Training, theirs: Training, steps: int = 6) -> No
 def test_cut_batches_and_samples_that_run_again_train_as_stock_does(example: Any, tmp_path: Path) -> None:
     stock = Training(example, tmp_path, adaptive=False).run()
 
-    cut = Training(example, tmp_path, max_tokens=400).run()
-    assert_trained_alike(cut, stock)
-    assert len(cut.forwards) > 12 and max(shape.numel() for shape in cut.forwards) <= 400
+    split = Training(example, tmp_path, max_tokens=400).run()
+    assert_trained_alike(split, stock)
+    assert len(split.forwards) > 12 and max(shape.numel() for shape in split.forwards) <= 400
 
     failing = Training(example, tmp_path)
     failing.most_tokens = 500
@@ -104,8 +104,8 @@ def test_a_model_whose_loss_is_a_mean_trains_as_stock_does(kind: str, example: A
         return {"model": getattr(transformers, kind)(config), "collator": collator, "num_train_epochs": 1}
 
     stock = Training(example, tmp_path, adaptive=False, **make()).run()
-    cut = Training(example, tmp_path, max_tokens=400, **make()).run()
-    assert_trained_alike(cut, stock, steps=3)
+    split = Training(example, tmp_path, max_tokens=400, **make()).run()
+    assert_trained_alike(split, stock, steps=3)
 
 
 @pytest.mark.parametrize(

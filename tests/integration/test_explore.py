@@ -26,7 +26,7 @@ def test_candidates_divide_the_batch_and_are_not_close_to_each_other() -> None:
 def test_exploring_leaves_no_trace_and_its_snippet_gives_the_same_run(
     tune_run: TuneRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bit for bit, with dropout and accumulation. Packed, so that no cut depends on timings."""
+    """Bit for bit, with dropout and accumulation. Packed, so that no split depends on timings."""
     common = ["dataset.packed=True", "model.lora_dropout=0.1", "gradient_accumulation_steps=2"]
     common += ["dataset.split=train[:160]", "save_adapter_weights_only=True"]
     caplog.set_level(logging.INFO, "adaptive_batching")
@@ -52,7 +52,7 @@ LONG = ["epochs=1", "dataset.split=train[:120]", "batch_size=24", "tokenizer.max
 @pytest.mark.parametrize(
     ("overrides", "candidates", "epochs"),
     [
-        pytest.param(LONG, [1, 2, 4, 8, 12, 24, "auto"], [(24, 24, 5)], id="cutting by length where lengths differ"),
+        pytest.param(LONG, [1, 2, 4, 8, 12, 24, "auto"], [(24, 24, 5)], id="splitting by length where lengths differ"),
         pytest.param(
             [*FUNCTION, "batch_size=1", "adaptive_batching.max_batch_size=8"], [1, 2, 4, 8, "auto"],
             [(1, 1, 50), (2, 2, 25)], id="a batch that grows, at what fits",

@@ -1,4 +1,4 @@
-"""The gradient of a batch is the same however it is cut: random batches, within a real recipe that has been set up."""
+"""The gradient of a batch is the same however it is split: random batches, within a real recipe."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._micro_batches.cut import Capacity
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import gather_gradients
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.loop import Training
+from adaptive_batching._torchtune.splitting import MicroBatch, SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Explore, parse_micro_batch_size
 from tests.conftest import ARCHITECTURE, TuneRun
 
@@ -79,21 +79,21 @@ def test_random_cuts_of_random_batches_have_the_gradient_of_the_whole(
                 points = ((40, 1 + tokens // 40), (10, 1 + tokens // 5))
                 size = parse_micro_batch_size(micro_batch_size)
                 assert not isinstance(size, Explore)
-                execution = Execution(size, Capacity(points) if isinstance(size, ByLength) else None)
-                execution.limit.max_tokens = limit
-                cutter = Cutter(host, execution)
+                split_policy = SplitPolicy(size, Capacity(points) if isinstance(size, ByLength) else None)
+                split_policy.limit.max_tokens = limit
+                splitter = Splitter(host, split_policy)
                 if 0 < apart < len(batch):
-                    cut = [micro_batch for group in cutter.cut_apart(window, apart) for micro_batch in group]
+                    split = [micro_batch for group in splitter.split_apart(window, apart) for micro_batch in group]
                 elif len(window) > 1:
-                    cut = cutter.cut_together(window)
+                    split = splitter.split_together(window)
                 else:
-                    cut = cutter.cut(batch, min_parts, in_order=in_order)
+                    split = splitter.split(batch, min_parts, in_order=in_order)
                 expected, expected_loss, expected_count = gradient(host, [MicroBatch(each, 1) for each in window])
-                found, found_loss, count = gradient(host, cut)
+                found, found_loss, count = gradient(host, split)
                 assert count == expected_count
                 assert float((found - expected).norm()) <= 1e-5 * float(expected.norm())
                 assert found_loss == pytest.approx(expected_loss, rel=1e-5)
-                tried.append(len(cut))
+                tried.append(len(split))
 
             compare()
 

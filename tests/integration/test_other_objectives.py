@@ -1,4 +1,4 @@
-"""Preferences and distillation: cut, grown, probed and recovered as supervised fine-tuning is."""
+"""Preferences and distillation: split, grown, probed and recovered as supervised fine-tuning is."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_parts_of_a_batch_train_as_the_whole(kind: str, size: str, tune_run: Tun
     common = [*COMMON[kind], "batch_size=6", "gradient_accumulation_steps=2"]
     whole = baseline(kind, *common, "micro_batch_size=6")  # stock's gradient of a distillation shrinks with its tokens
     limit = ["adaptive_batching.memory_limit=8GiB"] if size == "auto" else []
-    cut = tune_run(kind, *common, *limit, f"micro_batch_size={size}", name="cut")
-    assert len(cut.metrics) == 4
-    assert [step["loss"] for step in cut.metrics] != [step["loss"] for step in whole.metrics], "it was cut"
-    assert_close(cut, whole, epoch=0)
-    assert_same_metrics(cut, whole, {"class_loss", "kd_loss", "margins", "accuracies"} & cut.metrics[0].keys())
+    split = tune_run(kind, *common, *limit, f"micro_batch_size={size}", name="split")
+    assert len(split.metrics) == 4
+    assert [step["loss"] for step in split.metrics] != [step["loss"] for step in whole.metrics], "it was split"
+    assert_close(split, whole, epoch=0)
+    assert_same_metrics(split, whole, {"class_loss", "kd_loss", "margins", "accuracies"} & split.metrics[0].keys())
 
 
 def test_a_distillation_in_parts_has_the_gradient_of_its_mean_loss(tune_run: TuneRun, baseline: TuneRun) -> None:

@@ -200,8 +200,8 @@ def test_a_command_runs_as_it_stands(
         begin = shlex.join(word for word in shlex.split(line) if not word.startswith(("resume_from", "checkpointer.")))
         begin += f" {small(begin, inputs, tmp_path / 'out')} {shlex.join(FUNCTION)}"
         variables["PYTHONPATH"] = str(ROOT)
-        cut = finish(in_shell(begin, cwd, venv, FAIL_AT_EPOCH="2", **variables), status=1)
-        assert "the power went out" in cut
+        split = finish(in_shell(begin, cwd, venv, FAIL_AT_EPOCH="2", **variables), status=1)
+        assert "the power went out" in split
     running = [in_shell(f"{line} {added}", cwd, venv, **variables) for _ in range(way.agents)]
     output = "".join(finish(process) for process in running)
     assert way.says in output, output[-6000:]
@@ -363,7 +363,7 @@ def test_a_benchmark_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 SIZES: dict[str, list[list[int] | None]] = {
     "README.md": [[4, 8]],
-    "docs/cut-the-batch.md": [[4, 4]],
+    "docs/split-the-batch.md": [[4, 4]],
     "docs/find-the-largest-batch.md": [[32, 32]],
     "docs/grow-the-batch.md": [[4, 12], [4, 4, 8]],
     "docs/settings.md": [None],
@@ -429,7 +429,7 @@ def test_a_recipe_of_a_page_runs(
 
 # Output
 
-OUTPUT, DRAWINGS = "docs/cut-the-batch.md", "docs/how-it-works.md"
+OUTPUT, DRAWINGS = "docs/split-the-batch.md", "docs/how-it-works.md"
 
 
 def test_output_is_as_shown_numbers_aside(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:

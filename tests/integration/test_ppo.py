@@ -15,7 +15,7 @@ from torch import nn
 from torchtune.models.llama2 import llama2_classifier
 from torchtune.modules import KVCache
 
-from adaptive_batching._micro_batches.cut import Capacity
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._torchtune import probing
 from tests.conftest import assert_same_weights, made_once
 from tests.integration.faults import arm, disarm, plan
@@ -99,15 +99,17 @@ def test_parts_have_the_gradient_of_the_whole_for_policy_and_value_each(
     if size == "auto":
         three_fit = Capacity(((1, 3),))
         monkeypatch.setattr(probing, "settled", lambda settings, found, *_: replace(found, capacity=three_fit))
-    cut = run(*common, LIMIT, f"micro_batch_size={size}", name="cut")
+    split = run(*common, LIMIT, f"micro_batch_size={size}", name="split")
     if size == "auto":
-        assert events(cut, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"
-    assert cut.metrics[0]["response_lengths"] == whole.metrics[0]["response_lengths"] < GENERATED - 1, "lengths differ"
-    ours, theirs = updates(cut, inputs), updates(whole, inputs)
+        assert events(split, "rollout")[0]["batch_size"] == 8, "of the whole batch, not of a part"
+    assert split.metrics[0]["response_lengths"] == whole.metrics[0]["response_lengths"] < GENERATED - 1, (
+        "lengths differ"
+    )
+    ours, theirs = updates(split, inputs), updates(whole, inputs)
     for model in ("policy", "value"):
-        assert not torch.equal(ours[model], theirs[model]), "rounding tells that it was cut"
+        assert not torch.equal(ours[model], theirs[model]), "rounding tells that it was split"
         assert (ours[model] - theirs[model]).norm() < 2e-4 * theirs[model].norm(), model
-    assert_close_metrics(cut.metrics[:1], whole.metrics[:1], rel=1e-4, abs_=1e-6)
+    assert_close_metrics(split.metrics[:1], whole.metrics[:1], rel=1e-4, abs_=1e-6)
 
 
 def assert_close_metrics(
@@ -161,7 +163,7 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
 
 
 def without_trying_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the forward of a few samples by which recovery knows that a model can be cut: it would fail as well."""
+    """Leave out the forward of a few samples by which recovery knows that a model can be split: it would fail."""
     monkeypatch.setattr("adaptive_batching._torchtune.session.batch_dependent_module", lambda host: None)
 
 

@@ -243,16 +243,16 @@ def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_
     caplog.set_level(logging.INFO)
     sgd = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "epochs=1", "batch_size=48"]
     common = [*sgd, "adaptive_batching.memory_limit=16GiB"]
-    cut = tune_run("full", *common, "micro_batch_size=auto", name="cut")
-    [probe] = events(cut, "probe")
+    split = tune_run("full", *common, "micro_batch_size=auto", name="split")
+    [probe] = events(split, "probe")
     assert [step["batch_size"] for step in probe["measurements"]] == [1, 2]
     assert sum(step["steps"] for step in probe["measurements"]) == 2, (
         "a forward and another beside its gradients, twice"
     )
     assert probe["enough"] == 36, "33, or the next size of four binary digits"
     assert "it was not run at its fullest" in caplog.text
-    assert_close(cut, tune_run("full", *common, name="whole"), epoch=0)
-    again = tune_run("full", *common, "micro_batch_size=auto", name="cut")
+    assert_close(split, tune_run("full", *common, name="whole"), epoch=0)
+    again = tune_run("full", *common, "micro_batch_size=auto", name="split")
     assert events(again, "probe")[0]["enough"] == 36 and "from the stored probe" in caplog.text
     # With the maximum asked for, it is run.
     whole = tune_run("full", *common, "micro_batch_size=auto", "use_maximum_batch_size=True", name="maximum")

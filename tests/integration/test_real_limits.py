@@ -80,7 +80,7 @@ def test_a_long_sample_does_not_end_the_run_and_every_sample_counts_once(
     limit: str, inputs: Path, tmp_path: Path
 ) -> None:
     pairs = [pair for pair in json.loads((inputs / "train.json").read_text()) if len(pair["output"]) < 150][:96]
-    pairs[40] = {**pairs[40], "output": " ".join(pair["output"] for pair in pairs)}  # cut to 500 tokens
+    pairs[40] = {**pairs[40], "output": " ".join(pair["output"] for pair in pairs)}  # split to 500 tokens
     data = tmp_path / "train.json"
     data.write_text(json.dumps(pairs))
     common = [

@@ -59,9 +59,9 @@ def test_micro_batches_train_as_the_whole_batch(
     kind: str, common: list[str], size: Any, rel: float, tune_run: TuneRun, baseline: TuneRun
 ) -> None:
     whole = baseline(kind, *SGD, *common)
-    cut = tune_run(kind, *SGD, *common, f"micro_batch_size={size}", name="cut")
-    assert cut.metrics != whole.metrics, "rounding tells that the batch was cut"
-    assert_close(cut, whole, epoch=0, rel=rel)
+    split = tune_run(kind, *SGD, *common, f"micro_batch_size={size}", name="split")
+    assert split.metrics != whole.metrics, "rounding tells that the batch was split"
+    assert_close(split, whole, epoch=0, rel=rel)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -75,11 +75,11 @@ def test_cutting_by_length_trains_as_the_whole_batch_with_less_padding(packed: b
     whole_shapes = list(CountingModel.shapes)
     limit = ["adaptive_batching.memory_limit=8GiB", "adaptive_batching.max_batch_size=16"]
     CountingModel.shapes.clear()
-    cut = tune_run("full", *common, *limit, "micro_batch_size=auto", name="cut")
-    probe = events(cut, "probe")[0]
+    split = tune_run("full", *common, *limit, "micro_batch_size=auto", name="split")
+    probe = events(split, "probe")[0]
     trial_steps = sum(measurement["steps"] for measurement in probe["measurements"])
     shapes = CountingModel.shapes[2 * trial_steps :]  # a trial accumulates: two forwards
-    assert_close(cut, whole, epoch=0)
+    assert_close(split, whole, epoch=0)
     budget = probe["batch_size"] * probe["sequence_length"]
     assert all(rows * length <= budget for rows, length in shapes)
     if packed:
@@ -156,7 +156,7 @@ def test_what_has_fitted_before_runs_again_as_it_was(
 def test_every_sample_is_seen_once_though_every_step_runs_out_of_memory(
     fits: int, tune_run: TuneRun, baseline: TuneRun
 ) -> None:
-    """Down to single samples. Whatever is cut, the tokens behind each step's loss are the same."""
+    """Down to single samples. Whatever is split, the tokens behind each step's loss are the same."""
     common = [*SGD, FAULTY, "batch_size=8", "epochs=1"]
     undisturbed = baseline("full", *common)
     plan.update(where="forward", call=1, calls=0, times=10**6, fits=fits)
@@ -177,9 +177,9 @@ def test_optimizers_in_backward_step_once_however_a_batch_is_cut(
 ) -> None:
     whole = baseline("full", *IN_BACKWARD, "batch_size=12")
     limit = ["adaptive_batching.memory_limit=8GiB", "tokenizer.max_seq_len=64", "batch_size=12"]
-    cut = tune_run("full", *IN_BACKWARD, *limit, f"micro_batch_size={micro_batch_size}", name="cut")
-    weights_are_close(cut, whole)
-    assert len(cut.metrics) == 4, "12 samples in each step"
+    split = tune_run("full", *IN_BACKWARD, *limit, f"micro_batch_size={micro_batch_size}", name="split")
+    weights_are_close(split, whole)
+    assert len(split.metrics) == 4, "12 samples in each step"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ class OptimizerWithoutMemory(torch.optim.SGD):
     ("fault", "settings", "message"),
     [
         ({"times": 10**6}, [FAULTY],
-         r"1 sample of up to \d+ tokens, which cannot be cut: number \d+ .*max_seq_len below"),
+         r"1 sample of up to \d+ tokens, which cannot be split: number \d+ .*max_seq_len below"),
         ({"times": 1, "where": "backward"},
          [FAULTY, "adaptive_batching.recover_from_oom=False", "clip_grad_norm=null"],
          r"set adaptive_batching.recover_from_oom=True"),
@@ -259,7 +259,7 @@ def test_after_a_hundred_recoveries_the_memory_in_use_is_where_it_began(
 
     def finish_and_note(self: TrainingLoop, *arguments: Any) -> None:
         finish_step(self, *arguments)
-        self._cutter._limit.max_tokens = None  # so that the next step runs out of memory as well
+        self._splitter._limit.max_tokens = None  # so that the next step runs out of memory as well
         plan["where"] = ("forward", "backward", "hook")[self._recovery.num_recoveries % 3]
         if self.global_step % 10 == 0:
             meter.release()
@@ -359,7 +359,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     CountingModel.shapes.clear()
     kept = tune_run("full", *dependent, *DOUBLE, name="kept")
     monkeypatch.undo()
-    assert without_sizes(kept.metrics) == tune_run("full", *dependent, name="whole").metrics, "not cut"
+    assert without_sizes(kept.metrics) == tune_run("full", *dependent, name="whole").metrics, "not split"
 
 
 def test_a_memory_limit_holds_in_training_without_any_other_field(

@@ -68,7 +68,7 @@ def test_ranks_validate_each_sample_once_and_train_as_without(
     assert losses[0] == pytest.approx(one_device.metrics[1]["val_loss"], rel=1e-6)
 
 
-@of_launch("cut")
+@of_launch("split")
 @EACH_KIND
 def test_two_ranks_train_as_one_device_on_the_same_samples(
     kind: str, finished: Finished, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch
@@ -79,19 +79,19 @@ def test_two_ranks_train_as_one_device_on_the_same_samples(
     assert_close(finished(f"{kind}_whole"), one, epoch=0)
 
 
-@of_launch("cut")
+@of_launch("split")
 @EACH_KIND
 @pytest.mark.parametrize("size", ["1", "2", "auto"])
 def test_however_the_ranks_cut_they_train_as_the_whole_batch(kind: str, size: str, finished: Finished) -> None:
-    cut, whole = finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole")
-    pairs = [(weights, cut.weights(0)[name]) for name, weights in whole.weights(0).items()]
-    assert not all(torch.equal(*pair) for pair in pairs), "rounding tells that batches were cut"
-    assert_close(cut, whole, epoch=0)
+    split, whole = finished(f"{kind}_cut_{size}"), finished(f"{kind}_whole")
+    pairs = [(weights, split.weights(0)[name]) for name, weights in whole.weights(0).items()]
+    assert not all(torch.equal(*pair) for pair in pairs), "rounding tells that batches were split"
+    assert_close(split, whole, epoch=0)
     if size == "auto":
-        assert events(cut, "probe")[0]["batch_size"] == 8, "what a rank has in a step"
+        assert events(split, "probe")[0]["batch_size"] == 8, "what a rank has in a step"
 
 
-@of_launch("cut")
+@of_launch("split")
 @EACH_KIND
 def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
     kind: str, finished: Finished, launched: tuple[Path, str]
@@ -118,7 +118,7 @@ def test_recovery_with_activation_checkpointing_and_with_parameters_on_the_host(
 @of_launch("recovery")
 def test_a_sample_that_fits_on_one_rank_alone_ends_the_run_on_all(launched: tuple[Path, str]) -> None:
     errors = [(launched[0] / "hopeless" / f"error_{rank}.txt").read_text() for rank in range(2)]
-    assert re.search(r"out of memory with 1 sample of up to \d+ tokens, which cannot be cut: number \d+", errors[1])
+    assert re.search(r"out of memory with 1 sample of up to \d+ tokens, which cannot be split: number \d+", errors[1])
     assert "out of memory on another rank" in errors[0]
     words = read_page(launched[0] / "hopeless" / "adaptive_batching" / "report.html").words["error"]
     assert "DoesNotFitError on rank 0" in words and "out of memory on another rank" in words
@@ -210,7 +210,7 @@ def test_of_asynchronous_checkpoints_of_steps_the_last_one_alone_keeps_its_state
     assert keys[:-1] == [{"model"}] * 5 and "optimizer" in keys[-1]
 
 
-@of_launch("cut")
+@of_launch("split")
 def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str], tune_run: TuneRun) -> None:
     saved = launched[0] / "full_whole" / "epoch_0"
     run = tune_run("full", "epochs=1", f"checkpointer.checkpoint_dir={saved}",
@@ -267,17 +267,17 @@ def assert_close_weights(kind: str, ours: Run, theirs: Run) -> None:
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_recipes_train_as_stock_does_however_they_are_cut(kind: str, finished: Finished) -> None:
     assert_as_stock(finished, kind)
-    stock, cut = finished(f"{kind}_stock"), finished(f"{kind}_auto")
+    stock, split = finished(f"{kind}_stock"), finished(f"{kind}_auto")
     whole = finished("kd_whole") if kind == "kd" else stock
-    assert not all(torch.equal(cut.weights(0)[name], weights) for name, weights in whole.weights(0).items())
+    assert not all(torch.equal(split.weights(0)[name], weights) for name, weights in whole.weights(0).items())
     if kind != "lora_dpo":
-        for ours, theirs in zip(cut.metrics, whole.metrics, strict=True):
+        for ours, theirs in zip(split.metrics, whole.metrics, strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-    assert_close_weights(kind, cut, whole)
+    assert_close_weights(kind, split, whole)
     if "dpo" in kind:
         # Stock's LoRA recipe logs the sum over ranks, ours their mean when a field is set.
         scale = 2 if kind == "lora_dpo" else 1
-        for ours, theirs in zip(cut.metrics, stock.metrics, strict=True):
+        for ours, theirs in zip(split.metrics, stock.metrics, strict=True):
             assert scale * ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
             assert ours["margins"] == pytest.approx(theirs["margins"], rel=1e-3, abs=1e-6)
 

@@ -146,7 +146,7 @@ def test_a_sample_that_does_not_fit_alone_is_named_before_training(
     monkeypatch.setattr(validating, "batch_dependent_module", lambda host: None)  # which runs the model, too
     plan.update(where="forward", layer=1, without_gradients=True, call=1, times=10**6)
     common = [*COMMON, "model._component_=tests.integration.faults.full_model", *VALIDATE, "run_val_every_n_steps=100"]
-    message = r"out of memory .* \d+ tokens, which cannot be cut: number \d+ of dataset_val .*max_seq_len below"
+    message = r"out of memory .* \d+ tokens, which cannot be split: number \d+ of dataset_val .*max_seq_len below"
     with pytest.raises(SystemExit, match=message):
         tune_run("full", *common)
     assert not Run(tmp_path / "out").metrics, "before training"

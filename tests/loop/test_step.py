@@ -1,4 +1,4 @@
-"""The optimizer step of a plain loop: the gradient of the whole batch, however it is cut and whatever fails."""
+"""The optimizer step of a plain loop: the gradient of the whole batch, however it is split and whatever fails."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_steps_are_those_of_a_plain_loop_however_they_are_cut_and_whatever_runs_
         expected = plain.step(SAMPLES, 0.5)
         recoveries = step.num_recoveries
         torch.testing.assert_close(step(SAMPLES), expected)
-    assert step.num_recoveries == recoveries, "after a failure, later steps are cut at once"
+    assert step.num_recoveries == recoveries, "after a failure, later steps are split at once"
     for name, weights in plain.model.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], weights)
     assert (step.num_recoveries > 0) == (failures > 0 and max_tokens is None)
@@ -362,13 +362,13 @@ def test_a_loss_that_is_a_sum_over_samples_is_cut(right: Any) -> None:
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
     model, step = make()
     model.most_tokens = 25
-    with pytest.raises(DoesNotFitError, match="1 sample of up to 30 tokens, which cannot be cut; shorten it"):
+    with pytest.raises(DoesNotFitError, match="1 sample of up to 30 tokens, which cannot be split; shorten it"):
         step(SAMPLES)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "expected"), [(None, DoesNotFitError), (64, ConfigError)], ids=["recovery", "cutting"]
+    ("max_tokens", "expected"), [(None, DoesNotFitError), (64, ConfigError)], ids=["recovery", "splitting"]
 )
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(16), Centred()])
 def test_a_model_that_computes_over_the_batch_is_not_cut(

@@ -18,7 +18,7 @@ from adaptive_batching._memory import Segments
 from adaptive_batching._probe import does_not_fit
 from adaptive_batching._probe import find as find_module
 from adaptive_batching._probe.does_not_fit import DoesNotFitError, Remedy
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._trace import allocator
 from adaptive_batching._trace.reserved import ReservedPeaks
@@ -49,7 +49,7 @@ class Traced:
 def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device) if traced else None)
-        return find_largest(device.training_step(), config, device, Question(upper))
+        return find_largest(device.training_step(), config, device, ProbeRequest(upper))
 
 
 def trains(device: Device, batch_size: int, *, is_replayed: bool = True) -> bool:
@@ -256,7 +256,7 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
         patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Traced(replace(device, length=1024)))
-        find_largest(device.training_step(), config, device, Question(8, remedies=lambda: [less]))
+        find_largest(device.training_step(), config, device, ProbeRequest(8, remedies=lambda: [less]))
     message = str(error.value)
     why = r"it took 2\.\d+ GiB, \d+ MiB more\." if is_measured else r"it ran out of memory, though only about 1.\d+ GiB"
     assert re.search(r"does not fit in 2.00 GiB: " + why, message), message

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptive_batching._growth.course import PlannedEpoch
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._report.events import read_events
 from adaptive_batching._report.page import finish_page, write_page
 from adaptive_batching._report.record import Report

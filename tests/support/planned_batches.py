@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from adaptive_batching._torchtune.commands import LAUNCHED
-from adaptive_batching._torchtune.planning import Question, sketch
+from adaptive_batching._torchtune.planning import PlanRequest, sketch
 from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 
@@ -22,13 +22,13 @@ CARDS = (24, 48, 80)  # GiB
 _FIGURES = re.compile(r"^#   24 GiB: .*$", flags=re.MULTILINE)
 
 
-def question_of(path: Path) -> Question:
+def question_of(path: Path) -> PlanRequest:
     """Return the run that a config says it is launched as."""
     text, cfg = path.read_text(), OmegaConf.load(path)
     [recipe] = re.findall(LAUNCHED, text)
     devices = re.search(r"--nproc_per_node (\d+)", text)
     assert isinstance(cfg, DictConfig)
-    return Question(recipe, cfg, int(devices[1]) if devices else 1)
+    return PlanRequest(recipe, cfg, int(devices[1]) if devices else 1)
 
 
 def shown(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._growth.course import PlannedEpoch
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Estimate, Exploration
 from adaptive_batching._report.events import StepCost

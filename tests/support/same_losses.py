@@ -1,10 +1,10 @@
 """Hold the losses of twenty-odd kinds of run against those of another commit, bit for bit.
 
     python -m tests.support.same_losses cba35f9            # all of them, in both trees, on this machine
-    python -m tests.support.same_losses HEAD~3 cut ppo     # those whose names contain a word
+    python -m tests.support.same_losses HEAD~3 split ppo     # those whose names contain a word
 
-Each run is a real recipe on real text, in a process of its own: with all fields unset, growing, cut, probed, recovered
-from an injected error, resumed, on two ranks. What is compared are the metrics of every step, without timings, and the
+Each run is a real recipe on real text, in a process of its own: with all fields unset, growing, split, probed,
+recovered from an injected error, resumed, on two ranks. What is compared are the metrics of every step, without timings, and the
 sum of every saved weight. The last line printed is a JSON object.
 """
 
@@ -83,11 +83,11 @@ KINDS = {
     ),
     "growing dpo": _of_dpo(overrides=_DOUBLE),
     "growing by noise": Kind(_FULL, overrides=("batch_increase_function._component_=same_losses.follows_noise",)),
-    "cut full": Kind(_FULL, overrides=("micro_batch_size=1",)),
-    "cut lora": _of_lora(_LORA, overrides=("micro_batch_size=2", "batch_size=8")),
-    "cut dpo": _of_dpo(overrides=("micro_batch_size=2",)),
-    "cut distillation": _of_lora(_KD, overrides=(*_TEACHER, "micro_batch_size=2")),
-    "cut packed": Kind(_FULL, overrides=("dataset.packed=True", "micro_batch_size=1")),
+    "split full": Kind(_FULL, overrides=("micro_batch_size=1",)),
+    "split lora": _of_lora(_LORA, overrides=("micro_batch_size=2", "batch_size=8")),
+    "split dpo": _of_dpo(overrides=("micro_batch_size=2",)),
+    "split distillation": _of_lora(_KD, overrides=(*_TEACHER, "micro_batch_size=2")),
+    "split packed": Kind(_FULL, overrides=("dataset.packed=True", "micro_batch_size=1")),
     "probed full": Kind(_FULL, overrides=(*_PROBE, *_DOUBLE)),
     "probed lora, micro-batches by length": _of_lora(_LORA, overrides=(*_PROBE, "micro_batch_size=auto")),
     "recovered off": Kind(_FULL, fails_at=5),
@@ -99,7 +99,7 @@ KINDS = {
     "ppo": Kind("ppo_full_finetune_single_device", "ppo"),
     "ppo growing": Kind("ppo_full_finetune_single_device", "ppo", _DOUBLE),
     "ranks full growing": Kind("full_finetune_distributed", overrides=_DOUBLE, ranks=2),
-    "ranks lora cut": _of_lora("lora_finetune_distributed", overrides=("micro_batch_size=2", *_PROBE), ranks=2),
+    "ranks lora split": _of_lora("lora_finetune_distributed", overrides=("micro_batch_size=2", *_PROBE), ranks=2),
     "ranks full recovered": Kind("full_finetune_distributed", overrides=("micro_batch_size=4",), fails_at=7, ranks=2),
 }
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torchtune import _recipe_registry
 from torchtune.config._utils import _get_component_from_path
 
-from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
+from adaptive_batching._torchtune.meta_setup import Data, on_devices, set_up
 from adaptive_batching._torchtune.settings import FIELDS, read_evaluation, read_settings
 from adaptive_batching.torchtune import load_stock
 from tests.conftest import ROOT

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._torchtune.on_paper import Data, set_up
-from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
+from adaptive_batching._torchtune.meta_setup import Data, set_up
+from adaptive_batching._torchtune.planning import NotPlannedError, PlanRequest, sketch
 from adaptive_batching._torchtune.stand_ins import image_of, run_without_values
 from adaptive_batching._trace.trace import trace_step
 from tests.support import vision
-from tests.torchtune.test_on_paper import (
+from tests.torchtune.test_meta_setup import (
     LENGTH,
     assert_same,
     config,
@@ -38,8 +38,8 @@ def small(*overrides: str, **paths: Any) -> Any:
 def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
     override: str, inputs: Path, tmp_path: Path
 ) -> None:
-    on_paper, _ = set_up(RECIPE, small(override, "dtype=bf16"), Data(LENGTH, 50))
-    ours = trace_step(step_of(on_paper, on_paper.loader.dataset[0]))
+    meta_setup, _ = set_up(RECIPE, small(override, "dtype=bf16"), Data(LENGTH, 50))
+    ours = trace_step(step_of(meta_setup, meta_setup.loader.dataset[0]))
     real = real_host("full", small(override, "dtype=bf16", inputs=inputs, out=tmp_path))
     assert_same(ours, trace_step(step_of(real, vision.sample(LENGTH, torch.bfloat16))))
     precise = step_of(real_host("full", small(override, inputs=inputs, out=tmp_path)), vision.sample(LENGTH))
@@ -51,14 +51,14 @@ def test_what_is_assumed_of_images_follows_from_the_model_and_is_said() -> None:
     assert image is not None
     assert (image.tiles, image.size, image.channels) == (vision.TILES, vision.TILE, 3)
     assert image.tokens_per_tile == vision.TOKENS_PER_TILE
-    said = sketch(Question(RECIPE, small("dtype=bf16")), LENGTH).assumes
+    said = sketch(PlanRequest(RECIPE, small("dtype=bf16")), LENGTH).assumes
     assert said == "one image of 4 tiles of 56 x 56 pixels in each sample"
-    assert sketch(Question(RECIPE, config("full")), LENGTH).assumes is None
+    assert sketch(PlanRequest(RECIPE, config("full")), LENGTH).assumes is None
 
 
 def test_batches_of_images_that_are_not_known_are_refused() -> None:
     with pytest.raises(NotPlannedError, match=r"collate_fn=my\.collate_images"):
-        sketch(Question(RECIPE, small("collate_fn=my.collate_images")), LENGTH)
+        sketch(PlanRequest(RECIPE, small("collate_fn=my.collate_images")), LENGTH)
 
 
 def test_adding_positions_at_once_computes_what_torchtune_computes() -> None:
@@ -66,7 +66,7 @@ def test_adding_positions_at_once_computes_what_torchtune_computes() -> None:
     embeddings = [encoder.pre_tile_pos_embed, encoder.token_pos_embedding]
     images, ratios = torch.rand(3, vision.TILES, vision.TOKENS_PER_TILE, 64), torch.tensor([[2, 2]] * 3)
     for module in embeddings:
-        torch.nn.init.ones_(module.gate)
+        torch.nn.init.ones_(module.backward_optimizers)
     with torch.no_grad():
         as_in_torchtune = [module(images.clone(), ratios) for module in embeddings]
         run_without_values(encoder)

@@ -15,16 +15,16 @@ from torchtune import _recipe_registry as registry
 from torchtune.config import instantiate
 
 from adaptive_batching.__main__ import main
-from adaptive_batching._plan import Answer, Need, Outside
+from adaptive_batching._plan import Answer, MemoryEstimate, OutsideAllocator
 from adaptive_batching._torchtune.plan_answer import AGAINST_ALLOCATOR, AGAINST_PUBLISHED, first_line, how_sure
 from adaptive_batching._torchtune.plan_command import _load
-from adaptive_batching._torchtune.planning import CONFIGS, Question, levers, look_out
+from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, levers, look_out
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import Reserved
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from tests.conftest import ARCHITECTURE, ROOT
 from tests.support.overrides import DOUBLE
-from tests.torchtune.test_on_paper import config
+from tests.torchtune.test_meta_setup import config
 
 CONFIG = str(ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml")
 SMALL = [
@@ -115,8 +115,8 @@ def test_lengths_samples_and_the_work_of_an_epoch_come_from_data_at_hand(found: 
     whole = found(*line, "dataset.split=train[:60]", "tokenizer.max_seq_len=null")
     assert whole["sequence_length"] == max(lengths)
     assert whole["epochs"][0]["steps"] * 2 + whole["epochs"][0]["dropped_samples"] == 60
-    cut = found(*line, "dataset.split=train[:3]", "tokenizer.max_seq_len=32")
-    assert cut["sequence_length"] == 32
+    split = found(*line, "dataset.split=train[:3]", "tokenizer.max_seq_len=32")
+    assert split["sequence_length"] == 32
     few = found(*line, "dataset.split=train[:3]", "tokenizer.max_seq_len=null")
     alone = [found(*line, "--samples", "3", "--sequence-length", str(length))["flops"] for length in lengths[:3]]
     assert few["epoch_flops"] == pytest.approx(sum(flops // 2 for flops in alone), rel=1e-6), "of each by itself"
@@ -188,7 +188,7 @@ def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -
     recipe = FullFinetuneRecipeSingleDevice(cfg)
     recipe.setup(cfg)
     session: Any = recipe._session
-    question = Question("full_finetune_single_device", cfg, samples=session.host.samples_per_rank)
+    question = PlanRequest("full_finetune_single_device", cfg, samples=session.host.samples_per_rank)
     _, epochs, _ = look_out(question, 64, largest=10**6)
     assert epochs == session.growth.course.plan(0)
 
@@ -210,7 +210,7 @@ LEVERS = {
 @pytest.mark.parametrize("name", LEVERS)
 def test_levers_are_those_that_the_recipe_knows_and_that_are_not_set_yet(name: str) -> None:
     recipe, _, cfg = _load(name, None, [])
-    pasted = {lever: paste for lever, paste, *_ in levers(Question(recipe, cfg), 1024)}
+    pasted = {lever: paste for lever, paste, *_ in levers(PlanRequest(recipe, cfg), 1024)}
     assert set(pasted) == LEVERS[name]
     if name == "llama3_2/1B_full_single_device":
         run = "adaptive-batching run lora_finetune_single_device --config llama3_2/1B_lora_single_device batch_size=4"
@@ -249,7 +249,9 @@ def test_the_recipe_of_a_config_is_the_one_it_names_or_its_keys_are_for(
 RESERVED = Reserved(
     by_default=20 * GIB, expandable=18 * GIB, least=19 * GIB, least_expandable=17 * GIB, allocated=16 * GIB
 )
-NEED = Need(1, 16 * GIB, GIB, "loss", {}, RESERVED, [Outside("context", 1 * GIB, 2 * GIB, "a source")], 0, 0, 0)
+NEED = MemoryEstimate(
+    1, 16 * GIB, GIB, "loss", {}, RESERVED, [OutsideAllocator("context", 1 * GIB, 2 * GIB, "a source")], 0, 0, 0
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.generation import _generation, get_causal_mask_from_padding_mask
 
-from adaptive_batching._torchtune.ppo.ppo_loop import Draws
+from adaptive_batching._torchtune.ppo.ppo_loop import RolloutRandomNumbers
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO
 
 TOKENS, VOCABULARY = 3, 11
@@ -32,7 +32,7 @@ def of_stock(num_rows: int, chunk: int, rng: torch.Generator) -> torch.Tensor:
 
 def of_parts(num_rows: int, chunk: int, ends: list[int], rng: torch.Generator) -> torch.Tensor:
     """The numbers that a rollout in parts samples with."""
-    draws, parts, used = Draws(rng, num_rows, chunk, TOKENS, VOCABULARY), [], list[torch.Tensor]()
+    draws, parts, used = RolloutRandomNumbers(rng, num_rows, chunk, TOKENS, VOCABULARY), [], list[torch.Tensor]()
     with mock.patch.object(_generation, "generate_next_token", lambda *, q: used.append(q)):
         for start, end in zip([0, *ends], ends, strict=False):
             for _ in range(2):  # the first time it runs out of memory

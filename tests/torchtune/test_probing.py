@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._torchtune.probing import (
-    Circumstances,
+    CacheInputs,
     load_result,
     settings_of_memory,
     store_result,
@@ -31,7 +31,7 @@ def changed(**settings: Any) -> bool:
     cfg, other = OmegaConf.load(STOCK), OmegaConf.load(STOCK)
     for key, value in settings.items():
         OmegaConf.update(other, key.replace("__", "."), value, force_add=True)
-    keys = [{**Circumstances(each).config(), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
+    keys = [{**CacheInputs(each).config(), **settings_of_memory(read_settings(each))} for each in (cfg, other)]
     return keys[0] != keys[1]
 
 
@@ -105,7 +105,7 @@ def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels()
     cfg.optimizer = {"_component_": "bitsandbytes.optim.PagedAdamW8bit", "lr": 1e-3}
     with FakeTensorMode():
         weight = nn.Parameter(torch.ones(400, 400))
-        [optimizer] = Circumstances(cfg).make_optimizers([[weight]])
+        [optimizer] = CacheInputs(cfg).make_optimizers([[weight]])
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 1e-3

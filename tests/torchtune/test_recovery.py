@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import Question, find_largest
-from adaptive_batching._torchtune.cutting import Cutter, Execution, MicroBatch, Recovery, remedy
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.losses import Distillation
 from adaptive_batching._torchtune.objective import StockParts
+from adaptive_batching._torchtune.splitting import MicroBatch, Recovery, SplitPolicy, Splitter, remedy
 from adaptive_batching._torchtune.training_step import remedies
 from adaptive_batching._values import ByLength
 from tests.support.caching_allocator import GIB, KIB, MIB, Device, Layer
@@ -80,18 +80,18 @@ def test_a_step_in_one_of_whose_parts_memory_ran_out_is_no_clean_one() -> None:
 
 
 class Run:
-    """Training on a model of a GPU's allocator: batches are cut, run, and run again in smaller parts."""
+    """Training on a model of a GPU's allocator: batches are split, run, and run again in smaller parts."""
 
     def __init__(self, device: Device, capacity: Capacity) -> None:
         self.device, self.limit = device, TokenLimit()
-        self._cutter = Cutter(host(device=device.device), Execution(ByLength(), capacity, limit=self.limit))
+        self._splitter = Splitter(host(device=device.device), SplitPolicy(ByLength(), capacity, limit=self.limit))
         self._recovery = Recovery(host(device=device.device), self.limit, lambda: None)
 
     def step(self, lengths: list[int]) -> None:
         batch = [{"tokens": [1] * n, "labels": [1] * n} for n in lengths]
 
         def attempt(again: bool) -> list[tuple[list[MicroBatch], Outcome[None]]]:
-            parts = self._cutter.cut(batch)
+            parts = self._splitter.split(batch)
             forwards = [partial(self.device.forward_backward, each.tokens) for each in parts]
             return [(parts, run_micro_batches(forwards, ALONE, None, self.device.release, self.device.num_retries))]
 
@@ -112,7 +112,7 @@ def test_training_on_what_was_probed_needs_hardly_any_recovery_and_on_less_memor
     step = device.training_step()
     config = AdaptiveBatchingConfig.from_mapping({"round_to_power_of_two": False, "search": "binary_search"})
     try:
-        found = find_largest(step, config, device, Question(64))
+        found = find_largest(step, config, device, ProbeRequest(64))
     except DoesNotFitError:
         return
     run = Run(device, Capacity(((device.length, found.batch_size),)))

@@ -16,13 +16,13 @@ from torchtune.modules import MultiHeadAttention
 from torchtune.training import OffloadActivations
 
 from adaptive_batching._torchtune import objective
-from adaptive_batching._torchtune.on_paper import Data, set_up
+from adaptive_batching._torchtune.meta_setup import Data, set_up
 from adaptive_batching._torchtune.stand_ins import SMALLEST
 from adaptive_batching._trace.recorder import Recorder
 from adaptive_batching._trace.trace import trace_step
 from adaptive_batching._trace.traced_step import TRACED_SIZES
 from tests.conftest import ARCHITECTURE
-from tests.torchtune.test_on_paper import LENGTH, config, step_of
+from tests.torchtune.test_meta_setup import LENGTH, config, step_of
 
 SAME: Any = {"min_offload_size": SMALLEST}
 

@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 from torchtune import _recipe_registry as registry
 
-from adaptive_batching._torchtune.on_paper import RECIPES, Data, on_devices, set_up
-from adaptive_batching._torchtune.planning import CONFIGS, Question, sketch
+from adaptive_batching._torchtune.meta_setup import RECIPES, Data, on_devices, set_up
+from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, sketch
 from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 
@@ -39,7 +39,7 @@ def plan(recipe: str, path: str, devices: int) -> SimpleNamespace:
     connections = []
     sys.addaudithook(lambda event, args: connections.append(args) if event == "socket.connect" else None)
     cfg: Any = OmegaConf.load(CONFIGS / path)
-    made = sketch(Question(recipe, cfg, devices), LENGTH)
+    made = sketch(PlanRequest(recipe, cfg, devices), LENGTH)
     with on_devices(devices):
         host, _ = set_up(recipe, cfg, Data(LENGTH, 64 * devices), devices)
         buffer_bytes = sum(buffer.nbytes for buffer in host.model.buffers())

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from adaptive_batching._plan import Need
-from adaptive_batching._torchtune.on_paper import Data, on_devices, set_up
-from adaptive_batching._torchtune.planning import NotPlannedError, Question, sketch
+from adaptive_batching._plan import MemoryEstimate
+from adaptive_batching._torchtune.meta_setup import Data, on_devices, set_up
+from adaptive_batching._torchtune.planning import NotPlannedError, PlanRequest, sketch
 from adaptive_batching._torchtune.training_step import training_step
 from adaptive_batching._trace.recorder import handle_bytes
 from adaptive_batching._trace.trace import trace_step
 from tests.conftest import ROOT
-from tests.torchtune.test_on_paper import BATCH, LENGTH, config, predicted_bytes, step_of, transient_bytes
+from tests.torchtune.test_meta_setup import BATCH, LENGTH, config, predicted_bytes, step_of, transient_bytes
 
 PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
 TWO = ["tensor_parallel_dim=2", PLAN, "clip_grad_norm=null"]
@@ -46,9 +46,9 @@ def test_a_real_step_takes_what_is_predicted(ranks: int, inputs: Path, tmp_path:
     assert predicted == pytest.approx(int(said[1]), rel=0.06)  # gloo's threads hold an activation or two for longer
 
 
-def need(*overrides: str, devices: int = 4) -> Need:
+def need(*overrides: str, devices: int = 4) -> MemoryEstimate:
     cfg: Any = config("full", "clip_grad_norm=null", *overrides)
-    return sketch(Question("full_finetune_distributed", cfg, devices), LENGTH).forecast.need(BATCH)
+    return sketch(PlanRequest("full_finetune_distributed", cfg, devices), LENGTH).forecast.need(BATCH)
 
 
 def test_activations_are_shared_where_layers_are_and_weights_in_either_case() -> None:

@@ -24,13 +24,13 @@ from adaptive_batching._device import without_waiting
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
-from adaptive_batching._torchtune.cutting import Cutter, MicroBatch, Recovery
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.loop import Loop, Training
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
+from adaptive_batching._torchtune.splitting import MicroBatch, Recovery, Splitter
 from adaptive_batching._torchtune.step_cost import recorded_memory
 
 
@@ -58,7 +58,7 @@ class Rollout:
         stock, num_rows = self._stock, len(prompts)
         length = prompts.shape[1] + stock.max_generated_tokens
         chunk = min(stock.rollout_rows, num_rows)
-        draws = Draws(stock.rng, num_rows, chunk, stock.max_generated_tokens, stock.vocabulary)
+        draws = RolloutRandomNumbers(stock.rng, num_rows, chunk, stock.max_generated_tokens, stock.vocabulary)
         parts: list[Trajectory] = []
         start = 0
 
@@ -81,7 +81,7 @@ class Rollout:
         self.recovery.end_step()
         return Trajectory(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _end_of(self, start: int, draws: Draws, num_rows: int, chunk: int, length: int) -> int:
+    def _end_of(self, start: int, draws: RolloutRandomNumbers, num_rows: int, chunk: int, length: int) -> int:
         """Return the row after the last one of the part that begins with ``start``; parts are as even as can be."""
         most = self._most_rows or chunk
         if self._limit.max_tokens is not None:
@@ -96,7 +96,7 @@ class Rollout:
         release_cached_memory(self._host.device)
 
 
-class Draws:
+class RolloutRandomNumbers:
     """Has any rows of a batch sampled with the numbers that stock draws for them.
 
     Stock generates a batch in chunks, one after the other, and draws a number for each row of a chunk and each piece of
@@ -171,15 +171,15 @@ class Draws:
 class PPOLoop(Loop):
     """Trains policy and value model, in steps that are rollouts and all that is learned from them."""
 
-    _outlet: Any  # AdaptivePPO
+    _hooks: Any  # AdaptivePPO
 
     def __init__(
-        self, training: Training, stock: StockPPO, rollout: Rollout, cutter: Cutter, recovery: Recovery
+        self, training: Training, stock: StockPPO, rollout: Rollout, splitter: Splitter, recovery: Recovery
     ) -> None:
         super().__init__(training)
         self._stock = stock
         self._rollout = rollout
-        self._cutter = cutter
+        self._splitter = splitter
         self._recovery = recovery
 
     def run(self) -> None:
@@ -218,7 +218,7 @@ class PPOLoop(Loop):
         of_learning = time.perf_counter() - start
         schedule.take_step(torch.tensor(prompts.numel()))
         self.global_step += 1
-        self._outlet.global_step += len(steps)
+        self._hooks.global_step += len(steps)
         self._note_progress(epochs_run=epoch)
         stats = PPOStats(*map(torch.stack, zip(*steps, strict=True)))
         recoveries = self._rollout.recovery.num_recoveries + self._recovery.num_recoveries
@@ -229,10 +229,10 @@ class PPOLoop(Loop):
             if schedule.adapts or recoveries:
                 added["out_of_memory_recoveries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
-            self._outlet.log_rollout(added, trajectory, stats, *divergence, *tokens_per_second)
+            self._hooks.log_rollout(added, trajectory, stats, *divergence, *tokens_per_second)
         if not schedule.adapts and not self._watchers:
             return  # nothing waits for the device
-        loss, rate = float(stats.loss.mean()), self._outlet.learning_rate()
+        loss, rate = float(stats.loss.mean()), self._hooks.learning_rate()
         for watcher in self._watchers:
             watcher.step(epoch, self.global_step, len(samples), loss, rate, recoveries)
         if self._record_step(loss, of_rollout + of_learning, ran):
@@ -264,15 +264,15 @@ class PPOLoop(Loop):
         sums = reduce(operator.add, [each for _, outcome in ran for each in outcome.results])
         with self._recovery.fatal():
             apply_gradients(self._host, sums)
-        self._cutter.read_timings()
+        self._splitter.read_timings()
         self._recovery.end_step()
         return sums, [micro_batch for micro_batches, _ in ran for micro_batch in micro_batches]
 
     def _gather(self, batches: list[list[Sample]]) -> Iterator[tuple[Sequence[MicroBatch], Outcome[Sums]]]:
         for batch in batches:
-            micro_batches = self._cutter.cut(batch)
+            micro_batches = self._splitter.split(batch)
             counts_retries = self._schedule.adapts
-            outcome = gather_gradients(self._host, micro_batches, self._cutter.timed, counts_retries=counts_retries)
+            outcome = gather_gradients(self._host, micro_batches, self._splitter.timed, counts_retries=counts_retries)
             if outcome.failed:
-                self._cutter.forget_timings()
+                self._splitter.forget_timings()
             yield micro_batches, outcome

@@ -16,20 +16,20 @@ from adaptive_batching._growth.increase import Accumulation, InParts
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import Remedy
-from adaptive_batching._probe.find import Question, find_largest
+from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune import checkpoints
-from adaptive_batching._torchtune.cutting import Cutter, Recovery
 from adaptive_batching._torchtune.growing import StockSchedule
 from adaptive_batching._torchtune.loop import Training
 from adaptive_batching._torchtune.objective import worst_case_sample
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop, Rollout
 from adaptive_batching._torchtune.ppo.stock_ppo import StockPPO, Trajectories, host_of, longest, run_of
-from adaptive_batching._torchtune.probing import Circumstances, Probe, Probed, kept_probe, upper_bound
+from adaptive_batching._torchtune.probing import CacheInputs, Probe, Probed, cached_probe, upper_bound
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import check_ppo_settings
+from adaptive_batching._torchtune.splitting import Recovery, Splitter
 from adaptive_batching._torchtune.stock import replaced_in
 from adaptive_batching._trace.training import TrainingStep
 
@@ -64,11 +64,11 @@ class AdaptivePPO(AdaptiveBatching):
 
     def _settle(self, cfg: DictConfig, report: Report | None) -> None:
         stock = StockPPO(self, cfg.ppo_batch_size)
-        host = host_of(self, stock, Trajectories(stock), self.ranks, self._gate)
+        host = host_of(self, stock, Trajectories(stock), self.ranks, self._backward_optimizers)
         self._host = host
         run = run_of(self, int(cfg.num_steps), self.learning_rate())
         self._session = PPOSession(host, run, self._settings, self._increase, report, self._stored, stock=stock)
-        self._session.settle(Circumstances(cfg))
+        self._session.settle(CacheInputs(cfg))
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
         """Let stock know how far the run is; ``global_step`` counts rollouts."""
@@ -135,10 +135,10 @@ class PPOSession(Session):
     def _accumulation(self) -> Accumulation:
         return InParts(parts=self.stock.parts)
 
-    def _find_maximum(self, circumstances: Circumstances, report: Report) -> Probed:
+    def _find_maximum(self, cache_inputs: CacheInputs, report: Report) -> Probed:
         """Find the largest batch of trajectories of a run, and what fits in a forward of each phase.
 
-        A batch that is not cut is as many backward passes as the config has in one, each of the largest size.
+        A batch that is not split is as many backward passes as the config has in one, each of the largest size.
         """
         host, stock, run, settings = self.host, self.stock, self.run, self.settings
         parts, objective = stock.parts, host.objective
@@ -166,20 +166,20 @@ class PPOSession(Session):
         log.info("probing backward passes, of prompts of %d tokens and %d generated", length, generated)
         of_backward = replace(run, batch_size=run.batch_size // parts, accumulation=stock.backwards)
         as_worst, folder = replace(host, objective=worst), report.directory
-        probe = Probe(as_worst, of_backward, settings, circumstances, sample, upper // parts, reason, folder)
+        probe = Probe(as_worst, of_backward, settings, cache_inputs, sample, upper // parts, reason, folder)
         result = probe.result()
         report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward")
         found = probe.probed(result)
         found = replace(found, maximum=found.maximum * parts)
         most_rows = found.maximum if follows else upper
         step = self._rollout_step(length, most_rows, row_bytes)
-        rollout = self._probe_rollouts(step, most_rows, length, circumstances, folder)
+        rollout = self._probe_rollouts(step, most_rows, length, cache_inputs, folder)
         report.rollout(rollout, prompt_length=length, generated=generated)
         self._rollout_rows = rollout.batch_size
         return found
 
     def _probe_rollouts(
-        self, step: TrainingStep, most_rows: int, prompt_tokens: int, circumstances: Circumstances, folder: Path
+        self, step: TrainingStep, most_rows: int, prompt_tokens: int, cache_inputs: CacheInputs, folder: Path
     ) -> ProbeResult:
         """Find the most trajectories that fit in a forward while those of the largest batch are held."""
         log.info("probing rollouts of these lengths")
@@ -189,12 +189,14 @@ class PPOSession(Session):
         ]
 
         def find(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
-            question = Question(most_rows, "the largest batch", coarse=True, remedies=lambda: remedies, scratch=folder)
+            question = ProbeRequest(
+                most_rows, "the largest batch", coarse=True, remedies=lambda: remedies, scratch=folder
+            )
             settings = replace(settings, round_to_power_of_two=False)  # rows of a forward are no size of training
             return find_largest(step, settings, meter, question)
 
         facts = {"recipe": f"{self.host.name}, rollout", "upper": most_rows, "sequence_length": prompt_tokens}
-        return kept_probe(self.host, self.settings, circumstances, facts, folder / "probe_rollout.json", find)
+        return cached_probe(self.host, self.settings, cache_inputs, facts, folder / "probe_rollout.json", find)
 
     def _rollout_step(self, prompt_tokens: int, held_rows: int, row_bytes: int) -> TrainingStep:
         """Return a rollout to measure. It is not traced: that takes as long as to run it, token by token."""
@@ -229,7 +231,7 @@ class PPOSession(Session):
         recovers = self.settings.recover_from_oom
         recovery = Recovery(of_rollout, self._rollout_limit, self._batch_dependent, recovers=recovers)
         rollout = Rollout(of_rollout, self.stock, self._rollout_limit, recovery, self._rollout_rows)
-        return PPOLoop(training, self.stock, rollout, Cutter(self.host, self.execution), self._recovery())
+        return PPOLoop(training, self.stock, rollout, Splitter(self.host, self.split_policy), self._recovery())
 
     def state_dict(self, global_step: int) -> dict[str, Any] | None:
         """Return what a checkpoint holds after ``global_step`` rollouts; None with all fields unset."""
@@ -237,7 +239,7 @@ class PPOSession(Session):
         if state is None:
             return None
         state["rollout_limit"] = self._rollout_limit.state_dict()
-        if self.host.gate is not None:  # of these stock stores those of the value model alone
+        if self.host.backward_optimizers is not None:  # of these stock stores those of the value model alone
             state["policy_optimizers"] = [optimizer.state_dict() for optimizer in self._policy_optimizers()]
         return state
 
@@ -248,5 +250,9 @@ class PPOSession(Session):
             optimizer.load_state_dict(state)
 
     def _policy_optimizers(self) -> list[Any]:
-        gate = self.host.gate
-        return [] if gate is None else [gate.optimizer_of(p) for p in self.stock.model.policy.parameters()]
+        backward_optimizers = self.host.backward_optimizers
+        return (
+            []
+            if backward_optimizers is None
+            else [backward_optimizers.optimizer_of(p) for p in self.stock.model.policy.parameters()]
+        )

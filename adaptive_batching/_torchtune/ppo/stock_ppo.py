@@ -18,7 +18,7 @@ from torchtune.rlhf import PPOStats, Trajectory
 from adaptive_batching._device import without_waiting
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.data import Sample, indexed, stretch
-from adaptive_batching._torchtune.host import Gate, Host, MemoryHistory, StockRun
+from adaptive_batching._torchtune.host import Host, MemoryHistory, OptimizersInBackward, StockRun
 from adaptive_batching._torchtune.objective import Batch, Counts, Objective, Sums
 
 _OF_LEARNING = (
@@ -243,18 +243,20 @@ def longest(stock: StockPPO, context_length: int) -> Experience:
     return Experience(trajectory, numbers, numbers, context_length)
 
 
-def host_of(recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, gate: Gate) -> Host:
+def host_of(
+    recipe: Any, stock: StockPPO, objective: Objective, ranks: Ranks, backward_optimizers: OptimizersInBackward
+) -> Host:
     """Read a recipe that has been set up; ``gate`` holds the optimizers back, if they step in the backward pass."""
     in_backward = bool(recipe._optimizer_in_bwd)
     return Host(
         name=type(recipe).__name__,
         objective=objective,
         model=stock.model,
-        optimizers=gate.optimizers if in_backward else [recipe._optimizer],
+        optimizers=backward_optimizers.optimizers if in_backward else [recipe._optimizer],
         loader=recipe._dataloader,
         device=recipe._device,
         ranks=ranks,
-        gate=gate if in_backward else None,
+        backward_optimizers=backward_optimizers if in_backward else None,
         is_compiled=bool(recipe.compile),
         checkpoints_activations=any(isinstance(module, CheckpointWrapper) for module in stock.model.modules()),
         max_length=getattr(recipe._tokenizer, "max_seq_len", None),

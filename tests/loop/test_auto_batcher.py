@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batching._loop.rows import Rows
-from adaptive_batching._micro_batches.cut import Capacity
+from adaptive_batching._loop.auto_batcher import AutoBatcher
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 
 
@@ -23,8 +23,8 @@ class Device:
         self.failed: list[int] = []
         self.released = 0
 
-    def run(self, capacity: Capacity, **settings: Any) -> Rows:
-        rows = Rows(capacity, self.release, **settings)
+    def run(self, capacity: Capacity, **settings: Any) -> AutoBatcher:
+        rows = AutoBatcher(capacity, self.release, **settings)
         assert rows.run(self.lengths, self.forward) == [f"row {row}" for row in range(len(self.lengths))]
         return rows
 
@@ -82,7 +82,7 @@ def test_parts_after_one_that_ran_out_of_memory(
 @pytest.mark.parametrize(
     ("recovers", "failed", "message"),
     [
-        (True, [4, 2, 1], "out of memory with 1 row of up to 10 tokens, which cannot be cut"),
+        (True, [4, 2, 1], "out of memory with 1 row of up to 10 tokens, which cannot be split"),
         (False, [4], r"out of memory with 4 rows .*recover_from_oom=True"),
     ],
 )
@@ -98,4 +98,4 @@ def test_other_errors_are_raised_as_they_are() -> None:
         raise ZeroDivisionError(part)
 
     with pytest.raises(ZeroDivisionError):
-        Rows(Capacity(((1, 4),)), lambda: None).run([1] * 4, forward)
+        AutoBatcher(Capacity(((1, 4),)), lambda: None).run([1] * 4, forward)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptive_batching import growth, plan_batch_sizes
-from adaptive_batching._growth.course import Course, RunShape
+from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
 from adaptive_batching._growth.increase import (
     BatchController,
     FixedAccumulation,
@@ -62,20 +62,20 @@ def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer
     assert error.value.__cause__ is (answer if isinstance(answer, Exception) else None)
 
 
-def course(increase: IncreaseFunction | None, size: int, maximum: int, **settings: Any) -> Course:
+def course(increase: IncreaseFunction | None, size: int, maximum: int, **settings: Any) -> BatchSizeSchedule:
     """A course with these settings, of its own, of its controller and of the shape of its run."""
     how = {name: settings.pop(name) for name in ("rates", "scale", "grows_in_warmup") if name in settings}
     accumulation = settings.pop("accumulation", FixedAccumulation())
     controller = BatchController(size, maximum, increase=increase, name="f", accumulation=accumulation)
-    return Course(controller, RunShape(**{"epochs": 3, "samples": 100, **settings}), **how)
+    return BatchSizeSchedule(controller, RunShape(**{"epochs": 3, "samples": 100, **settings}), **how)
 
 
-def sizes_of(run: Course) -> list[list[int]]:
+def sizes_of(run: BatchSizeSchedule) -> list[list[int]]:
     return [epoch.batch_sizes for epoch in run.plan()]
 
 
 def steps_of(
-    run: Course, number: int = 0, *, resumed: bool = False, observe: Any = dict
+    run: BatchSizeSchedule, number: int = 0, *, resumed: bool = False, observe: Any = dict
 ) -> Iterator[tuple[int, int, int, Any, int]]:
     """Yield epoch, size, schedule steps, progress and next size of each optimizer step from the epoch ``number`` on."""
     for epoch in range(number, run.shape.epochs):
@@ -89,7 +89,7 @@ def steps_of(
             yield epoch, size, moved, run.progress(), run.controller.batch_size
 
 
-def follow(run: Course, observe: Any = dict) -> tuple[list[list[int]], list[int], list[int], list[int]]:
+def follow(run: BatchSizeSchedule, observe: Any = dict) -> tuple[list[list[int]], list[int], list[int], list[int]]:
     """Sizes, optimizer steps, samples of one replica, and schedule steps of each epoch, as a loader would give them."""
     steps = [list(found) for _, found in itertools.groupby(steps_of(run, observe=observe), lambda s: s[0])]
     samples = [sum(run.controller.accumulation.window(size) for _, size, *_ in epoch) for epoch in steps]
@@ -176,7 +176,7 @@ def test_a_course_that_is_resumed_within_an_epoch_is_that_of_the_whole_run(
     def increase(epoch: float, current_batch_size: int) -> int:
         return increases[int(epoch * settings["decisions"]) % len(increases)]
 
-    def a_course(batch_size: int) -> Course:
+    def a_course(batch_size: int) -> BatchSizeSchedule:
         asked = increase if early else lambda epoch, size, state: increase(epoch, 0)
         return course(asked, batch_size, maximum, **settings)
 

@@ -26,7 +26,7 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.losses import preferences
-from adaptive_batching._torchtune.on_paper import RECIPES, Allocations, Data, on_devices, set_up
+from adaptive_batching._torchtune.meta_setup import RECIPES, Allocations, Data, on_devices, set_up
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.stock import load_stock
 from adaptive_batching._torchtune.training_step import training_step
@@ -210,11 +210,11 @@ def test_the_step_on_paper_is_that_of_the_recipe_and_takes_what_it_takes(
 def test_a_compiled_step_on_paper_is_that_of_the_recipe(inputs: Path, tmp_path: Path) -> None:
     """It leaves random numbers and functions of torch as they are, too."""
     state, load = torch.get_rng_state(), nn.Module.load_state_dict
-    on_paper, _ = set_up("full_finetune_single_device", config("full", COMPILED), Data(LENGTH, 50))
+    meta_setup, _ = set_up("full_finetune_single_device", config("full", COMPILED), Data(LENGTH, 50))
     assert torch.equal(torch.get_rng_state(), state)
     assert nn.Module.load_state_dict is load
     real = real_host("full", config("full", COMPILED, inputs=inputs, out=tmp_path))
-    assert_same(*(trace_step(step_of(host)) for host in (on_paper, real)))
+    assert_same(*(trace_step(step_of(host)) for host in (meta_setup, real)))
 
 
 def loaded(model: nn.Module, *, on_host: bool = False) -> int:
@@ -224,13 +224,13 @@ def loaded(model: nn.Module, *, on_host: bool = False) -> int:
 
 
 def test_quantizing_a_weight_takes_what_it_really_takes() -> None:
-    weight, on_paper = torch.randn(512, 1024, dtype=torch.bfloat16), nn.Module()
+    weight, meta_setup = torch.randn(512, 1024, dtype=torch.bfloat16), nn.Module()
     with torch.device("meta"):
-        on_paper.weight = nn.Parameter(to_nf4(torch.empty_like(weight, device="meta")), requires_grad=False)
+        meta_setup.weight = nn.Parameter(to_nf4(torch.empty_like(weight, device="meta")), requires_grad=False)
     quantized = to_nf4(weight)
     really = most_in_use(lambda: quantized.copy_(weight))
     # On another device than the weight's, a copy of the weight comes first.
-    assert loaded(on_paper) == pytest.approx(really + weight.nbytes, rel=0.02)
+    assert loaded(meta_setup) == pytest.approx(really + weight.nbytes, rel=0.02)
 
 
 def test_loading_what_is_not_quantized_takes_no_more_than_the_model() -> None:

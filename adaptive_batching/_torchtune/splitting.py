@@ -13,10 +13,16 @@ from typing import Any
 import torch
 
 from adaptive_batching._device import random_state, set_random_state
-from adaptive_batching._micro_batches.cut import Capacity, cut_by_length, cut_in_order, in_known_sizes, padded_tokens
 from adaptive_batching._micro_batches.forward_cost import ForwardCost
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
+from adaptive_batching._micro_batches.split import (
+    Capacity,
+    in_known_sizes,
+    padded_tokens,
+    split_by_length,
+    split_in_order,
+)
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE
@@ -24,7 +30,7 @@ from adaptive_batching._torchtune.compiling import MAX_COMPILED_SIZES, compiles_
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.objective import Counts, Objective
-from adaptive_batching._values import ByLength, CutSize, Fixed, Whole
+from adaptive_batching._values import ByLength, Fixed, SplitSize, Whole
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +57,14 @@ class MicroBatch:
 
 
 @dataclass
-class Execution:
-    """The way in which batches are cut, and what has been learned about it while training."""
+class SplitPolicy:
+    """The way in which batches are split, and what has been learned about it while training."""
 
-    size: CutSize = field(default_factory=Whole)
+    size: SplitSize = field(default_factory=Whole)
     capacity: Capacity | None = None  # of a forward, where memory bounds it; multimodal samples count as one token each
     cost: ForwardCost = field(default_factory=ForwardCost)
     limit: TokenLimit = field(default_factory=TokenLimit)
-    is_stock: bool = True  # batches are not cut while all fits, so that ranks need not agree
+    is_stock: bool = True  # batches are not split while all fits, so that ranks need not agree
 
     @property
     def most_samples(self) -> int | None:
@@ -68,39 +74,39 @@ class Execution:
         return None if self.capacity is None else self.capacity.points[0][1]
 
 
-class Cutter:
-    """Cuts batches as ``execution`` says; if it ``learns``, every forward is timed, whatever the cut."""
+class Splitter:
+    """Splits batches as ``execution`` says; if it ``learns``, every forward is timed, whatever the split."""
 
-    def __init__(self, host: Host, execution: Execution, *, learns: bool = False) -> None:
+    def __init__(self, host: Host, split_policy: SplitPolicy, *, learns: bool = False) -> None:
         self._objective, self._ranks, self._device = host.objective, host.ranks, host.device
-        self._execution, self._limit = execution, execution.limit
-        self._learns = learns or isinstance(execution.size, ByLength)
-        # With optimizers in the backward pass of many devices a batch cannot be cut.
+        self._split_policy, self._limit = split_policy, split_policy.limit
+        self._learns = learns or isinstance(split_policy.size, ByLength)
+        # With optimizers in the backward pass of many devices a batch cannot be split.
         few_sizes = compiles_each_size(host.loader.dataset) and (host.ranks.size == 1 or not host.steps_in_backward)
         self._compiled_sizes: set[int] | None = set() if few_sizes else None
         self._said_that_sizes_are_few = False
         self._events: list[tuple[int, torch.Event, torch.Event]] = []
 
-    def cut(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
+    def split(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[MicroBatch]:
         """Return micro-batches with the gradient of ``batch``, at least ``min_parts`` where it has as many samples.
 
         With ``in_order`` samples keep their order where memory is short as well, so that all parts are drawn alike.
         """
         parts = self._parts(batch, min_parts, in_order=in_order)
-        in_parts = self._execution.most_samples is not None or self._limit.max_tokens is not None
+        in_parts = self._split_policy.most_samples is not None or self._limit.max_tokens is not None
         # Otherwise every rank has one part, or as many as sizes have been compiled.
-        in_parts = in_parts or isinstance(self._execution.size, ByLength) or len(parts) > 1 or min_parts > 1
-        in_parts = in_parts or (self._compiled_sizes is not None and not self._execution.is_stock)
+        in_parts = in_parts or isinstance(self._split_policy.size, ByLength) or len(parts) > 1 or min_parts > 1
+        in_parts = in_parts or (self._compiled_sizes is not None and not self._split_policy.is_stock)
         micro_batches = self._of_parts(parts)
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
 
-    def cut_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
+    def split_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows."""
         groups = _of_equal_share(window, self._objective)
         micro_batches = [each for group in groups for each in self._of_parts(self._parts(group))]
         return self._as_many_on_every_rank(micro_batches, window[0])
 
-    def cut_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
+    def split_apart(self, window: list[list[Sample]], first: int) -> list[list[MicroBatch]]:
         """Return the micro-batches of up to ``first`` samples of ``window``, and of the rest; none without targets."""
         group, *others = _of_equal_share(window, self._objective)
         apart, rest = self._weighted([self._parts(group[:first]), self._parts(group[first:]) if group[first:] else []])
@@ -114,31 +120,31 @@ class Cutter:
         return [self._objective.size(sample) for sample in samples]
 
     def _parts(self, batch: list[Sample], min_parts: int = 1, *, in_order: bool = False) -> list[list[Sample]]:
-        execution = self._execution
-        if isinstance(execution.size, ByLength):
-            assert execution.capacity is not None, "cut by length without a probe"
-            cost = min(execution.cost.in_tokens(FIRST_FORWARD_COST), execution.capacity.tokens)
-            cut = cut_by_length(self._sizes(batch), execution.capacity, cost)
+        split_policy = self._split_policy
+        if isinstance(split_policy.size, ByLength):
+            assert split_policy.capacity is not None, "split by length without a probe"
+            cost = min(split_policy.cost.in_tokens(FIRST_FORWARD_COST), split_policy.capacity.tokens)
+            split = split_by_length(self._sizes(batch), split_policy.capacity, cost)
         else:
-            cut = cut_in_order(len(batch), execution.most_samples or len(batch))
-        if len(cut) < min_parts:
-            cut = cut_in_order(len(batch), max(len(batch) // min_parts, 1))
-        parts = [[batch[i] for i in indices] for indices in cut]
+            split = split_in_order(len(batch), split_policy.most_samples or len(batch))
+        if len(split) < min_parts:
+            split = split_in_order(len(batch), max(len(batch) // min_parts, 1))
+        parts = [[batch[i] for i in indices] for indices in split]
         if self._limit.max_tokens is not None:
             most_tokens = self._limit.max_tokens
-            parts = [part for whole in parts for part in self._cut_to(whole, most_tokens, in_order=in_order)]
+            parts = [part for whole in parts for part in self._split_to(whole, most_tokens, in_order=in_order)]
         return parts if self._compiled_sizes is None else self._of_few_sizes(parts, self._compiled_sizes)
 
-    def _cut_to(self, part: list[Sample], max_tokens: int, *, in_order: bool) -> list[list[Sample]]:
+    def _split_to(self, part: list[Sample], max_tokens: int, *, in_order: bool) -> list[list[Sample]]:
         lengths = self._sizes(part)
         if padded_tokens(lengths) <= max_tokens:
             return [part]
         capacity = Capacity.of_tokens(max_tokens)
         if in_order:
-            cut = cut_in_order(len(part), capacity.samples(max(lengths)))
+            split = split_in_order(len(part), capacity.samples(max(lengths)))
         else:  # what a forward costs is not known here; a high price keeps their number low
-            cut = cut_by_length(lengths, capacity, forward_cost=max_tokens)
-        return [[part[i] for i in indices] for indices in cut]
+            split = split_by_length(lengths, capacity, forward_cost=max_tokens)
+        return [[part[i] for i in indices] for indices in split]
 
     def _of_few_sizes(self, parts: list[list[Sample]], known: set[int]) -> list[list[Sample]]:
         """Return ``parts``, or pieces of them, so that no more sizes have to be compiled than are worth it."""
@@ -201,7 +207,7 @@ class Cutter:
         if device.type == "cpu":
             start = time.perf_counter()
             yield
-            self._execution.cost.observe(tokens, time.perf_counter() - start)
+            self._split_policy.cost.observe(tokens, time.perf_counter() - start)
             return
         # Events are read when the step is over, so that the device is not waited for in between.
         begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
@@ -213,7 +219,7 @@ class Cutter:
     def read_timings(self) -> None:
         for tokens, begin, end in self._events:
             end.synchronize()
-            self._execution.cost.observe(tokens, begin.elapsed_time(end) / 1000)
+            self._split_policy.cost.observe(tokens, begin.elapsed_time(end) / 1000)
         self._events.clear()
 
     def forget_timings(self) -> None:
@@ -271,8 +277,8 @@ class Recovery(Retry[MicroBatch]):
 
     def start(self) -> None:
         super().start()
-        if self._host.gate is not None:
-            self._host.gate.updated = False
+        if self._host.backward_optimizers is not None:
+            self._host.backward_optimizers.updated = False
         if self._recovers:
             self._random_state = random_state(self._host.device)
 
@@ -335,7 +341,7 @@ class Recovery(Retry[MicroBatch]):
 
     def why_never(self, part: MicroBatch) -> str | None:
         what = f"out of memory in a forward or backward of {self.describe(part)}"
-        if self._host.gate is not None and self._host.gate.updated:
+        if self._host.backward_optimizers is not None and self._host.backward_optimizers.updated:
             return (
                 f"{what}, after its backward had updated parameters, as optimizer_in_bwd=True has it, so that it "
                 f"cannot run again; resume from the last checkpoint, with a batch_size below "

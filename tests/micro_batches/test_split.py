@@ -9,37 +9,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptive_batching._micro_batches.cut import (
+from adaptive_batching._micro_batches.forward_cost import ForwardCost
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.split import (
     Capacity,
-    Cut,
-    cut_by_length,
-    cut_in_order,
+    Split,
     in_known_sizes,
     length_in_chunks,
     padded_tokens,
+    split_by_length,
+    split_in_order,
 )
-from adaptive_batching._micro_batches.forward_cost import ForwardCost
-from adaptive_batching._micro_batches.limits import TokenLimit
 
 lengths_of_samples = st.lists(st.integers(1, 600), min_size=1, max_size=80)
 
 
-def tokens(cut: Cut, lengths: list[int]) -> list[int]:
-    return [padded_tokens([lengths[i] for i in micro_batch]) for micro_batch in cut]
+def tokens(split: Split, lengths: list[int]) -> list[int]:
+    return [padded_tokens([lengths[i] for i in micro_batch]) for micro_batch in split]
 
 
-def cost(cut: Cut, lengths: list[int], forward_cost: float) -> float:
-    return sum(tokens(cut, lengths)) + forward_cost * len(cut)
+def cost(split: Split, lengths: list[int], forward_cost: float) -> float:
+    return sum(tokens(split, lengths)) + forward_cost * len(split)
 
 
-def in_order_within(lengths: list[int], max_tokens: int) -> Cut:
+def in_order_within(lengths: list[int], max_tokens: int) -> Split:
     """Samples as they come, each micro-batch filled as far as the budget allows."""
-    cut: Cut = [[]]
+    split: Split = [[]]
     for index, length in enumerate(lengths):
-        if cut[-1] and padded_tokens([*(lengths[i] for i in cut[-1]), length]) > max_tokens:
-            cut.append([])
-        cut[-1].append(index)
-    return cut
+        if split[-1] and padded_tokens([*(lengths[i] for i in split[-1]), length]) > max_tokens:
+            split.append([])
+        split[-1].append(index)
+    return split
 
 
 @settings(max_examples=300, deadline=None)
@@ -47,13 +47,13 @@ def in_order_within(lengths: list[int], max_tokens: int) -> Cut:
 def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_samples(
     lengths: list[int], max_tokens: int, forward_cost: float
 ) -> None:
-    cut = cut_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
-    assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
-    for micro_batch, count in zip(cut, tokens(cut, lengths), strict=True):
+    split = split_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
+    assert sorted(index for micro_batch in split for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch, count in zip(split, tokens(split, lengths), strict=True):
         assert count <= max_tokens or len(micro_batch) == 1
     in_order = in_order_within(lengths, max_tokens)
-    assert cost(cut, lengths, forward_cost) <= cost(in_order, lengths, forward_cost)
-    least_padding = cut_by_length(lengths, Capacity.of_tokens(max_tokens))
+    assert cost(split, lengths, forward_cost) <= cost(in_order, lengths, forward_cost)
+    least_padding = split_by_length(lengths, Capacity.of_tokens(max_tokens))
     assert sum(tokens(least_padding, lengths)) <= sum(tokens(in_order, lengths))
 
 
@@ -62,18 +62,18 @@ def test_every_sample_is_in_one_micro_batch_and_none_is_over_budget_but_single_s
 def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, forward_cost: int) -> None:
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     ends = range(1, len(order))
-    every_cut = [
+    every_split = [
         [order[a:b] for a, b in zip((0, *inner), (*inner, len(order)), strict=True)]
         for count in range(len(order))
         for inner in combinations(ends, count)
     ]
     allowed = [
-        cut
-        for cut in every_cut
-        if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(cut, lengths), cut, strict=True))
+        split
+        for split in every_split
+        if all(n <= max_tokens or len(m) == 1 for n, m in zip(tokens(split, lengths), split, strict=True))
     ]
-    found = cut_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
-    assert cost(found, lengths, forward_cost) == min(cost(cut, lengths, forward_cost) for cut in allowed)
+    found = split_by_length(lengths, Capacity.of_tokens(max_tokens), forward_cost)
+    assert cost(found, lengths, forward_cost) == min(cost(split, lengths, forward_cost) for split in allowed)
 
 
 @settings(max_examples=200, deadline=None)
@@ -88,25 +88,27 @@ def test_short_samples_may_take_more_tokens_where_they_were_found_to_fit(
     capacity = Capacity(tuple(points))
     assert all(capacity.samples(length) == count for length, count in points[-1:])
     assert all(capacity.samples(length) >= count for length, count in points)
-    cut = cut_by_length(lengths, capacity)
-    assert sorted(index for micro_batch in cut for index in micro_batch) == list(range(len(lengths)))
-    for micro_batch in cut:
+    split = split_by_length(lengths, capacity)
+    assert sorted(index for micro_batch in split for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch in split:
         longest = max(lengths[i] for i in micro_batch)
         # some point is as long and has at least as many tokens
         fits = any(at >= longest and len(micro_batch) * longest <= at * count for at, count in points)
         assert fits or len(micro_batch) == 1
-    assert len(cut_by_length([40] * 64, capacity)) <= len(cut_by_length([40] * 64, Capacity(((600, most),))))
+    assert len(split_by_length([40] * 64, capacity)) <= len(split_by_length([40] * 64, Capacity(((600, most),))))
 
 
 def test_cuts_of_a_few_samples() -> None:
     capacity = Capacity(((400, 3), (200, 10)))
     assert [capacity.samples(n) for n in (2000, 600, 401, 400, 201, 200, 100)] == [1, 2, 2, 3, 5, 10, 20]
-    assert [len(m) for m in cut_by_length([10] * 9, Capacity.of_tokens(30))] == [3, 3, 3]
-    assert [len(m) for m in cut_by_length([10] * 10, Capacity.of_tokens(70), forward_cost=20)] == [5, 5]
-    assert cut_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]], "longest first"
-    assert cut_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [len(m) for m in split_by_length([10] * 9, Capacity.of_tokens(30))] == [3, 3, 3]
+    assert [len(m) for m in split_by_length([10] * 10, Capacity.of_tokens(70), forward_cost=20)] == [5, 5]
+    assert split_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]], (
+        "longest first"
+    )
+    assert split_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
     for forward_cost, parts in ((0, 4), (1000, 1)):
-        assert len(cut_by_length([10, 20, 30, 40], Capacity.of_tokens(1000), forward_cost)) == parts
+        assert len(split_by_length([10, 20, 30, 40], Capacity.of_tokens(1000), forward_cost)) == parts
 
 
 @given(st.integers(1, 400), st.integers(0, 20))

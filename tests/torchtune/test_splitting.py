@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptive_batching._micro_batches.cut import Capacity, length_in_chunks
 from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._torchtune import cutting
-from adaptive_batching._torchtune.cutting import Cutter, Execution
-from adaptive_batching._torchtune.host import Gate
+from adaptive_batching._micro_batches.split import Capacity, length_in_chunks
+from adaptive_batching._torchtune import splitting
+from adaptive_batching._torchtune.host import OptimizersInBackward
 from adaptive_batching._torchtune.losses import NextToken
+from adaptive_batching._torchtune.splitting import SplitPolicy, Splitter
 from adaptive_batching._values import ByLength, Fixed
 from tests.support.hosts import host, next_token
 
@@ -21,33 +21,33 @@ def of_length(length: int, label: int = 1, **more: Any) -> dict[str, Any]:
     return {"tokens": [1] * length, "labels": [label] * length, **more}
 
 
-def cut(
+def split(
     samples: list[dict[str, Any]], capacity: Capacity, objective: NextToken | None = None, failed: int | None = None
 ) -> list[list[dict[str, Any]]]:
     limit = TokenLimit()
     if failed is not None:
         limit.shrink(failed)
-    cutter = Cutter(host(objective), Execution(ByLength(), capacity, limit=limit))
-    return [micro_batch.samples for micro_batch in cutter.cut(samples)]
+    splitter = Splitter(host(objective), SplitPolicy(ByLength(), capacity, limit=limit))
+    return [micro_batch.samples for micro_batch in splitter.split(samples)]
 
 
 def test_multimodal_samples_are_cut_by_number_whatever_their_lengths() -> None:
     samples = [of_length(n, encoder_input={"images": [torch.ones(2)]}) for n in (5, 900, 7, 40, 3, 300, 10)]
     assert [next_token().size(sample) for sample in samples] == [1] * 7
-    assert [len(part) for part in cut(samples, Capacity(((1, 4),)))] == [4, 3]
-    assert [len(part) for part in cut(samples, Capacity(((1, 4),)), failed=4)] == [2, 2, 2, 1]
+    assert [len(part) for part in split(samples, Capacity(((1, 4),)))] == [4, 3]
+    assert [len(part) for part in split(samples, Capacity(((1, 4),)), failed=4)] == [2, 2, 2, 1]
 
 
 def test_a_batch_without_targets_is_smaller_where_it_has_to_be() -> None:
     """Its loss is 0/0 however it runs; it must not run out of memory for ever."""
-    [part] = cut([of_length(10, -100)] * 8, Capacity.of_tokens(1000), failed=80)
+    [part] = split([of_length(10, -100)] * 8, Capacity.of_tokens(1000), failed=80)
     assert len(part) == 4
 
 
 def test_the_labels_of_a_part_without_targets_count() -> None:
     """The first label of a sample is no target, but stock counts it."""
     samples = [of_length(1), of_length(9)]
-    [part] = Cutter(host(), Execution(Fixed(1))).cut(samples)
+    [part] = Splitter(host(), SplitPolicy(Fixed(1))).split(samples)
     assert (part.samples, part.weight, part.num_tokens) == (samples[1:], 10, 10)
 
 
@@ -59,8 +59,8 @@ def test_a_filler_has_a_target_so_that_its_loss_is_a_number() -> None:
 
 def test_samples_apart_without_targets_leave_all_to_the_others() -> None:
     samples = [of_length(10, label) for label in (-100, 1, 1, 1)]
-    cutter = Cutter(host(), Execution(ByLength(), Capacity.of_tokens(1000)))
-    first, others = cutter.cut_apart([samples], 1)
+    splitter = Splitter(host(), SplitPolicy(ByLength(), Capacity.of_tokens(1000)))
+    first, others = splitter.split_apart([samples], 1)
     assert first == []
     assert [(each.samples, each.weight, each.num_tokens) for each in others] == [(samples[1:], 30, None)]
 
@@ -69,7 +69,7 @@ def test_samples_that_are_padded_take_what_the_padding_takes() -> None:
     """As where short forwards would gather a sharded output layer less often than others."""
     in_chunks = next_token(num_chunks=8)
     in_chunks.equalize_collectives()
-    parts = cut([of_length(n) for n in (2, 3, 4, 5, 9)], Capacity.of_tokens(16), in_chunks)
+    parts = split([of_length(n) for n in (2, 3, 4, 5, 9)], Capacity.of_tokens(16), in_chunks)
     assert len(parts) == 3
     for part in parts:
         assert len(part) * max(length_in_chunks(len(sample["tokens"]), 8) for sample in part) <= 16
@@ -89,10 +89,13 @@ class CountingRanks:
 def test_packs_that_are_compiled_by_number_run_in_few_sizes_where_they_can_be_cut(
     in_backward: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "compiles_each_size", lambda dataset: True)
+    monkeypatch.setattr(splitting, "compiles_each_size", lambda dataset: True)
     ranks = CountingRanks()
-    cutter = Cutter(host(ranks=ranks, gate=Gate() if in_backward else None), Execution(is_stock=False))
-    sizes = [[len(each.samples) for each in cutter.cut([of_length(10)] * number)] for number in range(1, 40)]
+    splitter = Splitter(
+        host(ranks=ranks, backward_optimizers=OptimizersInBackward() if in_backward else None),
+        SplitPolicy(is_stock=False),
+    )
+    sizes = [[len(each.samples) for each in splitter.split([of_length(10)] * number)] for number in range(1, 40)]
     assert [sum(parts) for parts in sizes] == [*range(1, 40)]
     if in_backward:
         assert all(len(parts) == 1 for parts in sizes), "each part would be an optimizer step of its own"

@@ -109,7 +109,10 @@ def set_up(
         with contextlib.nullcontext() if devices > 1 else allocations:
             made.setup(cfg)
     host = hosts.host_of(
-        made, Ranks(alone=True), made.gate, lambda parts: make_objective(replace(parts, num_ranks=devices))
+        made,
+        Ranks(alone=True),
+        made.backward_optimizers,
+        lambda parts: make_objective(replace(parts, num_ranks=devices)),
     )
     if made.enabled:
         host.objective.leave_stock()
@@ -143,7 +146,7 @@ class _OnPaper:
     _model: nn.Module  # set by the stock recipe
 
     def __init__(self, cfg: DictConfig) -> None:
-        self.gate = hosts.Gate()
+        self.backward_optimizers = hosts.OptimizersInBackward()
         self.rates: list[float] = []
         self.enabled = read_settings(cfg, warns=False).enabled
         super().__init__(cfg=cfg)  # type: ignore[call-arg]
@@ -168,7 +171,7 @@ class _OnPaper:
         return loader if sampler is None else (sampler, loader)
 
     def _setup_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced_in_torchtune(register_optim_in_bwd_hooks=self.gate.register):
+        with replaced_in_torchtune(register_optim_in_bwd_hooks=self.backward_optimizers.register):
             return super()._setup_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def _setup_lr_scheduler(self, *, num_training_steps: int, **kwargs: Any) -> Any:
@@ -188,7 +191,7 @@ def _without_files(cfg: DictConfig, data: Data) -> DictConfig:
     cfg.metric_logger = {"_component_": "unittest.mock.Mock"}
     length = cfg.tokenizer.get("max_seq_len")
     cfg.tokenizer = {"_component_": "types.SimpleNamespace", "max_seq_len": length, "pad_id": 0}
-    cfg.dataset = {"_component_": "adaptive_batching._torchtune.on_paper.make_data", **asdict(data)}
+    cfg.dataset = {"_component_": "adaptive_batching._torchtune.meta_setup.make_data", **asdict(data)}
     cfg.resume_from_checkpoint = False
     cfg.optimizer = stand_ins.without_kernels(cfg.optimizer)
     cfg.pop("profiler", None)

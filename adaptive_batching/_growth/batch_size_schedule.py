@@ -66,7 +66,7 @@ class PlannedEpoch:
     last_lr: float
 
 
-class Course:
+class BatchSizeSchedule:
     """Batch sizes and schedule of a run: planned, then followed step by step.
 
     Args:
@@ -247,7 +247,7 @@ class Course:
         rest = sum(later._plan_epoch(number).steps for number in range(self._number + 1, self.shape.epochs))
         return self._steps_to_come + rest
 
-    def _trial(self) -> Course:
+    def _trial(self) -> BatchSizeSchedule:
         """Return a copy to run ahead with; decisions that can be made early are made once, for both."""
         trial = copy.copy(self)
         trial.history = []
@@ -353,4 +353,4 @@ def plan_batch_sizes(
             f"{name} reads what is known only while training, and sizes are planned before; use a function of "
             f"(epoch, current_batch_size), or one of adaptive_batching.growth that needs neither losses nor noise"
         )
-    return [epoch.batch_sizes[0] for epoch in Course(controller, RunShape(epochs, samples)).plan()]
+    return [epoch.batch_sizes[0] for epoch in BatchSizeSchedule(controller, RunShape(epochs, samples)).plan()]

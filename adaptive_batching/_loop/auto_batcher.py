@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from adaptive_batching._micro_batches.cut import Capacity
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._ranks.agree import ALONE
 
 Result = TypeVar("Result")
 
 
-class Rows(Retry[range]):
+class AutoBatcher(Retry[range]):
     """Runs rows whose results do not depend on each other, and returns one result for each.
 
     A part that runs out of memory runs again in two, and those after it are no larger until many have run: no row is

@@ -1,11 +1,11 @@
-"""Cut a batch into micro-batches, each with one forward and backward. Pure: indices and lengths only."""
+"""Split a batch into micro-batches, each with one forward and backward. Pure: indices and lengths only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-Cut = list[list[int]]  # micro-batches of indices into the samples; together they hold every index once
+Split = list[list[int]]  # micro-batches of indices into the samples; together they hold every index once
 
 
 def padded_tokens(lengths: Sequence[int]) -> int:
@@ -14,7 +14,7 @@ def padded_tokens(lengths: Sequence[int]) -> int:
 
 
 def length_in_chunks(length: int, num_chunks: int) -> int:
-    """Return the smallest length from ``length`` on that :func:`torch.chunk` cuts into ``num_chunks`` pieces.
+    """Return the smallest length from ``length`` on that :func:`torch.chunk` splits into ``num_chunks`` pieces.
 
     Chunks are ``ceil(length / num_chunks)`` long and the last one is shorter: 9 tokens give 5 chunks where 8 are asked.
     """
@@ -45,13 +45,13 @@ class Capacity:
         return length * count
 
     def samples(self, length: int) -> int:
-        """Return how many samples of up to ``length`` tokens fit; at least 1, since a sample cannot be cut."""
+        """Return how many samples of up to ``length`` tokens fit; at least 1, since a sample cannot be split."""
         tokens = [self.tokens, *(at * count for at, count in self.points if at >= length)]
         return max(max(tokens) // length, 1)
 
 
-def cut_in_order(num_samples: int, micro_batch_size: int) -> Cut:
-    """Cut samples in order into as few micro-batches of up to ``micro_batch_size`` as possible, about equal in size."""
+def split_in_order(num_samples: int, micro_batch_size: int) -> Split:
+    """Split samples in order into the fewest micro-batches of up to ``micro_batch_size``, about equal in size."""
     count = -(-num_samples // micro_batch_size)
     size = -(-num_samples // count)
     return [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
@@ -73,26 +73,26 @@ def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[in
     return parts
 
 
-def cut_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Cut:
-    """Sort samples by length and cut them into micro-batches that fit, at the lowest cost, the longest samples first.
+def split_by_length(lengths: Sequence[int], capacity: Capacity, forward_cost: float = 0.0) -> Split:
+    """Sort samples by length and split them into micro-batches that fit, at the lowest cost, the longest samples first.
 
-    So one that does not fit fails before work is done. A sample above the capacity is alone. The cost of a cut is its
-    padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest cut consists of runs of
+    So one that does not fit fails before work is done. A sample above the capacity is alone. The cost of a split is its
+    padded tokens, plus ``forward_cost`` for each micro-batch. In sorted order, the cheapest split consists of runs of
     neighbours. Dynamic programming over the start of the last run finds it exactly.
     """
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
-    if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even cut costs no more
-        return cut_in_order(len(lengths), capacity.samples(lengths[0]))
+    if lengths[order[0]] == lengths[order[-1]]:  # e.g. packed samples: an even split costs no more
+        return split_in_order(len(lengths), capacity.samples(lengths[0]))
     cost = [0.0]  # cost[j]: least cost of the first j samples
-    starts = [0]  # starts[j]: where the last micro-batch of that cut starts
+    starts = [0]  # starts[j]: where the last micro-batch of that split starts
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
         first = max(end - capacity.samples(longest), 0)
         best = min(range(first, end), key=lambda start: cost[start] + forward_cost + (end - start) * longest)
         cost.append(cost[best] + forward_cost + (end - best) * longest)
         starts.append(best)
-    cut, end = [], len(order)
+    split, end = [], len(order)
     while end > 0:
-        cut.append(order[starts[end] : end])
+        split.append(order[starts[end] : end])
         end = starts[end]
-    return cut
+    return split
