@@ -5,7 +5,7 @@
 ``lora_dpo_single_device`` and ``knowledge_distillation_single_device`` train on the quickstart's data with the sizes
 that stock's configs of them have (``batch_size=4 gradient_accumulation_steps=8``; of Llama 3.1, and from Llama 3.1 to
 3.2), and ours with ``micro_batch_size=auto`` added to that: the same 32 pairs, or samples, in each optimizer step. A
-pair is a docstring and that of another function. Samples are truncated at the 512 tokens that the model takes, and the teacher
+pair is a docstring and that of another function. Samples are truncated at 512 tokens, and the teacher
 has three times as many parameters as its student.
 
 Only ``recipe.train()`` is timed, in fresh processes that take turns, as in ``epoch_time.py``. Losses of preferences are

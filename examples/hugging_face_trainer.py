@@ -243,7 +243,7 @@ class AdaptiveTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.step is not None:
-            logs["out_of_memory_recoveries"] = self.step.num_recoveries
+            logs["oom_retries"] = self.step.num_recoveries
         super().log(logs, *args, **kwargs)
 
     def _losses(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -267,10 +267,10 @@ class Growth:
 
     def metrics(self) -> dict[str, float]:
         """Return what is logged in addition to stock's metrics."""
-        found: dict[str, float] = {"batch_size_samples": self.course.controller.batch_size}
-        found["global_batch_size_samples"] = self.global_batch_size
+        found: dict[str, float] = {"batch_size": self.course.controller.batch_size}
+        found["global_batch_size"] = self.global_batch_size
         if self._noise_scale is not None:
-            found["gradient_noise_scale_samples"] = self._noise_scale
+            found["gradient_noise_scale"] = self._noise_scale
         return found
 
     @property

@@ -320,5 +320,5 @@ class TrainingLoop(Loop):
             metrics["grad_norm"] = grad_norm
         metrics.update(self._schedule.metrics())
         if self._schedule.adapts or self._recovery.num_recoveries > 0:  # else as in stock
-            metrics["out_of_memory_recoveries"] = self._recovery.num_recoveries
+            metrics["oom_retries"] = self._recovery.num_recoveries
         self._hooks.log_metrics(metrics, self.global_step)

@@ -52,7 +52,7 @@ def test_a_recipe_probes_trains_validates_saves_and_goes_on_where_it_was_cut_off
     whole = start(*overrides, name="whole")
     [probe] = events(whole, "probe")
     assert probe["search"] == "predict", "the step could be traced"
-    sizes = [step["batch_size_samples"] for step in whole.metrics if "val_loss" not in step]
+    sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
     assert sizes == ([2] * 6 + [4] * 3 + [8] * 3 if kind == "ppo" else [4] * 13 + [8] * 6 + [16] * 6)
     assert [event["step"] for event in events(whole, "validation")] == ([10, 20] if kind in VALIDATES else [])
 

@@ -20,7 +20,7 @@ MOST = "adaptive_batching.max_batch_size=8"
 
 
 def sizes(run: Run) -> list[int]:
-    return [int(step["batch_size_samples"]) for step in run.metrics]
+    return [int(step["batch_size"]) for step in run.metrics]
 
 
 # Those of ours that work with the device, besides what test_recipes.py has; what they decide is held on the CPU.

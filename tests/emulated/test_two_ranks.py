@@ -25,7 +25,7 @@ def test_a_recipe_probes_grows_validates_and_goes_on_where_it_was_cut_off(
     whole, resumed = finished(f"{kind}_steps_whole"), Run(launched[0] / f"{kind}_steps")
     [probe] = events(whole, "probe")
     assert (probe["search"], probe["batch_size"], probe["reason"]) == ("predict", 8, "max_batch_size=8")
-    sizes = [step["batch_size_samples"] for step in whole.metrics if "val_loss" not in step]
+    sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
     assert sizes == [4] * 3 + [8] * 4
     assert [event["step"] for event in events(whole, "validation")] == ([] if kind.endswith("dpo") else [4])
     for rank in range(2):

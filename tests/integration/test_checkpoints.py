@@ -86,7 +86,7 @@ def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
         assert resume["step"] == 22, "within the second epoch"
         return
     assert folders(resumed) == ["step_4", "step_8", "step_12", "step_16", "step_20", "step_24*", "step_25"]
-    assert [s["batch_size_samples"] for s in whole.metrics] == [4] * 13 + [8] * 6 + [16] * 6
+    assert [s["batch_size"] for s in whole.metrics] == [4] * 13 + [8] * 6 + [16] * 6
     of_epoch = [index for batch in first[19:20] + seen[len(first) :] for index in batch]
     assert len(of_epoch) == len(set(of_epoch)) == 96, "no sample is repeated, none but the last four left out"
     assert resume["step"] == 20 and [e["epoch"] for e in events(resumed, "epoch")] == [0, 1]
@@ -118,7 +118,7 @@ def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
     with pytest.raises(SystemExit, match=r"^error: epochs=1 leaves nothing to train: 1 of .* Set epochs to at least 2"):
         tune_run("full", *GROW, RESUME, "epochs=1")
     resumed = tune_run("full", *GROW, RESUME, "batch_size=10")
-    assert [s["batch_size_samples"] for s in resumed.metrics][-8:] == [10] * 8
+    assert [s["batch_size"] for s in resumed.metrics][-8:] == [10] * 8
     assert resumed.metrics[-1]["lr"] == 0.0
     [change] = events(resumed, "change")[-1:]
     assert (change["step"], change["epoch"], change["batch_size"]) == (20, 1.16, 10), "not the size of the steps before"
@@ -132,7 +132,7 @@ def test_another_size_that_leaves_no_room_for_a_step_begins_the_next_epoch(
     late = [*GROW, "save_every_n_steps=18"]
     cut_off(tune_run, monkeypatch, "full", *late)
     resumed = tune_run("full", *late, RESUME, "batch_size=16")
-    assert [s["batch_size_samples"] for s in resumed.metrics][-6:] == [16] * 6
+    assert [s["batch_size"] for s in resumed.metrics][-6:] == [16] * 6
     assert resumed.metrics[-1]["lr"] == 0.0 and max(resumed.by_step) == 18 + 6
 
 
@@ -167,7 +167,7 @@ def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run:
     plan.update(where="backward", call=1, calls=0, times=1)
     again = tune_run("full", *alone, RESUME)
     assert [event["step"] for event in events(again, "resume")] == [8] and plan["times"] == 0
-    assert [step.pop("out_of_memory_recoveries") for step in again.metrics[-2:]] == [1, 1]
+    assert [step.pop("oom_retries") for step in again.metrics[-2:]] == [1, 1]
     assert without_sizes(list(again.by_step.values())) == without_sizes(before)
     assert_same_weights(again.weights_in("step_10"), weights)
 

@@ -68,7 +68,7 @@ def test_where_sizes_vary_one_compilation_serves_them(tune_run: TuneRun, in_trai
     grows = [*GROW, "adaptive_batching.max_batch_size=8"]
     common = [each for each in COMMON if "packed" not in each and "epochs" not in each]
     run = tune_run("full", *common, *grows, "batch_size=2", "epochs=4", name="grows")
-    assert sorted({int(step["batch_size_samples"]) for step in run.metrics}) == [2, 3, 4, 5]
+    assert sorted({int(step["batch_size"]) for step in run.metrics}) == [2, 3, 4, 5]
     assert compiled[in_training[0] :] == ["any"]
 
 

@@ -68,7 +68,7 @@ def test_a_step_that_runs_out_of_memory_on_the_device_loses_and_repeats_nothing(
         limited = tune_run(kind, *CUDA, *SGD, *fields, name="limited")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert 1 <= limited.metrics[-1]["out_of_memory_recoveries"] <= most
+    assert 1 <= limited.metrics[-1]["oom_retries"] <= most
     assert_close(limited, free, epoch=0)
 
 
@@ -88,7 +88,7 @@ def test_the_answer_fits_and_one_sample_more_does_not(kind: str, dtype: str, tun
     # Two that the curve leads to, and where blocks that no step can use are not foreseen, a bracket of 8 sizes.
     assert len(sizes) <= 6
     assert sum(m["peak_bytes"] is None for m in probe["measurements"]) <= 3
-    assert run.metrics[-1]["out_of_memory_recoveries"] == 0
+    assert run.metrics[-1]["oom_retries"] == 0
     in_training = torch.cuda.memory_stats().get("num_alloc_retries", 0) - retries
     assert in_training <= sum(m["retries"] for m in probe["measurements"]) + 1
 

@@ -77,7 +77,7 @@ def test_cut_batches_and_samples_that_run_again_train_as_stock_does(example: Any
     failing.most_tokens = 500
     assert_trained_alike(failing.run(), stock)
     assert failing.trainer.step.max_tokens > failing.most_tokens, "as far as the probe can tell"
-    assert failing.logged("out_of_memory_recoveries")[-1] >= 1
+    assert failing.logged("oom_retries")[-1] >= 1
 
 
 def labels_of_texts(example: Any, samples: list[Any]) -> dict[str, torch.Tensor]:

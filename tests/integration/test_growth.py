@@ -33,8 +33,8 @@ def test_the_batch_follows_the_function_and_everything_follows_the_batch(
         (4, 6, 48), (8, 3, 48), (16, 1, 32), (16, 1, 32),
     ]  # fmt: skip
     assert [e["global_batch_size"] for e in epochs] == [8, 16, 32, 32]
-    assert [s["batch_size_samples"] for s in run.metrics] == [4] * 6 + [8] * 3 + [16] * 2
-    assert [s["global_batch_size_samples"] for s in run.metrics] == [8] * 6 + [16] * 3 + [32] * 2
+    assert [s["batch_size"] for s in run.metrics] == [4] * 6 + [8] * 3 + [16] * 2
+    assert [s["global_batch_size"] for s in run.metrics] == [8] * 6 + [16] * 3 + [32] * 2
     warnings = [r.getMessage() for r in caplog.records if "batch size stays at 16" in r.getMessage()]
     assert len(warnings) == 1 and "32" in warnings[0] and "max_batch_size=16" in warnings[0]
 
@@ -42,7 +42,7 @@ def test_the_batch_follows_the_function_and_everything_follows_the_batch(
 def test_growth_under_optimizer_in_backward_and_max_steps(tune_run: TuneRun) -> None:
     in_backward = ["optimizer_in_bwd=True", "clip_grad_norm=null", "max_steps_per_epoch=2"]
     run = tune_run("full", *DOUBLE, *BOUND, *in_backward, "lr_scheduler.num_warmup_steps=1")
-    assert [s["batch_size_samples"] for s in run.metrics] == [4, 4, 8, 8]
+    assert [s["batch_size"] for s in run.metrics] == [4, 4, 8, 8]
     assert run.metrics[-1]["lr"] == 0.0
 
 
@@ -62,7 +62,7 @@ def test_a_maximum_is_a_multiple_of_the_micro_batch_size(
 ) -> None:
     common = ["batch_size=2", "use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16", "epochs=1"]
     run = tune_run("full", *common, f"micro_batch_size={micro_batch_size}", "adaptive_batching.memory_limit=8GiB")
-    assert {step["batch_size_samples"] for step in run.metrics} == {batch_size}
+    assert {step["batch_size"] for step in run.metrics} == {batch_size}
     assert ("micro_batch_size=40 does not fit, the maximum is 16; taking that" in caplog.text) == (
         micro_batch_size == 40
     )
@@ -79,9 +79,7 @@ def test_the_global_batch_stays_where_it_is_to_be_kept(kind: str, tune_run: Tune
     common = [*SGD, "epochs=4", "batch_size=2", "gradient_accumulation_steps=8", "dataset.split=train[:48]"]
     constant = tune_run(kind, *common, *DOUBLE, "adaptive_batching.max_batch_size=2", name="constant")
     kept = tune_run(kind, *common, *DOUBLE, "adaptive_batching.keep_global_batch=True", *BOUND, name="kept")
-    assert [(s["batch_size_samples"], s["global_batch_size_samples"]) for s in kept.metrics[::3]] == [
-        (n, 16) for n in (2, 4, 8, 16)
-    ]
+    assert [(s["batch_size"], s["global_batch_size"]) for s in kept.metrics[::3]] == [(n, 16) for n in (2, 4, 8, 16)]
     assert [e["steps"] for e in events(kept, "epoch")] == [3] * 4
     assert_close(kept, constant, epoch=3)
 
@@ -170,5 +168,5 @@ def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
     interrupt("full", common, tune_run, monkeypatch)
     caplog.set_level(logging.INFO, "adaptive_batching")
     resumed = tune_run("full", *common, *RESUME, FIRST, "batch_size=5", name="broken")
-    assert [s["batch_size_samples"] for s in resumed.metrics[-5:]] == [10] * 5
+    assert [s["batch_size"] for s in resumed.metrics[-5:]] == [10] * 5
     assert "batch_size=5 was 4 in the run that is resumed" in caplog.text

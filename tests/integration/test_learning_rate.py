@@ -24,7 +24,7 @@ def by_samples(run: Run) -> dict[int, float]:
     """The rate after so many samples."""
     seen, rates = 0, {}
     for step in run.metrics:
-        seen += int(step.get("global_batch_size_samples", 4))
+        seen += int(step.get("global_batch_size", 4))
         rates[seen] = step["lr"]
     return rates
 
@@ -36,7 +36,7 @@ def test_the_rate_depends_on_the_samples_seen_alone_and_scaling_multiplies_it(na
     stock = by_samples(tune_run("full", *GROW[-2:], *how, name="stock", replaced=schedule, stock=True))
     grown = tune_run("full", *GROW, *how, name="grown", replaced=schedule)
     rates = by_samples(grown)
-    sizes = [step["global_batch_size_samples"] for step in grown.metrics]
+    sizes = [step["global_batch_size"] for step in grown.metrics]
     assert sizes == [4] * 8 + [8] * 4 + [16] * 8
     assert rates == {seen: stock[seen] for seen in rates}
 
@@ -63,7 +63,7 @@ def test_a_first_step_that_the_schedule_does_not_move_with_leaves_one_rate_in_th
     after, within = (
         tune_run("full", *three, f"optimizer_in_bwd={value}", name=str(value)).metrics for value in (False, True)
     )
-    assert [step["batch_size_samples"] for step in within] == [3] * 8
+    assert [step["batch_size"] for step in within] == [3] * 8
     assert [step["lr"] for step in within] == [step["lr"] for step in after]
 
 

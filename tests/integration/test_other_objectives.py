@@ -91,4 +91,4 @@ def test_the_batch_grows_to_what_a_probe_finds(kind: str, tune_run: TuneRun) -> 
     assert (probe["batch_size"], probe["sequence_length"]) == (16, 96)
     assert probe["search"] == "predict", "the step could be traced"
     assert [epoch["batch_size"] for epoch in events(run, "epoch")] == [4, 8, 16]
-    assert [step["batch_size_samples"] for step in run.metrics] == [4] * 12 + [8] * 6 + [16] * 3
+    assert [step["batch_size"] for step in run.metrics] == [4] * 12 + [8] * 6 + [16] * 3

@@ -155,7 +155,7 @@ def test_a_run_that_runs_out_of_memory_is_the_undisturbed_run(
     recoveries = caplog.text.count("running the step's samples again")
     assert recoveries == FAULTS[fault].get("times", 1) - plan["times"] > 0
     metrics = recovered.metrics
-    assert metrics[-1].pop("out_of_memory_recoveries") == recoveries
+    assert metrics[-1].pop("oom_retries") == recoveries
     assert [step["response_lengths"] for step in metrics] == [step["response_lengths"] for step in expected.metrics]
     assert_close_metrics(metrics, expected.metrics)
     for name, weight in expected.weights(0).items():
@@ -183,7 +183,7 @@ def test_the_batch_grows_with_its_optimizer_steps_until_the_trajectories_are_use
     assert [(e["batch_size"], e["steps"], e["samples"]) for e in events(grown, "epoch")] == [
         (4, 6, 24), (8, 3, 24), (8, 1, 8),
     ]  # fmt: skip
-    sizes = [(step["batch_size_samples"], step["ppo_batch_size_samples"]) for step in grown.metrics]
+    sizes = [(step["batch_size"], step["ppo_batch_size"]) for step in grown.metrics]
     assert sizes == [(4, 2)] * 6 + [(8, 4)] * 4
     rollouts = [int(line.split()[1]) for line in next((grown.output_dir / "logs").glob("*.txt")).open()]
     assert rollouts == [4 * (n + 1) for n in range(10)], "two optimizer steps, twice, of each rollout"
@@ -235,7 +235,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     ]
     resume = ["resume_from_checkpoint=True", *(named if in_backward else [])]
     resumed = run(*common, "num_steps=48", *resume, name="broken")
-    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 3
+    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 3
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(3), whole.weights(3))
 

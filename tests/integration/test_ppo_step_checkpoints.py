@@ -56,7 +56,7 @@ def test_a_run_that_is_cut_off_within_epochs_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr("tests.support.power_cut.fail_at_epoch", None)
     resumed = ppo_run(inputs, broken.output_dir, *GROW, RESUME)
     assert folders(resumed) == folders(whole) == ["step_12", "step_4", "step_8*"]
-    assert [step["batch_size_samples"] for step in whole.metrics] == [2] * 6 + [4] * 3 + [8] * 3
+    assert [step["batch_size"] for step in whole.metrics] == [2] * 6 + [4] * 3 + [8] * 3
     assert resumed.by_step == whole.by_step
     for folder in ("step_8", "step_12"):
         assert_same_weights(resumed.weights_in(folder), whole.weights_in(folder))

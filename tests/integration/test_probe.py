@@ -56,7 +56,7 @@ def test_the_probe_leaves_no_trace(case: str, tune_run: TuneRun, monkeypatch: py
     assert any(m["batch_size"] == 4 and m["fits"] for m in probe["measurements"])
     if "search" not in str(CASES[case]):
         assert probe["search"] == "predict", "the step could be traced"
-    assert all(step["batch_size_samples"] == 4 for step in ours.metrics)
+    assert all(step["batch_size"] == 4 for step in ours.metrics)
     assert without_sizes(ours.metrics) == stock.metrics
     assert_same_weights(ours.weights(epoch=1), stock.weights(epoch=1))
 
@@ -89,7 +89,7 @@ def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun) -> No
     [probe] = events(run, "probe")
     assert (probe["batch_size"], probe["sequence_length"]) == (32, 64)  # of 50 samples, down to a power of two
     assert [(e["batch_size"], e["steps"], e["dropped_samples"]) for e in events(run, "epoch")] == [(32, 1, 18)] * 2
-    assert [step["global_batch_size_samples"] for step in run.metrics] == [32, 32]
+    assert [step["global_batch_size"] for step in run.metrics] == [32, 32]
     exact = tune_run("full", *PROBE, "adaptive_batching.round_to_power_of_two=False", name="exact")
     assert events(exact, "probe")[0]["batch_size"] == 50
     assert events(exact, "probe")[0]["reason"] == "50 samples of data"

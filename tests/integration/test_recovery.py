@@ -130,7 +130,7 @@ def test_a_recovered_step_equals_the_step_run_at_once_in_the_final_cut(
 
     monkeypatch.setattr(TokenLimit, "__init__", limited)
     at_once = tune_run("lora", *DROPOUT, name="at_once")
-    assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == [1.0] * len(at_once.metrics)
+    assert [step["oom_retries"] for step in recovered.metrics] == [1.0] * len(at_once.metrics)
     assert without_sizes(recovered.metrics) == at_once.metrics
     assert_same_weights(recovered.weights(0), at_once.weights(0))
 
@@ -146,7 +146,7 @@ def test_what_has_fitted_before_runs_again_as_it_was(
     recovered = tune_run("lora", *DROPOUT, name="recovered")
     assert plan["times"] == 0
     last = recovered.metrics[-1]
-    assert last.pop("out_of_memory_recoveries") == 1
+    assert last.pop("oom_retries") == 1
     assert last == undisturbed.metrics[-1]
     assert_same_weights(recovered.weights(0), undisturbed.weights(0))
     assert "running the step's samples again as they were (recovery number 1)" in caplog.text
@@ -290,7 +290,7 @@ def test_a_run_that_recovers_in_every_step_warns_with_the_remedy(
     run = tune_run("full", FAULTY, "batch_size=16", "epochs=1")
     assert caplog.text.count("training crawls. Set a smaller batch_size or micro_batch_size, or") == 1
     # First half; then what has fitted before runs as it was, with an eighth less, and with half of that.
-    assert [step["out_of_memory_recoveries"] for step in run.metrics] == [1, 4, 7]
+    assert [step["oom_retries"] for step in run.metrics] == [1, 4, 7]
 
 
 class NormalisedOverTheBatch(RMSNorm):
@@ -354,7 +354,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_micro_batches_smaller
     assert [rows for rows, _ in CountingModel.shapes[:12]] == [4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1]
     assert "num_alloc_retries" in caplog.text
     assert_close(shrunk, undisturbed, epoch=0)
-    assert {step["out_of_memory_recoveries"] for step in shrunk.metrics} == {0.0}
+    assert {step["oom_retries"] for step in shrunk.metrics} == {0.0}
     dependent = [*common, DEPENDENT, "adaptive_batching.max_batch_size=4"]
     CountingModel.shapes.clear()
     kept = tune_run("full", *dependent, *DOUBLE, name="kept")

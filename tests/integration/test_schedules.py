@@ -69,7 +69,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
     assert part.metrics == whole.metrics
     assert_same_weights(part.weights(2), whole.weights(2))
-    sizes = [step["batch_size_samples"] for step in whole.metrics if "val_loss" not in step]
+    sizes = [step["batch_size"] for step in whole.metrics if "val_loss" not in step]
     if name != "constant":
         assert sizes[-1] > 4, "the batch has grown"
     plan = events(whole, "plan")[0]
@@ -95,6 +95,6 @@ def test_growth_within_an_epoch_sees_every_sample_once(tune_run: TuneRun, monkey
     function = {"batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": 0.5}}
     every = "adaptive_batching.increase_every=0.25"
     run = tune_run("full", *COMMON[1:3], every, "dataset.split=train[:112]", "epochs=2", replaced=function)
-    assert [step["batch_size_samples"] for step in run.metrics] == [4] * 14 + [8] * 7 + [16] * 7
+    assert [step["batch_size"] for step in run.metrics] == [4] * 14 + [8] * 7 + [16] * 7
     assert [(change["epoch"], change["batch_size"]) for change in events(run, "change")] == [(0.5, 8)]
     assert sorted(seen[:112]) == sorted(seen[112:]) == list(range(112))

@@ -98,7 +98,7 @@ def test_a_rank_that_runs_out_of_memory_loses_and_repeats_nothing(
 ) -> None:
     recovered = finished(f"{kind}_recovered")
     assert_close(recovered, finished(f"{kind}_whole"), epoch=0)
-    assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == [1, 2, 3, 4, 5, 6, 8]
+    assert [step["oom_retries"] for step in recovered.metrics] == [1, 2, 3, 4, 5, 6, 8]
     said = re.findall(r"out of memory (.*); running the step's samples again", output_of(launched, f"{kind}_recovered"))
     on = [re.findall(r"on rank (\d) with \d samples? of up to \d+ tokens", each) for each in said]
     expected = [list(map(str, fault["on"])) for fault in FAULTS.values()]
@@ -111,7 +111,7 @@ def test_recovery_with_activation_checkpointing_and_with_parameters_on_the_host(
     name: str, recoveries: int, finished: Finished
 ) -> None:
     recovered = finished(name)
-    assert recovered.metrics[-1]["out_of_memory_recoveries"] == recoveries
+    assert recovered.metrics[-1]["oom_retries"] == recoveries
     assert_close(recovered, finished("whole"), epoch=0)
 
 
@@ -149,9 +149,9 @@ def test_the_noise_scale_is_right_on_two_ranks(
 @of_launch("noise")
 def test_ranks_grow_together_by_what_they_measure_together(finished: Finished) -> None:
     run = finished("by_noise")
-    sizes = [step["batch_size_samples"] for step in run.metrics]
+    sizes = [step["batch_size"] for step in run.metrics]
     assert sizes == sorted(sizes) and 4 == sizes[0] < sizes[-1] <= 12
-    assert "gradient_noise_scale_samples" in run.metrics[-1]
+    assert "gradient_noise_scale" in run.metrics[-1]
 
 
 @of_launch("growth")
@@ -191,7 +191,7 @@ def test_a_run_that_is_cut_off_within_its_second_epoch_goes_on_as_if_it_had_not_
 ) -> None:
     whole, resumed = Run(launched[0] / f"{name}_whole"), Run(launched[0] / name)
     assert "the power went out" in (launched[0] / name / "error_0.txt").read_text()
-    assert [step["batch_size_samples"] for step in whole.metrics] == [4] * 3 + [8] * 4
+    assert [step["batch_size"] for step in whole.metrics] == [4] * 3 + [8] * 4
     assert [event["step"] for event in events(resumed, "resume")] == [5]
     assert len(resumed.metrics) == 6 + 2
     assert resumed.by_step == whole.by_step
@@ -243,8 +243,8 @@ def test_with_optimizers_in_the_backward_pass_several_devices_are_not_probed(lau
 @of_launch("growth")
 def test_the_global_batch_is_kept_on_two_ranks(finished: Finished) -> None:
     kept, constant = finished("kept"), finished("constant")
-    assert {step["global_batch_size_samples"] for step in kept.metrics} == {16}
-    assert sorted({step["batch_size_samples"] for step in kept.metrics}) == [2, 4, 8]
+    assert {step["global_batch_size"] for step in kept.metrics} == {16}
+    assert sorted({step["batch_size"] for step in kept.metrics}) == [2, 4, 8]
     assert_close(kept, constant, epoch=2)
 
 
@@ -288,7 +288,7 @@ def test_other_recipes_survive_running_out_of_memory(kind: str, finished: Finish
     """In a forward, a backward, and of preferences in a forward of the frozen model."""
     recovered, undisturbed = finished(f"{kind}_recovered"), finished(f"{kind}_stock")
     expected = [1, 2, 3] if kind.endswith("dpo") else [1, 2, 2]
-    assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == expected
+    assert [step["oom_retries"] for step in recovered.metrics] == expected
     assert_close_weights(kind, recovered, undisturbed)
 
 

@@ -27,7 +27,7 @@ def test_the_rank_that_has_least_memory_decides_the_maximum(finished: Finished, 
     assert 10 < probe["batch_size"] < 150, "in 4 GiB all 200 samples of a rank would fit"
     assert probe["search"] == "predict", "the sharded step could be traced"
     assert len(probe["measurements"]) <= 4
-    assert {step["batch_size_samples"] for step in run.metrics} == {probe["batch_size"]}
+    assert {step["batch_size"] for step in run.metrics} == {probe["batch_size"]}
 
 
 @of_launch("memory")
@@ -53,7 +53,7 @@ def test_where_attention_takes_the_square_of_the_length_more_short_samples_fit_o
 @of_launch("memory")
 def test_a_real_limit_on_one_rank_loses_and_repeats_nothing(finished: Finished) -> None:
     limited, free = finished("real_limit"), finished("real_no_limit")
-    assert limited.metrics[-1]["out_of_memory_recoveries"] >= 1
+    assert limited.metrics[-1]["oom_retries"] >= 1
     assert len(free.metrics) == 1
     assert limited.metrics[0]["loss"] == pytest.approx(free.metrics[0]["loss"], rel=1e-4)
     for name, weights in free.weights(0).items():
@@ -68,7 +68,7 @@ def test_where_each_chunk_gathers_the_output_layer_short_samples_train_and_recov
     whole, recovered = finished("whole"), finished(f"cut_{way}_recovered")
     assert len(whole.metrics) == 2
     assert_close(finished(f"cut_{way}"), whole, epoch=0)
-    assert [step["out_of_memory_recoveries"] for step in recovered.metrics] == [1, 2]
+    assert [step["oom_retries"] for step in recovered.metrics] == [1, 2]
     assert_close(recovered, whole, epoch=0)
     assert "not always the same" not in launched[1]
 
@@ -108,7 +108,7 @@ def test_memory_may_run_out_at_any_moment_of_a_collective(
     case: FailingCollective, step: int, finished: Finished
 ) -> None:
     recovered, whole = (finished(name).metrics[step] for name in ("recovered", "whole"))
-    assert recovered["out_of_memory_recoveries"] == step + 1
+    assert recovered["oom_retries"] == step + 1
     assert recovered["loss"] == pytest.approx(whole["loss"], rel=2e-4)
     assert recovered["grad_norm"] == pytest.approx(whole["grad_norm"], rel=2e-3)
 

@@ -16,5 +16,5 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
 
 def without_sizes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Metrics as stock logs them."""
-    ours = ("batch_size_samples", "global_batch_size_samples", "ppo_batch_size_samples", "out_of_memory_recoveries")
+    ours = ("batch_size", "global_batch_size", "ppo_batch_size", "oom_retries")
     return [{k: v for k, v in step.items() if k not in ours} for step in metrics]

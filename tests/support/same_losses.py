@@ -4,7 +4,7 @@
     python -m tests.support.same_losses HEAD~3 split ppo     # those whose names contain a word
 
 Each run is a real recipe on real text, in a process of its own: with all fields unset, growing, split, probed,
-recovered from an injected error, resumed, on two ranks. What is compared are the metrics of every step, without timings, and the
+recovered from an error, resumed, on two ranks. What is compared are the metrics of every step, without timings, and the
 sum of every saved weight. The last line printed is a JSON object.
 """
 

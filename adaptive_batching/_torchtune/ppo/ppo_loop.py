@@ -225,9 +225,9 @@ class PPOLoop(Loop):
         if self.global_step % self._run.log_every == 0:
             added: dict[str, float] = schedule.metrics()
             if schedule.adapts:
-                added["ppo_batch_size_samples"] = len(samples) // self._stock.steps
+                added["ppo_batch_size"] = len(samples) // self._stock.steps
             if schedule.adapts or recoveries:
-                added["out_of_memory_recoveries"] = recoveries
+                added["oom_retries"] = recoveries
             tokens_per_second = prompts.numel() / of_rollout, prompts.numel() / of_learning
             self._hooks.log_rollout(added, trajectory, stats, *divergence, *tokens_per_second)
         if not schedule.adapts and not self._watchers:
