@@ -192,7 +192,8 @@ def found_in(output_dir: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     lines = [line for log in sorted((output_dir / "logs").glob("*.txt")) for line in log.open()]
-    steps = [re.findall(r"(\w+):([^\s,]+)", line.split("|", 1)[1]) for line in lines]
+    values = [line.split("|", 1)[1].replace("out_of_memory_recoveries", "oom_retries") for line in lines]
+    steps = [re.findall(r"(\w+?)(?:_samples)?:([^\s,]+)", each) for each in values]  # as earlier commits named them
     sums = {
         f"{path.parent.name}/{path.name}/{name}": weight.double().sum().item()
         for path in sorted(output_dir.rglob("*model*.safetensors"))
