@@ -24,6 +24,8 @@ def add_torchtune(subparsers: Any, prog: str) -> None:
             f"{prog} is for torchtune recipes, and {error.name} is not installed; "
             f"pip install 'adaptive-batching[torchtune]'"
         ) from None
+    except ImportError as error:  # a name that another version has not
+        raise SystemExit(f"{prog} needs other versions ({error}); pip install 'adaptive-batching[torchtune]'") from None
     for add in (add_quickstart, add_plan, add_commands):
         add(subparsers, prog)
 

@@ -1,8 +1,8 @@
-"""Names of other packages that are private to them, and what here needs each: the first place to look when one is gone.
+"""What of other packages is private, replaced or set for the whole process, and what here needs each.
 
-Checked with torch 2.13 and torchtune 0.6.1. Importing this package touches none of torch's; where
-one is missing, the feature that needs it is refused or does without, and all others work. Functions of torchtune that
-recipes call are replaced by ``replaced_in_torchtune`` (``_torchtune/stock.py``), for as long as its context is open.
+The first place to look when a name is gone. Checked with torch 2.13 and torchtune 0.6.1. Importing this package touches
+none of torch's private names; where one is missing, the feature that needs it is refused or does without, and all
+others work.
 """
 
 PRIVATE = {
@@ -51,3 +51,29 @@ PRIVATE = {
     "torchtune.utils._import_guard": "knows whether packed data take flex attention",
 }
 """Dotted name -> what it is needed for."""
+
+REPLACED = {
+    # While a recipe is set up, trains or saves; each by ``replaced_in`` of ``_torchtune/stock.py``, which puts it back.
+    "torchtune.training.register_optim_in_bwd_hooks": "has optimizers wait for the last micro-batch of a step",
+    "torchtune.training.get_memory_stats": "is asked of a CPU by distributed recipes, where it fails",
+    "torchtune.training.checkpointing._utils.get_largest_iter_folder": "names the folder that adapters come from",
+    "torchtune.generation._generation.generate_next_token": "draws the same tokens however a rollout is split",
+    "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
+}
+"""Dotted name -> why it is replaced, for as long as a context is open."""
+
+PROCESS_WIDE = {
+    # While a run lasts
+    "gc.freeze": "keeps what torch has made out of the collections of a probe and of a recovery",
+    "resource.RLIMIT_DATA": "is the memory_limit of a run on a CPU",
+    "torch.cuda.set_per_process_memory_fraction": "is the memory_limit of a run on CUDA",
+    "torch._dynamo.config.recompile_limit": "lets flex attention be compiled for more sizes of packs",
+    "torch.nn.modules.module hooks": "see each module of a step, in a trace",
+    # Of a process that is ours: the command line, or one that plans
+    "torchtune._recipe_registry._ALL_RECIPES": "has the recipes and configs of this package",
+    "sys.argv, PYTHONPATH": "are what a recipe is launched with",
+    "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan",
+    # To the end of the process: glibc and oneDNN cannot tell what was set before, and read it once
+    "mallopt, ONEDNN_PRIMITIVE_CACHE_CAPACITY, LRU_CACHE_CAPACITY": "let a CPU with a limit keep less for later",
+}
+"""What is set -> why. What a run sets it undoes when it ends, also in an error; ``tests/test_patches.py`` holds it."""

@@ -53,7 +53,7 @@ def test_every_page_is_linked_from_the_index_and_the_readme_which_is_short() -> 
     for index in (README, ROOT / "docs" / "README.md"):
         for path in DOCS:
             assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
-    assert len(README.read_text().split()) <= 1000
+    assert len(README.read_text().split()) <= 1200
 
 
 def test_the_page_of_settings_is_what_the_dataclass_says_and_those_to_copy_are_the_defaults() -> None:

@@ -39,7 +39,7 @@ PURE = {
     for room, names in {
         "": "config patches plan values",
         "emulated_device/": "__init__ control",
-        "growth/": "course increase noise_scale schedules",
+        "growth/": "batch_size_schedule increase noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",
         "probe/": "search sizes",
         "report/": "events facts page record sections",

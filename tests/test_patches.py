@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import contextlib
+import gc
+import importlib.metadata
+import logging
 import os
 import pkgutil
+import resource
 import subprocess
 import sys
+import warnings
+from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torchtune import _recipe_registry, training
+from torchtune.generation import _generation
+from torchtune.training.checkpointing import _utils
 
 from adaptive_batching._patches import PRIVATE
-from tests.conftest import ROOT
-from tests.support import house
+from tests.conftest import ROOT, TuneRun
+from tests.support import house, power_cut
+from tests.support.power_cut import FUNCTION
+
+freeze_count = gc.get_freeze_count  # before a fixture replaces it
 
 
 def test_every_private_name_in_use_is_listed_and_no_other() -> None:
@@ -31,19 +46,38 @@ def test_every_listed_name_is_there(name: str) -> None:
         importlib.import_module(name)
 
 
-IMPORT_WITHOUT = """
-import importlib, os, sys
-import torch, torch.distributed.fsdp, torch.nn.utils.stateless
+WITHOUT = """
+import importlib, logging, os, sys
+import torch, torch._dynamo, torch.distributed.fsdp, torch.nn.utils.stateless  # torch itself has bound its names
+
+def probe():
+    from adaptive_batching import AdaptiveBatchingConfig, find_maximum_batch_size
+    model = torch.nn.Linear(256, 256)
+    config = AdaptiveBatchingConfig(memory_limit="2GiB")
+    make_batch = lambda size: torch.randn(size, 256)
+    found = find_maximum_batch_size(
+        model, torch.optim.SGD(model.parameters()), lambda model, x: model(x).mean(), make_batch, upper=8, config=config
+    )
+    assert found.batch_size == 8, found
+
 for name in sys.argv[1:]:
     owner, _, last = name.rpartition(".")
     if os.fork() == 0:
         try:
-            where = importlib.import_module(owner)
+            where = importlib.import_module(owner) if owner != "torch.autograd.Variable" else torch.autograd.Variable
             getattr(where, last, None)
-            vars(where).pop(last, None)
+            if last in vars(where):
+                delattr(where, last)
             import adaptive_batching
             step = adaptive_batching.growth.step()
             assert adaptive_batching.plan_batch_sizes(4, step, epochs=2, samples=64, maximum=8) == [4, 8]
+            said = []
+            logging.getLogger("adaptive_batching").addFilter(lambda record: said.append(record.getMessage()))
+            for each in ("find", "search", "trial"):
+                logging.getLogger(f"adaptive_batching._probe.{each}").addFilter(lambda r: said.append(r.getMessage()))
+            probe()
+            said = [line for line in said if last in line]
+            print(name, "|", *said, sep="", flush=True)
             os._exit(0)
         except BaseException as error:
             print(name, type(error).__name__, error, flush=True)
@@ -52,8 +86,53 @@ for name in sys.argv[1:]:
 """
 
 
-def test_the_package_is_imported_without_any_of_torch_s_private_names() -> None:
-    names = [name for name in PRIVATE if name.startswith("torch.") and "._C." not in name and "Variable" not in name]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", IMPORT_WITHOUT, *names]
-    assert subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, check=True).stdout == ""
+def test_without_any_of_torch_s_private_names_the_package_is_imported_and_a_probe_measures() -> None:
+    names = [name for name in PRIVATE if name.startswith("torch.") and not name.endswith("_execution_engine")]
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *names],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True, check=True,
+    )  # fmt: skip
+    found = dict(line.split("|", 1) for line in run.stdout.splitlines())
+    assert [*found] == names
+    said = [name for name, line in found.items() if "searching by measured steps alone" in line]
+    always = (
+        "torch._subclasses",
+        "torch.utils._python_dispatch",
+        "torch.utils._pytree.tree_unflatten",
+        "torch._C._current_graph",
+    )
+    assert {name for name in names if name.startswith(always)} <= {*said}
+
+
+def process_wide() -> dict[str, Any]:
+    """What a run could leave set in its process."""
+    hooks = {name: repr(value) for name, value in vars(nn.modules.module).items() if name.startswith("_global_")}
+    return {
+        **hooks,
+        **{name: getattr(training, name) for name in training.__all__},
+        "folder": _utils.get_largest_iter_folder,
+        "token": _generation.generate_next_token,
+        "version": importlib.metadata.version,
+        "recompile_limit": torch._dynamo.config.recompile_limit,
+        "RLIMIT_DATA": resource.getrlimit(resource.RLIMIT_DATA),
+        "frozen": freeze_count(),
+        "threads": torch.get_num_threads(),
+        "warnings": [*warnings.filters],
+        "disabled": logging.root.manager.disable,
+        "recipes": [*_recipe_registry._ALL_RECIPES],
+        "argv": [*sys.argv],
+        "excepthook": sys.excepthook,
+    }
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_what_a_run_sets_is_undone_when_it(fails: bool, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["optimizer_in_bwd=True", "clip_grad_norm=null", "use_maximum_batch_size=True", *FUNCTION]
+    overrides += ["adaptive_batching.memory_limit=4GiB", "adaptive_batching.max_batch_size=8"]
+    if fails:
+        monkeypatch.setattr(power_cut, "fail_at_epoch", 1)
+    tune_run("full", "epochs=1", "micro_batch_size=1", name="first")  # imports what a run needs
+    before = process_wide()
+    with pytest.raises(SystemExit, match="power went out") if fails else contextlib.nullcontext():
+        tune_run("full", *overrides)
+    assert process_wide() == before

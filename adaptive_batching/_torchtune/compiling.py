@@ -10,6 +10,7 @@ Beyond ``recompile_limit`` sizes it would run uncompiled and build the whole mat
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Sequence
@@ -35,6 +36,14 @@ _RECOMPILE_LIMIT = 64
 def compiles_each_size(dataset: Any) -> bool:
     """True if each number of samples in a forward is compiled by itself, as under flex attention."""
     return is_packed(dataset) and bool(_import_guard._SUPPORTS_FLEX_ATTENTION)
+
+
+def limits_restored() -> contextlib.AbstractContextManager[Any]:
+    """Put back, when the context ends, how many sizes torch compiles: :func:`prepare` raises it."""
+    restored: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=torch._dynamo.config.recompile_limit
+    )
+    return restored
 
 
 def prepare(host: Host, *, sizes_vary: bool) -> None:

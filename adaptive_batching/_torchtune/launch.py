@@ -22,6 +22,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 import adaptive_batching
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import is_lost_rank
+from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
@@ -88,6 +89,11 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
     Raises:
         SystemExit: With that line.
     """
+    with compiling.limits_restored():
+        _run(recipe_class, cfg)
+
+
+def _run(recipe_class: type[Any], cfg: DictConfig) -> None:
     if issubclass(recipe_class, AdaptiveEvaluation):
         with _mistakes_in_one_line("batch"):
             read_evaluation(cfg, warns=False)

@@ -22,7 +22,7 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)
 pytestmark = pytest.mark.xdist_group("harness")  # which takes seconds to import
 
 LARGEST = {"use_maximum_batch_size": True, "adaptive_batching": {"memory_limit": "6GiB", "max_batch_size": 16}}
-PARTS_WITH_IMAGES = {"model": "model", "checkpointer": "Checkpointer"}
+PARTS_WITH_IMAGES = {"model": "model", "checkpointer": "checkpointer"}
 STOPS = [*range(7, 700, 23)]  # end what is generated, each row after another number of tokens
 
 Responses = dict[str, list[Any]]

@@ -69,7 +69,7 @@ class Elsewhere:
 
 
 RUN = "adaptive-batching run"
-LORA = "lora_finetune_single_device --config llama3_2/1B_lora_single_device use_maximum_batch_size=True"
+LORA = "lora_finetune_single_device --config llama3_2/1B_lora_single_device"
 FULL = "full_finetune_single_device --config quickstart/full_single_device"
 MANY = "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True"
 PLAN = "adaptive-batching plan --config"
@@ -90,9 +90,10 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching quickstart": Shell(
         "Next, with a config of your own", "epochs=1 dataset.split=train[:24]", slow=False
     ),
-    f"{RUN} {LORA}": Shell(slow=False),
+    f"{RUN} {LORA} micro_batch_size=auto": Shell(slow=False),
+    f"{RUN} {LORA} use_maximum_batch_size=True": Shell(),
     f"{RUN} {FULL} epochs=2": Shell(installed=True),
-    f"tune run adaptive_batching/recipes/{LORA.replace(' ', '.py ', 1)}": Shell(installed=True),
+    f"tune run adaptive_batching/recipes/{LORA.replace(' ', '.py ', 1)} micro_batch_size=auto": Shell(installed=True),
     "tune run adaptive_batching/recipes/full_finetune_single_device.py --config ...": Shell(
         installed=True, first=MY_CONFIG, instead={"...": "my_config.yaml"}
     ),
