@@ -115,7 +115,7 @@ def process_wide() -> dict[str, Any]:
         "version": importlib.metadata.version,
         "recompile_limit": torch._dynamo.config.recompile_limit,
         "RLIMIT_DATA": resource.getrlimit(resource.RLIMIT_DATA),
-        "frozen": freeze_count(),
+        "frozen": gc.get_freeze_count(),
         "threads": torch.get_num_threads(),
         "warnings": [*warnings.filters],
         "disabled": logging.root.manager.disable,
@@ -132,6 +132,8 @@ def test_what_a_run_sets_is_undone_when_it(fails: bool, tune_run: TuneRun, monke
     if fails:
         monkeypatch.setattr(power_cut, "fail_at_epoch", 1)
     tune_run("full", "epochs=1", "micro_batch_size=1", name="first")  # imports what a run needs
+    gc.unfreeze()
+    monkeypatch.setattr(gc, "get_freeze_count", freeze_count)
     before = process_wide()
     with pytest.raises(SystemExit, match="power went out") if fails else contextlib.nullcontext():
         tune_run("full", *overrides)
