@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -214,6 +215,16 @@ class _Search:
         points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
         return [(b, int(known.peak_bytes(b))) for b in sorted(points)]
 
+    def exact(self, sizes: SizesRun) -> int | None:
+        """Return the largest size that is predicted to fit, where larger than the answer, which memory bounds."""
+        if self.traced is None or not self._config.round_to_power_of_two or sizes.low + 1 == len(sizes.candidates):
+            return None
+        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
+        found, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
+        above = range(found + 1, beyond)
+        count = bisect_right(above, sizes.budget_bytes, key=known.peak_bytes)
+        return found + count if count else None
+
 
 def find_maximum_batch_size(
     model: nn.Module,
@@ -300,6 +311,7 @@ def find_largest(
         batch_size, "what is of use" if settled else reason, sizes.budget_bytes, meter.total_bytes,
         search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
         measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
+        exact=None if settled else search.exact(sizes),
     )  # fmt: skip
     _log_result(result)
     return result
@@ -318,7 +330,7 @@ def _log_result(result: ProbeResult) -> None:
     log.info(
         "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
         "memory",
-        batch_size, result.reason, memory_size(result.peak_bytes), budget,
+        batch_size, result.bound, memory_size(result.peak_bytes), budget,
         result.seconds, result.num_steps, result.num_out_of_memory
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.find import ProbeRequest, find_largest
-from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult, rounded_down
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.host import Host, StockRun
@@ -125,7 +125,7 @@ class Probe:
             shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
             capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
         seen = result.batch_size * tokens
-        found = Probed(result.batch_size, result.reason, settings.micro_batch_size, capacity, seen)
+        found = Probed(result.batch_size, result.bound, settings.micro_batch_size, capacity, seen)
         return settled(settings, found, self.upper, self.reason)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
@@ -220,7 +220,9 @@ def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason:
             size = Fixed(maximum)
         maximum = maximum // size.samples * size.samples  # so that micro-batches come out even
     elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
-        maximum = 1 << (maximum.bit_length() - 1)
+        exact, maximum = maximum, 1 << (maximum.bit_length() - 1)
+        if maximum < exact and bound == "memory":
+            bound = rounded_down(exact)
     if settings.grows and not settings.growth_is_bound_by_memory:
         maximum, bound = upper, reason  # what does not fit at once is split
     return replace(found, maximum=maximum, reason=bound, micro_batch_size=size)
