@@ -222,7 +222,7 @@ class _Search:
         known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
         found, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
         above = range(found + 1, beyond)
-        count = bisect_right(above, sizes.budget_bytes, key=known.peak_bytes)
+        count = bisect_right(above, sizes.budget_bytes, key=lambda size: int(known.peak_bytes(size)))
         return found + count if count else None
 
 
