@@ -166,7 +166,7 @@ class _Search:
         self._num_steps += 1
         of = f" of about {self._expected}" if self._num_steps <= self._expected else ""
         log.info(
-            "trial step %d%s: batch size %d, %.0f s since the first began",
+            "trial %d%s: batch size %d (%.0f s)",
             self._num_steps, of, batch_size, time.perf_counter() - self._start
         )  # fmt: skip
         here, ranks = run(batch_size), self._ranks
@@ -322,7 +322,7 @@ def _log_result(result: ProbeResult) -> None:
     if result.enough is not None:
         peak = max((at for size, at in result.predicted if size <= result.enough), default=0)
         log.info(
-            "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
+            "forwards of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
             "with %d training steps, at up to %d samples",
             result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size
         )  # fmt: skip
@@ -346,7 +346,7 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
     if not step.can_be_traced:
         return None
     start = time.perf_counter()
-    log.info("tracing the training step to predict its memory, twice, without taking any")
+    log.info("tracing the training step twice to predict its memory")
     try:
         traced = trace_step(step)
         log.info("traced in %.1f s", time.perf_counter() - start)

@@ -300,7 +300,9 @@ def cached_probe(
         if peak <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
-        log.info("stored probe result ignored: it takes %s, and %s are left", memory_size(peak), memory_size(available))
+        log.info(
+            "stored probe result ignored: it needs %s, and only %s are left", memory_size(peak), memory_size(available)
+        )
     result = find(settings, meter)
     ranks.on_first(lambda: store_result(path, key, result))
     return result
@@ -322,7 +324,7 @@ def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
 
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
     """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
-    log.info("%s are kept free for what training takes besides its steps", memory_size(_ADDED_BY_TRAINING))
+    log.info("reserving %s for allocations outside of steps", memory_size(_ADDED_BY_TRAINING))
     if settings.memory_limit is None:
         least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
