@@ -21,9 +21,9 @@ VERSION = 2
 
 KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
-    "epoch", "change", "step", "validation", "noise", "error", "end",
+    "epoch", "change", "step", "recovery", "validation", "noise", "took", "error", "end",
 )  # fmt: skip
-_OF_STEPS = ("epoch", "change", "step", "validation", "noise")
+_OF_STEPS = ("epoch", "change", "step", "recovery", "validation", "noise", "took")
 _LAST = ("error", "end")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
@@ -69,6 +69,12 @@ class Watcher:
 
     def validation(self, epoch: int, step: int, loss: float) -> None:
         """Take note of the mean loss on the data that are held out, after optimizer step ``step``."""
+
+    def recovery(self, epoch: int, step: int, failed: str, max_tokens: int | None) -> None:
+        """Take note of what ran out of memory in ``step``, and of the new limit on a forward; None if there is none."""
+
+    def took(self, what: str, epoch: int, step: int, seconds: float) -> None:
+        """Take note of the time that a ``validation`` or a ``checkpoint`` took."""
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Take note of an estimate of the gradient's noise, and of the noise scale so far, in samples."""

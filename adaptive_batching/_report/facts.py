@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptive_batching._report.events import Event, Row, Run, rows_of
+from adaptive_batching._values import ConfigError, MemoryAmount
 
 _KIB, _MIB, GIB = 2**10, 2**20, 2**30
 NOT_RECORDED = "not recorded"
@@ -18,6 +19,24 @@ _FIELDS = ("batch_size", "use_maximum_batch_size", "batch_increase_function", "m
 # Scalars that YAML reads back as the text that they are.
 _PLAIN = re.compile(r"[A-Za-z_./$][\w./$%{}-]*|[\d.]+(GiB|MiB|KiB|GB|MB|KB|%)")
 _READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+
+# When the functions of this package grow the batch; an argument takes the place of its name.
+_GROWTH = {
+    "step": "every {every} epochs", "multistep": "at a milestone", "staged": "at a stage", "fixed_increase": "each epoch",
+    "polynomial": "on a ramp", "linear": "on a linear ramp", "cosine": "on a cosine ramp", "late_switch": "late",
+    "replace_lr_decay": "in place of a lower learning rate", "on_plateau": "on a plateau of the validation loss",
+    "gradient_noise_scale": "as the noise scale grew", "norm_test": "by the norm test", "goodput": "by goodput",
+}  # fmt: skip
+_OF_PACKAGE = re.compile(r"adaptive_batching\.(?:growth|_growth\.schedules)\.(\w+)")
+
+
+class Fact(NamedTuple):
+    """Something that a run is known by: a number where two runs can be compared by it."""
+
+    name: str
+    value: str
+    more: str = ""  # small print
+    number: float | None = None
 
 
 def count(number: float) -> str:
@@ -59,29 +78,91 @@ def from_to(first: str, last: str) -> str:
     return first if first == last else f"{first} → {last}"
 
 
-def facts(run: Run) -> list[tuple[str, str, str]]:
-    """Return (name, value, small print) of what a run is known by; names and order are the same for any two runs."""
+def facts(run: Run) -> list[Fact]:
+    """Return what a run is known by; names and order are the same for any two runs."""
     rows, steps, probe = rows_of(run.events), run.events["step"], run.last("probe")
     seconds, timed = sum(row.seconds for row in rows), sum(row.timed_samples for row in rows)
     tokens, padded = sum(row.tokens for row in rows), sum(row.padded_tokens for row in rows)
-    peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]
-    allowed = "" if probe is None else f"the probe allowed {size(probe['budget_bytes'])}"
-    unknown = NOT_RECORDED, ""
+    samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(rows, run.events["validation"])
     dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
     epochs = of(len(run.events["epoch"]), "epoch") + (f"; {count(dropped)} left over at their ends" if dropped else "")
-    speed = (duration(seconds), f"{timed / seconds:,.1f} samples per second") if seconds else unknown
-    padding = (f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens else unknown
+    samples_per_second = f"{timed / seconds:,.1f} samples" if seconds else ""
+    speed, padding = Fact("Tokens per second", NOT_RECORDED), Fact("Padding", NOT_RECORDED)
+    if tokens:
+        more_tokens = f"{samples_per_second}; {count(padded / seconds)} tokens with padding; in steps, on this device"
+        speed = Fact("Tokens per second", count(tokens / seconds), more_tokens, tokens / seconds)
+        said = "tokens computed for each token of the data"
+        padding = Fact("Padding", f"{padded / tokens:.2f}", said, padded / tokens)
+    elif seconds:
+        speed = Fact("Samples per second", f"{timed / seconds:,.1f}", "in steps", timed / seconds)
+    last = next((row for row in reversed(rows) if row.samples), None)
     return [
-        ("Batch size", *_batch_size(rows)),
-        ("Largest that fits", *_largest(probe, run.last("maximum"))),
-        ("Optimizer steps", count(len(steps)), _state(run)),
-        ("Samples", count(sum(step["samples"] for step in steps)), epochs),
-        ("Loss", *_losses(rows, run.events["validation"])),
-        ("Time in steps", *speed),
-        ("Padding", *padding),
-        ("Peak memory", *((size(max(peaks)), allowed) if peaks else unknown)),
-        ("Out of memory", *_out_of_memory(run)),
+        Fact("Batch size", *_batch_size(rows)),
+        Fact("Largest that fits", *_largest(probe, run.last("maximum"))),
+        Fact("Optimizer steps", count(len(steps)), _state(run), len(steps)),
+        Fact("Samples", count(samples), epochs, samples),
+        Fact("Loss", mean_loss, more, None if last is None else last.mean_loss),
+        _time(run, seconds),
+        speed,
+        padding,
+        _peak(run),
+        Fact("Out of memory", *_out_of_memory(run)),
     ]
+
+
+def change(first: Fact, second: Fact) -> str:
+    """Return how a fact differs between two runs, as a share of the first; empty if it is no number."""
+    if first.number is None or second.number is None or first.name != second.name:
+        return ""
+    if first.number == second.number:
+        return "same"
+    return f"{100 * (second.number / first.number - 1):+,.1f} %" if first.number else ""
+
+
+def _time(run: Run, of_steps: float) -> Fact:
+    """Return the time of a run from its beginning to its end, and what took it, as far as that is known."""
+    begun, ends, probe = run.events["run"], [*run.events["end"], *run.events["error"]], run.last("probe") or {}
+    parts = {"probe": probe.get("waited", 0.0), "steps": of_steps}
+    for each in run.events["took"]:
+        parts[f"{each['what']}s"] = parts.get(f"{each['what']}s", 0.0) + each["seconds"]
+    parts = {name: seconds for name, seconds in parts.items() if seconds}
+    total = sum(parts.values())
+    if len(begun) == 1 and ends:  # what passed before a run was resumed is not known
+        whole = (datetime.fromisoformat(ends[0]["time"]) - datetime.fromisoformat(begun[0]["time"])).total_seconds()
+        if (other := whole - total) > 0.5:
+            parts["else"] = other
+        total = max(whole, total)
+    if not total:
+        return Fact("Time", NOT_RECORDED)
+    said = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items())
+    return Fact("Time", duration(total), said, total)
+
+
+def memory_limit(run: Run) -> tuple[int, str] | None:
+    """Return the bytes that a run may take, as its peaks are counted, and what sets them; None if that is not known."""
+    begun, total = run.last("run") or {}, (run.last("probe") or {}).get("total_bytes")
+    value = ((begun.get("config") or {}).get("adaptive_batching") or {}).get("memory_limit")
+    if value is None:
+        return None if total is None or begun.get("device", "cpu") == "cpu" else (total, "the device has")
+    try:
+        limit = MemoryAmount.parse("memory_limit", value)
+    except ConfigError:  # a reference that could not be resolved
+        return None
+    if limit.num_bytes is None and total is None:
+        return None
+    return limit.of(total or 0), "memory_limit"
+
+
+def _peak(run: Run) -> Fact:
+    peaks = [step["peak_bytes"] for step in run.events["step"] if step.get("peak_bytes") is not None]
+    if not peaks:
+        return Fact("Peak memory", NOT_RECORDED)
+    limit, more = memory_limit(run), ""
+    if limit is not None:
+        more = f"of {size(limit[0])}, {limit[1]}"
+        if max(peaks) > limit[0]:
+            more += "; checkpoints are saved outside of it"
+    return Fact("Peak memory", size(max(peaks)), more, max(peaks))
 
 
 def _state(run: Run) -> str:
@@ -108,12 +189,38 @@ def _batch_size(rows: list[Row]) -> tuple[str, str]:
     return value, f"samples per device; {globally} per optimizer step"
 
 
+def exact(probe: Event) -> int | None:
+    """Return the size that would fit where the probe has rounded it down, else None."""
+    found = probe.get("exact")
+    return found if found is not None and found > probe["batch_size"] and probe.get("enough") is None else None
+
+
+def bound(probe: Event) -> str:
+    """Return what bounds the size that a probe has found."""
+    if (fits := exact(probe)) is None:
+        return str(probe["reason"])
+    rounded = f"rounded down to {count(probe['batch_size'])} (round_to_power_of_two)"
+    return f"{probe['reason']}: about {count(fits)} fit, {rounded}"
+
+
+def reason(row: Row, before: Row | None, config: Mapping[str, Any]) -> str:
+    """Return why a size was chosen, without the paths of this package's functions: ``doubled each epoch``."""
+    grown = re.match(rf"{_OF_PACKAGE.pattern} added (\d+)", row.reason)
+    if grown is None or grown[1] not in _GROWTH:
+        return _OF_PACKAGE.sub(r"\1", row.reason)
+    added, function = int(grown[2]), config.get("batch_increase_function")
+    every = function.get("every", 1) if isinstance(function, Mapping) else 1
+    when = "each epoch" if grown[1] == "step" and every == 1 else _GROWTH[grown[1]].format(every=every)
+    doubled = before is not None and row.batch_size == 2 * before.batch_size
+    return (f"doubled {when}" if doubled else f"{count(added)} more, {when}") + row.reason[grown.end() :]
+
+
 def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
     if probe is not None and probe.get("enough") is not None:
         return f"{count(probe['enough'])} or more", "larger forwards would gain little"
     if probe is not None:
         length = count(probe["sequence_length"])
-        return count(probe["batch_size"]), f"samples of {length} tokens, bound by {probe['reason']}"
+        return count(probe["batch_size"]), f"samples of {length} tokens, bound by {bound(probe)}"
     if maximum is not None:
         return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
     return NOT_RECORDED, ""
@@ -141,6 +248,12 @@ def _out_of_memory(run: Run) -> tuple[str, str]:
     return (f"{often}, and at the end", f"{recovered}, until the end") if at_the_end else (often, recovered)
 
 
+def model(run: Run) -> str:
+    """Return the name of the model's function, such as ``lora_llama3_2_1b``; empty if the record does not say."""
+    component = ((run.last("run") or {}).get("config") or {}).get("model")
+    return str(component.get("_component_", "")).rpartition(".")[2] if isinstance(component, Mapping) else ""
+
+
 def where(run: Run) -> str:
     """Return the recipe, the device and the time of a run; empty if the record does not say."""
     begun = run.last("run")
@@ -149,10 +262,13 @@ def where(run: Run) -> str:
     device = begun.get("device", "")
     said = [
         str(begun.get("recipe", "")),
+        model(run),
         f"{begun['ranks']} x {device}" if begun.get("ranks", 1) > 1 else str(device),
         f"began {moment(begun['time'])}",
         "resumed" if begun.get("resumed") else "",
+        f"on {begun['processor']}" if "processor" in begun else "",
         f"adaptive-batching {begun.get('adaptive_batching', '')}",
+        *(f"{name} {version}" for name, version in begun.get("versions", {}).items()),
     ]
     return ", ".join(filter(None, said))
 
@@ -183,6 +299,10 @@ def probe_in_words(probe: Event) -> list[str]:
         f"At most {of(probe['batch_size'], 'sample')} of {length} tokens, bound by {probe['reason']}: a full training "
         f"step took {took} of {budget}."
     ]
+    if (fits := exact(probe)) is not None:
+        words.append(
+            f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two)."
+        )
     too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if too_large is not None:
         words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
@@ -210,6 +330,11 @@ def _flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not isinstance(values, dict):
         return [(prefix, "null" if values is None else str(values))] if prefix else []
     return [pair for key in values for pair in _flattened(values[key], f"{prefix}.{key}" if prefix else str(key))]
+
+
+def whole_config(run: Run) -> str:
+    """Return all of a run's config as YAML; empty if the record does not hold it."""
+    return "\n".join(_yaml((run.last("run") or {}).get("config") or {}, {}))
 
 
 def snippet(run: Run) -> tuple[str, str] | None:
@@ -256,7 +381,7 @@ def _probed(run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]) -
     if not grows and maximum:
         found["batch_size"] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get('batch_size')}"
     elif grows and settings.get("micro_batch_size") is None:
-        found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {probed['reason']}"
+        found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {bound(probed)}"
     if found and maximum:
         found["use_maximum_batch_size"] = False, "was True"
     return found

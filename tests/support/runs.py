@@ -47,7 +47,7 @@ def write_run(
 ) -> None:
     """Record a run whose batch doubles each epoch, and which runs out of memory once in the second."""
     if all_there_is:
-        report.probe(RESULT, sequence_length=64)
+        report.probe(RESULT, sequence_length=64, waited=1.5)
         report.exploration(Exploration(EXPLORED[1], EXPLORED, 0.02))
         planned = [PlannedEpoch(e, [4 * 2**e], [8 * 2**e], steps, 8 * 2**e * steps, 3, 1e-4) for e in epochs]
         report.plan(planned, decided=True)
