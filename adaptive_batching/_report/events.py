@@ -160,6 +160,15 @@ def find_record(path: Path) -> Path:
     )
 
 
+def newest_record(folder: Path) -> Path:
+    """Return the record below ``folder`` that was written to last."""
+    records = folder.rglob(RECORD)
+    newest = max(records, key=lambda record: record.stat().st_mtime, default=None)
+    if newest is None:
+        raise RecordError(f"there is no record of a run below {folder.resolve()}; give the output_dir of a run")
+    return newest
+
+
 def read_runs(paths: list[Path]) -> list[Run]:
     """Read the records of runs, each under as many of its last folders as it takes to tell it from the others."""
     records, folders = [find_record(path) for path in paths], []

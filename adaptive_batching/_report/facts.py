@@ -86,11 +86,11 @@ def facts(run: Run) -> list[Fact]:
     samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(rows, run.events["validation"])
     dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
     epochs = of(len(run.events["epoch"]), "epoch") + (f"; {count(dropped)} left over at their ends" if dropped else "")
-    samples_per_second = f"{timed / seconds:,.1f} samples" if seconds else ""
     speed, padding = Fact("Tokens per second", NOT_RECORDED), Fact("Padding", NOT_RECORDED)
     if tokens:
-        more_tokens = f"{samples_per_second}; {count(padded / seconds)} tokens with padding; in steps, on this device"
-        speed = Fact("Tokens per second", count(tokens / seconds), more_tokens, tokens / seconds)
+        where = "; tokens of one device" if (run.last("run") or {}).get("ranks", 1) > 1 else ""
+        said = f"{count(padded / seconds)} with padding, {timed / seconds:,.1f} samples{where}"
+        speed = Fact("Tokens per second", count(tokens / seconds), said, tokens / seconds)
         said = "tokens computed for each token of the data"
         padding = Fact("Padding", f"{padded / tokens:.2f}", said, padded / tokens)
     elif seconds:

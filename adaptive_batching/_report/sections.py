@@ -252,19 +252,20 @@ def decisions(run: Run) -> list[Html]:
 
 def recoveries(run: Run) -> list[Html]:
     """Return each step that ran out of memory and ran again; of an older record, no more than which those were."""
-    before, cells = 0, []
-    known = {each["step"] for each in run.events["recovery"]}
-    for each in run.events["recovery"]:
-        limit = "none" if each["max_tokens"] is None else f"{say.count(each['max_tokens'])} tokens"
-        cells.append([each["step"], say.count(each["epoch"]), each["failed"], limit])
+    last, cells = 0, []
     for step in run.events["step"]:
-        again, before = step.get("recoveries", 0) - before, step.get("recoveries", 0)
-        if again > 0 and step["step"] not in known:
-            cells.append([step["step"], say.count(step["epoch"]), say.NOT_RECORDED, say.NOT_RECORDED])
-    if not cells:
-        return []
-    rows = [[say.count(step), *more] for step, *more in sorted(cells, key=lambda cell: cell[0])]
-    return [_table(["step", "epoch", "out of memory", "new limit of a forward"], rows, words=[2, 3])]
+        again, last = step.get("recoveries", 0) > last, step.get("recoveries", 0)
+        known = [each for each in run.events["recovery"] if each["step"] == step["step"]]
+        for each in known or ([step] if again else []):
+            limit = each.get("max_tokens")
+            cells.append({
+                "step": say.count(step["step"]),
+                "epoch": say.count(step["epoch"]),
+                "out of memory": each.get("failed", ""),
+                "new limit of a forward": "" if limit is None else f"{say.count(limit)} tokens",
+            })  # fmt: skip
+    header = [name for name in (cells[0] if cells else ()) if any(cell[name] for cell in cells)]
+    return [_table(header, [[cell[name] for name in header] for cell in cells], words=[2, 3])] if cells else []
 
 
 def probe(run: Run) -> list[Html]:

@@ -4,6 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const AXIS_WIDTH = 66; // the same for all, so that their samples line up
+  const LEGEND_HEIGHT = 22; // of a chart with one line, whose legend lies over it
   const COLOURS = 8;
   let charts = [];
 
@@ -144,12 +145,12 @@
         run.recoveries.forEach((seen) => triangle(chart, seen, name));
       });
     };
-    draw(target, name === "loss" ? 280 : 210, {
+    draw(target, (name === "loss" ? 280 : 210) + (series.length > 2 ? 0 : LEGEND_HEIGHT), {
       series,
       scales: { x: { time: false }, y: { range: name === "loss" || name === "padding" ? around : fromZero } },
       axes: [
         axis({ size: 32, label: "samples seen", labelSize: 18 }),
-        axis({ size: AXIS_WIDTH, label: unit || title.toLowerCase(), labelSize: 18 }),
+        axis({ size: AXIS_WIDTH, label: unit.includes(" ") || !unit ? title.toLowerCase() : unit, labelSize: 18 }),
       ],
       cursor: { sync: { key: "training" }, drag: { x: true, y: false }, points: { size: 7 } },
       padding: [8, 14, 0, 0],
