@@ -4,7 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const AXIS_WIDTH = 66; // the same for all, so that their samples line up
-  const LEGEND_HEIGHT = 22; // of a chart with one line, whose legend lies over it
+  const LEGEND_HEIGHT = 22; // of a chart with one line, whose legend takes the place of its ends
   const COLOURS = 8;
   let charts = [];
 
@@ -100,8 +100,8 @@
   function lineOf(line, run, name, isMain) {
     const style = { label: name, spanGaps: true, value: (_, value) => number(value), points: { show: false } };
     style.stroke = colour(data.runs.length > 1 ? `c${run % COLOURS}` : isMain ? "c0" : "c1");
-    style.width = data.runs.length > 1 && !run ? 3.5 : 2;
-    if (data.runs.length > 1 && run) style.dash = [6, 3 + 3 * run]; // what lies below shows through
+    style.width = data.runs.length > 1 && !run ? 5 : 2;
+    if (data.runs.length > 1 && run) style.dash = [8, 4 + 4 * run]; // what lies below shows through
     if (line.column === "batch") style.paths = uPlot.paths.stepped({ align: -1 });
     if (line.column === "loss") {
       if (data.runs.length === 1) style.width = 1;
