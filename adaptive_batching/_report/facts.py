@@ -22,7 +22,8 @@ _READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 # When the functions of this package grow the batch; an argument takes the place of its name.
 _GROWTH = {
-    "step": "every {every} epochs", "multistep": "at a milestone", "staged": "at a stage", "fixed_increase": "each epoch",
+    "step": "every {every} epochs", "multistep": "at a milestone", "staged": "at a stage",
+    "fixed_increase": "each epoch",
     "polynomial": "on a ramp", "linear": "on a linear ramp", "cosine": "on a cosine ramp", "late_switch": "late",
     "replace_lr_decay": "in place of a lower learning rate", "on_plateau": "on a plateau of the validation loss",
     "gradient_noise_scale": "as the noise scale grew", "norm_test": "by the norm test", "goodput": "by goodput",
@@ -300,9 +301,7 @@ def probe_in_words(probe: Event) -> list[str]:
         f"step took {took} of {budget}."
     ]
     if (fits := exact(probe)) is not None:
-        words.append(
-            f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two)."
-        )
+        words.append(f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two).")
     too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if too_large is not None:
         words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")

@@ -127,12 +127,21 @@ def _data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
     """Return what the charts of a page draw, in JSON's types."""
     return {
         "runs": [
-            {"name": run.name, "columns": each.columns, "epochs": each.epochs, "recoveries": each.recoveries,
-             "limit": None if (limit := memory_limit(run)) is None else round(limit[0] / MIB, 1)}
+            {
+                "name": run.name,
+                "columns": each.columns,
+                "epochs": each.epochs,
+                "recoveries": each.recoveries,
+                "limit": None if (limit := memory_limit(run)) is None else round(limit[0] / MIB, 1),
+            }
             for run, each in zip(runs, curves, strict=True)
         ],
         "charts": {
-            name: {"title": title, "unit": unit, "lines": [{"column": column, "label": label} for column, label in lines]}
+            name: {
+                "title": title,
+                "unit": unit,
+                "lines": [{"column": column, "label": label} for column, label in lines],
+            }
             for name, (title, unit, lines) in sections.CHARTS.items()
         },
         "probes": [_probe_data(run) for run in runs],

@@ -85,7 +85,9 @@ class Report(Watcher):
         self._write("maximum", batch_size=batch_size, reason=reason)
         self._found.append(("maximum batch size", f"{batch_size} ({reason})"))
 
-    def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size", waited: float) -> None:
+    def probe(
+        self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size", waited: float
+    ) -> None:
         """Record the result of a probe, ``of`` what the table is to say, for which the run has ``waited`` seconds."""
         self._write("probe", sequence_length=sequence_length, waited=waited, **result.to_dict())
         budget, found = f"{_mib(result.budget_bytes)} MiB", self._found.append
@@ -168,11 +170,11 @@ class Report(Watcher):
     def validation(self, epoch: int, step: int, loss: float) -> None:
         self._write("validation", epoch=epoch, step=step, loss=loss)
 
-    def recovery(self, **values: Any) -> None:
-        self._write("recovery", **values)
+    def recovery(self, epoch: int, step: int, failed: str, max_tokens: int | None) -> None:
+        self._write("recovery", epoch=epoch, step=step, failed=failed, max_tokens=max_tokens)
 
-    def took(self, **values: Any) -> None:
-        self._write("took", **values)
+    def took(self, what: str, epoch: int, step: int, seconds: float) -> None:
+        self._write("took", what=what, epoch=epoch, step=step, seconds=seconds)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         values = {"tokens": shown.tokens, "variance": shown.variance, "norm_squared": shown.norm_squared}

@@ -349,6 +349,8 @@ def config(run: Run) -> list[Html]:
     if (found := say.snippet(run)) is None:
         return []
     yaml, spares = found
-    copied = tag("div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0"))
+    copied = tag(
+        "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
+    )
     whole = tag("pre", tag("code", say.whole_config(run)), tabindex="0")
     return [tag("p", spares), copied, tag("details", tag("summary", "The whole config of this run"), whole)]

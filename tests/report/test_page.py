@@ -264,7 +264,12 @@ def test_the_command_takes_the_newest_run_and_opens_its_page(
     opens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or opens)
+
+    def open_page(url: str) -> bool:
+        opened.append(url)
+        return opens
+
+    monkeypatch.setattr("webbrowser.open", open_page)
     monkeypatch.chdir(tmp_path)
     for age, name in enumerate(("old", "new", "older")):
         write_run(Report(tmp_path / name / "adaptive_batching"), range(1), ends=False)
