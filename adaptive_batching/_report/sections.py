@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
+import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, rows_of
 
@@ -167,7 +168,7 @@ def summary(runs: list[Run]) -> list[Html]:
         header.append("difference")
         for row, ((first, _), (second, _)) in zip(rows, zip(*facts, strict=True), strict=True):
             row.append(say.change(first, second))
-    differ = [[name, *values] for name, values in say.differences(runs)]
+    differ = [[name, *values] for name, values in configs.differences(runs)]
     caption = "Settings that differ between these runs"
     settings = [_table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
     return [_table(header, rows, words=words, class_="compare"), *settings]
@@ -346,11 +347,11 @@ def _interval(span: Sequence[float], first: float, last: float) -> Html:
 
 
 def config(run: Run) -> list[Html]:
-    if (found := say.snippet(run)) is None:
+    if (found := configs.snippet(run)) is None:
         return []
     yaml, spares = found
     copied = tag(
         "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
     )
-    whole = tag("pre", tag("code", say.whole_config(run)), tabindex="0")
+    whole = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
     return [tag("p", spares), copied, tag("details", tag("summary", "The whole config of this run"), whole)]
