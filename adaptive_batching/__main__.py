@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching._report.events import RecordError
+from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
 
 PROG = "adaptive-batching"
@@ -34,7 +35,11 @@ def add_report(subparsers: Any, prog: str) -> None:
     """Add ``report``, which makes the page of a run again, or one of several. It knows nothing of torchtune."""
     text = "Make the page of a run from its record, whether it has ended or not, or lay several runs side by side."
     parser = subparsers.add_parser("report", prog=f"{prog} report", help=text, description=text)
-    parser.add_argument("output_dir", nargs="+", type=Path, help="of a run; or the folder of its record, or the record")
+    parser.add_argument(
+        "output_dir", nargs="*", type=Path,
+        help="of a run; or the folder of its record, or the record; default: the newest run below this folder",
+    )  # fmt: skip
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument(
         "--output", type=Path, metavar="FILE",
         help=f"default: {PAGE} next to the record of a run, and in this folder for several",
@@ -43,11 +48,14 @@ def add_report(subparsers: Any, prog: str) -> None:
     def report(args: argparse.Namespace) -> None:
         output = args.output or (Path(PAGE) if len(args.output_dir) > 1 else None)
         try:
-            print(write_page(args.output_dir, output))
+            page = write_page(args.output_dir or [newest_record(Path())], output)
+            print(page)
         except RecordError as error:
             parser.error(str(error))
         except OSError as error:
             parser.error(f"{error.filename or output}: {error.strerror or error}; name another file with --output")
+        if args.open and not webbrowser.open(page.resolve().as_uri()):
+            parser.error(f"--open found no browser; open {page} in one")
 
     parser.set_defaults(func=report)
 

@@ -42,7 +42,7 @@ PURE = {
         "growth/": "batch_size_schedule increase noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",
         "probe/": "search sizes",
-        "report/": "events facts page record sections",
+        "report/": "configs events facts page record sections",
         "trace/": "allocator reserved traced_step",
     }.items()
     for name in names.split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ T = TypeVar("T")
 # The allocator may have to start over when sizes change, and once more to settle; doing so step after step makes
 # training crawl.
 _RETRIES_IN_ROW_TO_SHRINK = 3
+_MOST_TOLD = 100  # recoveries that are kept for the record
 
 
 class Retry(ABC, Generic[Part]):
@@ -56,6 +58,7 @@ class Retry(ABC, Generic[Part]):
         self._ranks = ranks
         self._enabled = enabled
         self._unit = ""
+        self._recovered: collections.deque[tuple[str, int | None]] = collections.deque(maxlen=_MOST_TOLD)
         self._shrank = self._retried = False
         self._tokens_retried = 0
         self._retried_in_row = 0
@@ -161,7 +164,14 @@ class Retry(ABC, Generic[Part]):
         log.warning(
             "out of memory %s; running %s again %s (recovery number %d)", on, self.what, how, self.limit.num_recoveries
         )
+        self._recovered.append((on, self.limit.max_tokens))
         self.put_back()
+
+    def take_recovered(self) -> list[tuple[str, int | None]]:
+        """Return what has run out of memory since the last call, in words, each with the limit after it."""
+        recovered = [*self._recovered]
+        self._recovered.clear()
+        return recovered
 
     def end_step(self) -> None:
         """Note that all samples of a step have run."""

@@ -21,9 +21,9 @@ VERSION = 2
 
 KINDS = (
     "run", "maximum", "probe", "rollout", "exploration", "plan", "resume",
-    "epoch", "change", "step", "validation", "noise", "error", "end",
+    "epoch", "change", "step", "recovery", "validation", "noise", "took", "error", "end",
 )  # fmt: skip
-_OF_STEPS = ("epoch", "change", "step", "validation", "noise")
+_OF_STEPS = ("epoch", "change", "step", "recovery", "validation", "noise", "took")
 _LAST = ("error", "end")
 RECORD = "report.jsonl"
 FOLDER = "adaptive_batching"
@@ -69,6 +69,12 @@ class Watcher:
 
     def validation(self, epoch: int, step: int, loss: float) -> None:
         """Take note of the mean loss on the data that are held out, after optimizer step ``step``."""
+
+    def recovery(self, epoch: int, step: int, failed: str, max_tokens: int | None) -> None:
+        """Take note of what ran out of memory in ``step``, and of the new limit on a forward; None if there is none."""
+
+    def took(self, what: str, epoch: int, step: int, seconds: float) -> None:
+        """Take note of the time that a ``validation`` or a ``checkpoint`` took."""
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         """Take note of an estimate of the gradient's noise, and of the noise scale so far, in samples."""
@@ -152,6 +158,15 @@ def find_record(path: Path) -> Path:
         f"there is no record of a run in {path} (neither {tried[1]} nor {tried[2]}); give the output_dir of a run, or "
         f"its adaptive_batching.report_dir"
     )
+
+
+def newest_record(folder: Path) -> Path:
+    """Return the record below ``folder`` that was written to last."""
+    records = folder.rglob(RECORD)
+    newest = max(records, key=lambda record: record.stat().st_mtime, default=None)
+    if newest is None:
+        raise RecordError(f"there is no record of a run below {folder.resolve()}; give the output_dir of a run")
+    return newest
 
 
 def read_runs(paths: list[Path]) -> list[Run]:

@@ -1,23 +1,37 @@
-"""A run in words: numbers as people read them, its facts, and the config with what it has found."""
+"""A run in words: numbers as people read them, and its facts."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptive_batching._report.events import Event, Row, Run, rows_of
+from adaptive_batching._values import ConfigError, MemoryAmount
 
 _KIB, _MIB, GIB = 2**10, 2**20, 2**30
 NOT_RECORDED = "not recorded"
 
-_FIELDS = ("batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
-# Scalars that YAML reads back as the text that they are.
-_PLAIN = re.compile(r"[A-Za-z_./$][\w./$%{}-]*|[\d.]+(GiB|MiB|KiB|GB|MB|KB|%)")
-_READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+# When the functions of this package grow the batch; an argument takes the place of its name.
+_GROWTH = {
+    "step": "every {every} epochs", "multistep": "at a milestone", "staged": "at a stage",
+    "fixed_increase": "each epoch",
+    "polynomial": "on a ramp", "linear": "on a linear ramp", "cosine": "on a cosine ramp", "late_switch": "late",
+    "replace_lr_decay": "in place of a lower learning rate", "on_plateau": "on a plateau of the validation loss",
+    "gradient_noise_scale": "as the noise scale grew", "norm_test": "by the norm test", "goodput": "by goodput",
+}  # fmt: skip
+_OF_PACKAGE = re.compile(r"adaptive_batching\.(?:growth|_growth\.schedules)\.(\w+)")
+
+
+class Fact(NamedTuple):
+    """Something that a run is known by: a number where two runs can be compared by it."""
+
+    name: str
+    value: str
+    more: str = ""  # small print
+    number: float | None = None
 
 
 def count(number: float) -> str:
@@ -59,29 +73,91 @@ def from_to(first: str, last: str) -> str:
     return first if first == last else f"{first} → {last}"
 
 
-def facts(run: Run) -> list[tuple[str, str, str]]:
-    """Return (name, value, small print) of what a run is known by; names and order are the same for any two runs."""
+def facts(run: Run) -> list[Fact]:
+    """Return what a run is known by; names and order are the same for any two runs."""
     rows, steps, probe = rows_of(run.events), run.events["step"], run.last("probe")
     seconds, timed = sum(row.seconds for row in rows), sum(row.timed_samples for row in rows)
     tokens, padded = sum(row.tokens for row in rows), sum(row.padded_tokens for row in rows)
-    peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes") is not None]
-    allowed = "" if probe is None else f"the probe allowed {size(probe['budget_bytes'])}"
-    unknown = NOT_RECORDED, ""
+    samples, (mean_loss, more) = sum(step["samples"] for step in steps), _losses(rows, run.events["validation"])
     dropped = sum(epoch.get("dropped_samples", 0) for epoch in run.events["epoch"])
     epochs = of(len(run.events["epoch"]), "epoch") + (f"; {count(dropped)} left over at their ends" if dropped else "")
-    speed = (duration(seconds), f"{timed / seconds:,.1f} samples per second") if seconds else unknown
-    padding = (f"{padded / tokens:.2f}", "tokens computed for each token of the data") if tokens else unknown
+    speed, padding = Fact("Tokens per second", NOT_RECORDED), Fact("Padding", NOT_RECORDED)
+    if tokens:
+        where = "; tokens of one device" if (run.last("run") or {}).get("ranks", 1) > 1 else ""
+        said = f"{count(padded / seconds)} with padding, {timed / seconds:,.1f} samples{where}"
+        speed = Fact("Tokens per second", count(tokens / seconds), said, tokens / seconds)
+        said = "tokens computed for each token of the data"
+        padding = Fact("Padding", f"{padded / tokens:.2f}", said, padded / tokens)
+    elif seconds:
+        speed = Fact("Samples per second", f"{timed / seconds:,.1f}", "in steps", timed / seconds)
+    last = next((row for row in reversed(rows) if row.samples), None)
     return [
-        ("Batch size", *_batch_size(rows)),
-        ("Largest that fits", *_largest(probe, run.last("maximum"))),
-        ("Optimizer steps", count(len(steps)), _state(run)),
-        ("Samples", count(sum(step["samples"] for step in steps)), epochs),
-        ("Loss", *_losses(rows, run.events["validation"])),
-        ("Time in steps", *speed),
-        ("Padding", *padding),
-        ("Peak memory", *((size(max(peaks)), allowed) if peaks else unknown)),
-        ("Out of memory", *_out_of_memory(run)),
+        Fact("Batch size", *_batch_size(rows)),
+        Fact("Largest that fits", *_largest(probe, run.last("maximum"))),
+        Fact("Optimizer steps", count(len(steps)), _state(run), len(steps)),
+        Fact("Samples", count(samples), epochs, samples),
+        Fact("Loss", mean_loss, more, None if last is None else last.mean_loss),
+        _time(run, seconds),
+        speed,
+        padding,
+        _peak(run),
+        Fact("Out of memory", *_out_of_memory(run)),
     ]
+
+
+def change(first: Fact, second: Fact) -> str:
+    """Return how a fact differs between two runs, as a share of the first; empty if it is no number."""
+    if first.number is None or second.number is None or first.name != second.name:
+        return ""
+    if first.number == second.number:
+        return "same"
+    return f"{100 * (second.number / first.number - 1):+,.1f} %" if first.number else ""
+
+
+def _time(run: Run, of_steps: float) -> Fact:
+    """Return the time of a run from its beginning to its end, and what took it, as far as that is known."""
+    begun, ends, probe = run.events["run"], [*run.events["end"], *run.events["error"]], run.last("probe") or {}
+    parts = {"probe": probe.get("waited", 0.0), "steps": of_steps}
+    for each in run.events["took"]:
+        parts[f"{each['what']}s"] = parts.get(f"{each['what']}s", 0.0) + each["seconds"]
+    parts = {name: seconds for name, seconds in parts.items() if seconds}
+    total = sum(parts.values())
+    if len(begun) == 1 and ends:  # what passed before a run was resumed is not known
+        whole = (datetime.fromisoformat(ends[0]["time"]) - datetime.fromisoformat(begun[0]["time"])).total_seconds()
+        if (other := whole - total) > 0.5:
+            parts["else"] = other
+        total = max(whole, total)
+    if not total:
+        return Fact("Time", NOT_RECORDED)
+    said = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items())
+    return Fact("Time", duration(total), said, total)
+
+
+def memory_limit(run: Run) -> tuple[int, str] | None:
+    """Return the bytes that a run may take, as its peaks are counted, and what sets them; None if that is not known."""
+    begun, total = run.last("run") or {}, (run.last("probe") or {}).get("total_bytes")
+    value = ((begun.get("config") or {}).get("adaptive_batching") or {}).get("memory_limit")
+    if value is None:
+        return None if total is None or begun.get("device", "cpu") == "cpu" else (total, "the device has")
+    try:
+        limit = MemoryAmount.parse("memory_limit", value)
+    except ConfigError:  # a reference that could not be resolved
+        return None
+    if limit.num_bytes is None and total is None:
+        return None
+    return limit.of(total or 0), "memory_limit"
+
+
+def _peak(run: Run) -> Fact:
+    peaks = [step["peak_bytes"] for step in run.events["step"] if step.get("peak_bytes") is not None]
+    if not peaks:
+        return Fact("Peak memory", NOT_RECORDED)
+    limit, more = memory_limit(run), ""
+    if limit is not None:
+        more = f"of {size(limit[0])}, {limit[1]}"
+        if max(peaks) > limit[0]:
+            more += "; checkpoints are saved outside of it"
+    return Fact("Peak memory", size(max(peaks)), more, max(peaks))
 
 
 def _state(run: Run) -> str:
@@ -108,12 +184,38 @@ def _batch_size(rows: list[Row]) -> tuple[str, str]:
     return value, f"samples per device; {globally} per optimizer step"
 
 
+def exact(probe: Event) -> int | None:
+    """Return the size that would fit where the probe has rounded it down, else None."""
+    found = probe.get("exact")
+    return found if found is not None and found > probe["batch_size"] and probe.get("enough") is None else None
+
+
+def bound(probe: Event) -> str:
+    """Return what bounds the size that a probe has found."""
+    if (fits := exact(probe)) is None:
+        return str(probe["reason"])
+    rounded = f"rounded down to {count(probe['batch_size'])} (round_to_power_of_two)"
+    return f"{probe['reason']}: about {count(fits)} fit, {rounded}"
+
+
+def reason(row: Row, before: Row | None, config: Mapping[str, Any]) -> str:
+    """Return why a size was chosen, without the paths of this package's functions: ``doubled each epoch``."""
+    grown = re.match(rf"{_OF_PACKAGE.pattern} added (\d+)", row.reason)
+    if grown is None or grown[1] not in _GROWTH:
+        return _OF_PACKAGE.sub(r"\1", row.reason)
+    added, function = int(grown[2]), config.get("batch_increase_function")
+    every = function.get("every", 1) if isinstance(function, Mapping) else 1
+    when = "each epoch" if grown[1] == "step" and every == 1 else _GROWTH[grown[1]].format(every=every)
+    doubled = before is not None and row.batch_size == 2 * before.batch_size
+    return (f"doubled {when}" if doubled else f"{count(added)} more, {when}") + row.reason[grown.end() :]
+
+
 def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
     if probe is not None and probe.get("enough") is not None:
         return f"{count(probe['enough'])} or more", "larger forwards would gain little"
     if probe is not None:
         length = count(probe["sequence_length"])
-        return count(probe["batch_size"]), f"samples of {length} tokens, bound by {probe['reason']}"
+        return count(probe["batch_size"]), f"samples of {length} tokens, bound by {bound(probe)}"
     if maximum is not None:
         return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
     return NOT_RECORDED, ""
@@ -141,6 +243,12 @@ def _out_of_memory(run: Run) -> tuple[str, str]:
     return (f"{often}, and at the end", f"{recovered}, until the end") if at_the_end else (often, recovered)
 
 
+def model(run: Run) -> str:
+    """Return the name of the model's function, such as ``lora_llama3_2_1b``; empty if the record does not say."""
+    component = ((run.last("run") or {}).get("config") or {}).get("model")
+    return str(component.get("_component_", "")).rpartition(".")[2] if isinstance(component, Mapping) else ""
+
+
 def where(run: Run) -> str:
     """Return the recipe, the device and the time of a run; empty if the record does not say."""
     begun = run.last("run")
@@ -149,10 +257,13 @@ def where(run: Run) -> str:
     device = begun.get("device", "")
     said = [
         str(begun.get("recipe", "")),
+        model(run),
         f"{begun['ranks']} x {device}" if begun.get("ranks", 1) > 1 else str(device),
         f"began {moment(begun['time'])}",
         "resumed" if begun.get("resumed") else "",
+        f"on {begun['processor']}" if "processor" in begun else "",
         f"adaptive-batching {begun.get('adaptive_batching', '')}",
+        *(f"{name} {version}" for name, version in begun.get("versions", {}).items()),
     ]
     return ", ".join(filter(None, said))
 
@@ -183,6 +294,8 @@ def probe_in_words(probe: Event) -> list[str]:
         f"At most {of(probe['batch_size'], 'sample')} of {length} tokens, bound by {probe['reason']}: a full training "
         f"step took {took} of {budget}."
     ]
+    if (fits := exact(probe)) is not None:
+        words.append(f"About {count(fits)} fit, rounded down to {count(probe['batch_size'])} (round_to_power_of_two).")
     too_large = first_too_large(probe["predicted"], probe["batch_size"], probe["budget_bytes"])
     if too_large is not None:
         words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
@@ -190,92 +303,3 @@ def probe_in_words(probe: Event) -> list[str]:
         points = " and ".join(f"{count(fit)} of {count(tokens)} tokens" for tokens, fit, _ in probe["shorter"])
         words.append(f"Of shorter samples more fit: {points}.")
     return [*words, how]
-
-
-def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return (key, value in each run) where configs differ, but for the folders that files are put in."""
-    flat = []
-    for run in runs:
-        config = dict(_flattened((run.last("run") or {}).get("config")))
-        folder = config.pop("output_dir", "")
-        flat.append({key: value.replace(folder, "${output_dir}") if folder else value for key, value in config.items()})
-    if not all(flat):
-        return []
-    keys = dict.fromkeys(key for config in flat for key in config)
-    rows = [(key, [config.get(key, "not set") for config in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
-
-
-def _flattened(values: Any, prefix: str = "") -> list[tuple[str, str]]:
-    if not isinstance(values, dict):
-        return [(prefix, "null" if values is None else str(values))] if prefix else []
-    return [pair for key in values for pair in _flattened(values[key], f"{prefix}.{key}" if prefix else str(key))]
-
-
-def snippet(run: Run) -> tuple[str, str] | None:
-    """Return a run's settings with what it has found, as YAML, and what they spare the next; None without a record."""
-    begun = run.last("run")
-    if begun is None or "config" not in begun:
-        return None
-    config: Mapping[str, Any] = begun["config"]
-    settings = {key: config[key] for key in _FIELDS if config.get(key) is not None}
-    section = {key: value for key, value in settings.pop("adaptive_batching", {}).items() if value is not None}
-    function = settings.get("batch_increase_function")
-    if isinstance(function, Mapping) and function.get("_component_") is None:  # as a command line says null
-        del settings["batch_increase_function"]
-    explored, probed = _explored(run), _probed(run, settings, section)
-    found = {**explored, **probed}
-    for key, (value, _) in found.items():
-        (settings if key in _FIELDS else section)[key] = value
-    if section:
-        settings["adaptive_batching"] = section
-    said = "Nothing to change: what the probe found is kept in the folder of the record, and the next run reads it."
-    if found:
-        spared = ["explores nothing"] * bool(explored) + ["needs no probe"] * bool(probed)
-        said = f"With these settings the next run {' and '.join(spared)}."
-    return "\n".join(_yaml(settings, {key: note for key, (_, note) in found.items()})), said
-
-
-def _explored(run: Run) -> dict[str, tuple[Any, str]]:
-    """Return the setting that the run has explored, with what to say of it."""
-    if (explored := run.last("exploration")) is None:
-        return {}
-    best, base = explored["recommended"], explored["estimates"][0]["candidate"]
-    return {"micro_batch_size": (best["candidate"], f"the fastest, {best['speedup']:.2f} times as fast as {base}")}
-
-
-def _probed(run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return the settings that the run has probed for, each with what to say of it."""
-    probed, epochs = run.last("probe"), run.events["epoch"]
-    micro_batch_size, _ = _explored(run).get("micro_batch_size", (settings.get("micro_batch_size"), ""))
-    grows, maximum = settings.get("batch_increase_function") is not None, settings.get("use_maximum_batch_size")
-    kept = section.get("grow_beyond_memory") or section.get("keep_global_batch")
-    if probed is None or not epochs or micro_batch_size == "auto" or kept:
-        return {}  # forwards are filled by what fits, which a probe has to say
-    found: dict[str, tuple[Any, str]] = {}
-    if not grows and maximum:
-        found["batch_size"] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get('batch_size')}"
-    elif grows and settings.get("micro_batch_size") is None:
-        found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {probed['reason']}"
-    if found and maximum:
-        found["use_maximum_batch_size"] = False, "was True"
-    return found
-
-
-def _yaml(values: Mapping[str, Any], notes: Mapping[str, str], indent: str = "") -> list[str]:
-    lines = []
-    for key, value in values.items():
-        note = f"  # {notes[key]}" if key in notes else ""
-        if isinstance(value, Mapping) and value:
-            lines += [f"{indent}{key}:", *_yaml(value, notes, f"{indent}  ")]
-        else:
-            lines.append(f"{indent}{key}: {_scalar(value)}{note}")
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _READ_AS_OTHERS:
-        return value
-    return json.dumps(value)  # YAML reads JSON

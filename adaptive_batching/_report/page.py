@@ -15,7 +15,7 @@ from typing import Any
 
 import adaptive_batching._report.sections as sections
 from adaptive_batching._report.events import RecordError, Run, read_runs
-from adaptive_batching._report.facts import GIB, where
+from adaptive_batching._report.facts import GIB, exact, memory_limit, model, where
 from adaptive_batching._report.sections import MIB, Curves, Html, curves_of, each_run, some, tag
 
 PAGE = "report.html"
@@ -93,6 +93,7 @@ def _page_of(runs: list[Run]) -> str:
         ("error", "Ended early", each_run(runs, sections.errors)),
         ("training", "Training, over the samples seen", sections.training(runs, curves)),
         ("decisions", "Decisions", each_run(runs, sections.decisions, "cards wide")),
+        ("recoveries", "Steps that ran again", each_run(runs, sections.recoveries, "cards wide")),
         ("probe", "Probe", each_run(runs, sections.probe)),
         ("exploration", "Exploration of micro_batch_size", each_run(runs, sections.exploration)),
         ("config", "Config to paste", each_run(runs, sections.config)),
@@ -101,12 +102,13 @@ def _page_of(runs: list[Run]) -> str:
         tag("section", *some("h2", heading), *contents, id=anchor) for anchor, heading, contents in parts if contents
     ]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    models = ", ".join(dict.fromkeys(filter(None, map(model, runs))))
     said = where(runs[0]) if len(runs) == 1 else ""
     made_from = f"Made from {', '.join(str(run.path) for run in runs)}. To make it again: "
     again = f"adaptive-batching report {' '.join(str(run.path.parent) for run in runs)}"
     drawn = json.dumps(_data_of(runs, curves), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     filled = {
-        "TITLE": tag("title", f"{name} · adaptive batching"),
+        "TITLE": tag("title", " · ".join(filter(None, [name, models, "adaptive batching"]))),
         "STYLE": tag("style", _asset("uplot/uPlot.min.css"), _asset("page.css")),
         "HEADER": tag("header", tag("h1", name), *some("p", said)),
         "BODY": "".join(body),
@@ -125,12 +127,22 @@ def _data_of(runs: list[Run], curves: list[Curves]) -> dict[str, Any]:
     """Return what the charts of a page draw, in JSON's types."""
     return {
         "runs": [
-            {"name": run.name, "columns": each.columns, "epochs": each.epochs, "recoveries": each.recoveries}
+            {
+                "name": run.name,
+                "columns": each.columns,
+                "epochs": each.epochs,
+                "recoveries": each.recoveries,
+                "limit": None if (limit := memory_limit(run)) is None else round(limit[0] / MIB, 1),
+            }
             for run, each in zip(runs, curves, strict=True)
         ],
         "charts": {
-            name: {"unit": unit, "lines": [{"column": column, "label": label} for column, label in lines]}
-            for name, (_, unit, lines) in sections.CHARTS.items()
+            name: {
+                "title": title,
+                "unit": unit,
+                "lines": [{"column": column, "label": label} for column, label in lines],
+            }
+            for name, (title, unit, lines) in sections.CHARTS.items()
         },
         "probes": [_probe_data(run) for run in runs],
     }
@@ -149,6 +161,7 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
         "measured": [[size, round(peak / unit, 3)] for size, peak in ran if peak is not None],
         "failed": [size for size, peak in ran if peak is None],
         "chosen": probe.get("enough") or probe["batch_size"],
+        "exact": exact(probe),
     }
 
 

@@ -50,7 +50,7 @@ class Report(Watcher):
     ) -> None:
         self.directory, self.path = directory, directory / RECORD
         self._rank, self._writes, self._is_alone = rank, rank == 0, ranks == 1
-        self._about = {"resumed": resume, **(about or {})}
+        self._about = {"time": _now(), "resumed": resume, **(about or {})}
         self._began = False
         self._appends = resume
         self._cut_off = False
@@ -85,9 +85,11 @@ class Report(Watcher):
         self._write("maximum", batch_size=batch_size, reason=reason)
         self._found.append(("maximum batch size", f"{batch_size} ({reason})"))
 
-    def probe(self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size") -> None:
-        """Record the result of a probe, ``of`` what the table is to say."""
-        self._write("probe", sequence_length=sequence_length, **result.to_dict())
+    def probe(
+        self, result: ProbeResult, *, sequence_length: int, of: str = "maximum batch size", waited: float
+    ) -> None:
+        """Record the result of a probe, ``of`` what the table is to say, for which the run has ``waited`` seconds."""
+        self._write("probe", sequence_length=sequence_length, waited=waited, **result.to_dict())
         budget, found = f"{_mib(result.budget_bytes)} MiB", self._found.append
         if result.enough is not None:
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
@@ -167,6 +169,12 @@ class Report(Watcher):
 
     def validation(self, epoch: int, step: int, loss: float) -> None:
         self._write("validation", epoch=epoch, step=step, loss=loss)
+
+    def recovery(self, epoch: int, step: int, failed: str, max_tokens: int | None) -> None:
+        self._write("recovery", epoch=epoch, step=step, failed=failed, max_tokens=max_tokens)
+
+    def took(self, what: str, epoch: int, step: int, seconds: float) -> None:
+        self._write("took", what=what, epoch=epoch, step=step, seconds=seconds)
 
     def noise(self, step: int, shown: NoiseEstimate, noise_scale: float | None) -> None:
         values = {"tokens": shown.tokens, "variance": shown.variance, "norm_squared": shown.norm_squared}
@@ -252,7 +260,7 @@ class Report(Watcher):
             self._note(event, values)
             text = "\n" if self._cut_off else ""
             if not self._began:
-                text += written("run", {"version": VERSION, "time": _now(), **self._about})
+                text += written("run", {"version": VERSION, **self._about})
             self._cut_off = True  # until the line is complete; a full disk can cut it off
             with self.path.open("a" if self._began or self._appends else "w") as file:
                 file.write(text + written(event, values))

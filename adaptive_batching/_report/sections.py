@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
+import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
 from adaptive_batching._report.events import Event, Events, Run, rows_of
 
@@ -16,6 +17,7 @@ _COLOURS = 8  # of runs, and of kinds of memory
 # Steps from which a running mean of the loss is drawn, and the share of the steps that it covers.
 _STEPS_TO_SMOOTH = 40
 _SMOOTHED_SHARE = 20
+_IN_USE = "in use before, and not traced"
 
 CHARTS: dict[str, tuple[str, str, tuple[tuple[str, str], ...]]] = {
     "loss": ("Loss", "mean of a step", (("loss", "loss"), ("trend", "running mean"), ("validation", "validation"))),
@@ -152,16 +154,21 @@ def each_run(runs: list[Run], section: Callable[[Run], list[Html]], class_: str 
 def summary(runs: list[Run]) -> list[Html]:
     """Return what the runs are known by: tiles for one, columns of a table for several."""
     facts = [
-        [(name, Html("".join([tag("span", value), *some("small", more)]))) for name, value, more in say.facts(run)]
+        [(fact, Html("".join([tag("span", fact.value), *some("small", fact.more)]))) for fact in say.facts(run)]
         for run in runs
     ]
     if len(runs) == 1:
-        tiles = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in facts[0]]
+        known = [(fact.name, value) for fact, value in facts[0] if fact.value != say.NOT_RECORDED]
+        tiles = [tag("div", tag("dt", name), tag("dd", value), class_="tile") for name, value in known]
         return [tag("dl", *tiles, class_="tiles")]
     header = ["", *(_coloured(run.number, run.name) for run in runs)]
     words = range(len(header))
-    rows = [[same[0][0], *(value for _, value in same)] for same in zip(*facts, strict=True)]
-    differ = [[name, *values] for name, values in say.differences(runs)]
+    rows = [[same[0][0].name, *(value for _, value in same)] for same in zip(*facts, strict=True)]
+    if len(runs) == 2:
+        header.append("difference")
+        for row, ((first, _), (second, _)) in zip(rows, zip(*facts, strict=True), strict=True):
+            row.append(say.change(first, second))
+    differ = [[name, *values] for name, values in configs.differences(runs)]
     caption = "Settings that differ between these runs"
     settings = [_table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
     return [_table(header, rows, words=words, class_="compare"), *settings]
@@ -221,6 +228,7 @@ def _ends(name: str, column: list[float | None], chart: str) -> str:
 
 
 def decisions(run: Run) -> list[Html]:
+    config, rows = (run.last("run") or {}).get("config") or {}, rows_of(run.events)
     cells = [
         {
             "epoch": f"{row.epoch:g}",
@@ -232,15 +240,33 @@ def decisions(run: Run) -> list[Html]:
             "last rate": f"{row.last_lr:.3g}" if row.steps else "",
             "padding": f"{row.padded_tokens / row.tokens:.2f}" if row.tokens else "",
             "s / step": f"{row.seconds / row.steps:.3g}" if row.seconds else "",
-            "why": row.reason,
+            "why": say.reason(row, before, config),
         }
-        for row in rows_of(run.events)
+        for before, row in zip([None, *rows], rows, strict=False)
     ]
     if not cells:
         return []
     header = [name for name in cells[0] if any(row[name] for row in cells)]
-    rows = [[row[name] for name in header] for row in cells]
-    return [_table(header, rows, words=[len(header) - 1], class_="decisions")]
+    shown = [[row[name] for name in header] for row in cells]
+    return [_table(header, shown, words=[len(header) - 1], class_="decisions")]
+
+
+def recoveries(run: Run) -> list[Html]:
+    """Return each step that ran out of memory and ran again; of an older record, no more than which those were."""
+    last, cells = 0, []
+    for step in run.events["step"]:
+        again, last = step.get("recoveries", 0) > last, step.get("recoveries", 0)
+        known = [each for each in run.events["recovery"] if each["step"] == step["step"]]
+        for each in known or ([step] if again else []):
+            limit = each.get("max_tokens")
+            cells.append({
+                "step": say.count(step["step"]),
+                "epoch": say.count(step["epoch"]),
+                "out of memory": each.get("failed", ""),
+                "new limit of a forward": "" if limit is None else f"{say.count(limit)} tokens",
+            })  # fmt: skip
+    header = [name for name in (cells[0] if cells else ()) if any(cell[name] for cell in cells)]
+    return [_table(header, [[cell[name] for name in header] for cell in cells], words=[2, 3])] if cells else []
 
 
 def probe(run: Run) -> list[Html]:
@@ -262,17 +288,21 @@ def probe(run: Run) -> list[Html]:
 
 def _what_sets_the_peak(probe: Event) -> list[Html]:
     alive = probe.get("peak_kinds") or {}
-    whole = sum(alive.values())
-    kinds = sorted((kind for kind in alive if alive[kind] > whole / 200), key=lambda kind: -alive[kind])
-    if not kinds:
+    if not any(alive.values()):
         return []
-    at = say.of(probe.get("enough") or probe["batch_size"], "sample")
-    heading = f"What sets the peak at {at}: the {probe['peak_moment']}. What is alive then, as traced:"
+    at = probe.get("enough") or probe["batch_size"]
+    ran = [(each["batch_size"], each["peak_bytes"]) for each in probe["measurements"]]
+    peak = next((peak for size, peak in (*ran, *probe["predicted"]) if size == at and peak is not None), 0)
+    alive = {**alive, _IN_USE: max(peak - sum(alive.values()), 0)}
+    whole = sum(alive.values())
+    kinds = sorted((kind for kind in alive if alive[kind] > whole / 1000), key=lambda kind: -alive[kind])
+    heading = f"What sets the peak of {say.size(whole)} at {say.of(at, 'sample')}: the {probe['peak_moment']}"
     parts, rows = [], []
     for number, kind in enumerate(kinds):
         share = 100 * (alive[kind] / whole)
         parts.append(tag("i", class_=f"c{number % _COLOURS}", style=f"width:{share:.3f}%"))
         rows.append([_coloured(number, kind), say.size(alive[kind]), f"{share:.0f} %"])
+    rows.append([Html("<span>peak</span>"), say.size(whole), "100 %"])
     bar = tag("div", *parts, class_="bar", aria_hidden="true")
     return [tag("h4", heading), bar, _table(["kind", "bytes", "share"], rows, words=[0])]
 
@@ -317,7 +347,11 @@ def _interval(span: Sequence[float], first: float, last: float) -> Html:
 
 
 def config(run: Run) -> list[Html]:
-    if (found := say.snippet(run)) is None:
+    if (found := configs.snippet(run)) is None:
         return []
     yaml, spares = found
-    return [tag("p", spares), tag("pre", tag("code", yaml), tabindex="0")]
+    copied = tag(
+        "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
+    )
+    whole = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
+    return [tag("p", spares), copied, tag("details", tag("summary", "The whole config of this run"), whole)]

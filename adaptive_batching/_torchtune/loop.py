@@ -100,8 +100,13 @@ class Loop(ABC):
         save = self._hooks.save_epoch if self._save_every is None else self._hooks.save_step
         with self._schedule.unscaled():
             save(number, is_last=is_last)
+        self._note_time("checkpoint", epoch, start)
         go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
         log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
+
+    def _note_time(self, what: str, epoch: int, start: float) -> None:
+        for watcher in self._watchers:
+            watcher.took(what=what, epoch=epoch, step=self.global_step, seconds=time.perf_counter() - start)
 
     def _start_epoch(self, epoch: int) -> None:
         schedule = self._schedule
@@ -278,7 +283,10 @@ class TrainingLoop(Loop):
         if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
         recoveries = self._recovery.num_recoveries
+        recovered = self._recovery.take_recovered()
         for watcher in self._watchers:
+            for failed, max_tokens in recovered:
+                watcher.recovery(epoch=epoch, step=self.global_step, failed=failed, max_tokens=max_tokens)
             if cost is not None:
                 watcher.cost(cost)
             size = len(samples) * host.num_replicas
@@ -290,11 +298,13 @@ class TrainingLoop(Loop):
         self._start_window()
 
     def _validate(self, epoch: int, validation: Validation) -> None:
+        start = time.perf_counter()
         loss = validation.run()
         if self._host.ranks.is_first:
             self._hooks.log_metrics({"val_loss": loss}, self.global_step)
         for watcher in self._watchers:
             watcher.validation(epoch, self.global_step, loss)
+        self._note_time("validation", epoch, start)
         self._schedule.note_validation(loss)
 
     def _columns(self, cost: StepCost | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -191,8 +192,10 @@ def find_maximum(
         model_max=getattr(host.model, "max_seq_len", None),
     )  # fmt: skip
     probe = Probe(host, run, settings, cache_inputs, sample, upper, reason, report.directory)
+    start = time.perf_counter()
     result = probe.result()
-    report.probe(result, sequence_length=len(host.objective.tokens(sample)))
+    length = len(host.objective.tokens(sample))
+    report.probe(result, sequence_length=length, waited=time.perf_counter() - start)
     return probe.probed(result)
 
 

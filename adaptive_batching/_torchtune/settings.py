@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
+import os
+import platform
+import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -205,13 +210,25 @@ def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int)
         whole = OmegaConf.to_container(cfg, resolve=False)
     module = torch.get_device_module(device)
     has_name = device.type != "cpu" and hasattr(module, "get_device_name")
+    versions = {name: version(name) for name in ("torch", "torchtune")}
     return {
         "adaptive_batching": adaptive_batching.__version__,
         "recipe": recipe,
         "device": str(module.get_device_name(device)) if has_name else device.type,
+        "processor": _processor(),
+        "versions": {"Python": platform.python_version(), **versions},
         "ranks": num_ranks,
         "config": whole,
     }
+
+
+def _processor() -> str:
+    """Return the name of the host's processor and the number of its cores, as far as the system tells."""
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+        name = name if found is None else found[1]
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _is_taken_away(value: Any) -> bool:

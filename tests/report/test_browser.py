@@ -107,6 +107,32 @@ def test_charts_are_zoomed_and_read_together(window: Browser, pages: dict[str, P
     assert window.run(canvas) != before, "another chart is zoomed as well"
 
 
+def test_the_config_is_copied_and_equal_curves_are_both_seen(
+    window: Browser, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    window.open(pages["run"], DESK)
+    window.run("document.querySelector('.copy').click()")
+    assert window.run("document.querySelector('.copy').textContent") in ("Copied", "Selected: copy it")
+    assert "max_batch_size: 8" in window.run("getSelection().toString()")
+    assert window.complaints == []
+    for name in "ab":
+        write_run(Report(tmp_path / name, about=about()), steps=40)
+    window.open(write_page([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html"), DESK)
+    reds = """(() => {
+        const canvas = document.querySelector(".loss canvas"), {width, height} = canvas;
+        const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
+        let seen = [0, 0];
+        for (let i = 0; i < data.length; i += 4) {
+          if (data[i + 3] < 250) continue;
+          seen[0] += data[i] > 170 && data[i + 1] < 110 && data[i + 2] < 40;
+          seen[1] += data[i] < 60 && data[i + 2] > 180;
+        }
+        return seen;
+    })()"""
+    second, first = window.run(reds)
+    assert min(second, first) > 100, "the colour of each"
+
+
 def test_it_can_be_read_without_javascript(window: Browser, pages: dict[str, Path]) -> None:
     window.run_scripts(on=False)
     window.open(pages["run"], DESK, draws=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +16,9 @@ from typing import Any
 import pytest
 
 from adaptive_batching.__main__ import main
+from adaptive_batching._report import facts
 from adaptive_batching._report import page as pages
-from adaptive_batching._report.events import read_events
+from adaptive_batching._report.events import Row, Run, read_events
 from adaptive_batching._report.page import finish_page, start_page, stop_page, write_page
 from adaptive_batching._report.record import Report
 from adaptive_batching._report.sections import MIB
@@ -41,8 +45,15 @@ def test_all_that_the_page_says_is_what_the_record_holds(run: Path) -> None:
     check_curves(page.data["runs"][0], record)
     assert page.facts == {
         "Batch size": "4 → 16", "Largest that fits": "8", "Optimizer steps": "12", "Samples": "224", "Loss": "5.375",
-        "Time in steps": "7.0 s", "Padding": "1.30", "Peak memory": "112 MiB", "Out of memory": "once",
+        "Time": "10.0 s", "Tokens per second": "16,000", "Padding": "1.30", "Peak memory": "112 MiB",
+        "Out of memory": "once",
     }  # fmt: skip
+    assert "probe 1.5 s, steps 7.0 s, checkpoints 1.5 s" in page.words["summary"]
+    assert "of 1,536 MiB, memory_limit" in page.words["summary"] and page.data["runs"][0]["limit"] == 1536
+    assert page.tables["recoveries"][0][1:] == [["5", "1", "with 8 samples of up to 40 tokens", "160 tokens"]]
+    assert "<title>run · lora_llama3_2_1b · adaptive batching</title>" in page.text
+    assert "on Z80, 1 cores" in page.text and "torch 2.9, torchtune 0.6.1" in page.text
+    assert "optimizer:\n  _component_: torch.optim.AdamW" in page.codes[1], "the whole config"
     assert "validation 45.000, least 9.000 after step 6" in page.words["summary"]
     assert [row[:3] for row in page.tables["probe"][-1][1:]] == [
         ["2", "0.3 KiB", "yes"], ["8", "0.9 KiB", "yes"], ["16", "out of memory", "no"],
@@ -91,11 +102,58 @@ def check_curves(drawn: dict[str, Any], record: dict[str, Any]) -> None:
 
 def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
     events = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
-    kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 3145728, "logits": 1048576, "other": 0}'
+    kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 314572800, "logits": 419430400, "other": 0}'
     (tmp_path / "report.jsonl").write_text(f"{events[0]}, {kinds}}}\n")
     page = page_of(tmp_path)
-    assert page.tables["probe"][0][1:] == [["weights", "3 MiB", "75 %"], ["logits", "1 MiB", "25 %"]]
-    assert "What sets the peak at 32 samples: the backward." in page.words["probe"]
+    assert page.tables["probe"][0][1:] == [
+        ["logits", "400 MiB", "37 %"], ["in use before, and not traced", "369 MiB", "34 %"],
+        ["weights", "300 MiB", "28 %"], ["peak", "1,069 MiB", "100 %"],
+    ]  # fmt: skip
+    assert "What sets the peak of 1,069 MiB at 32 samples: the backward" in page.words["probe"]
+
+
+@pytest.mark.parametrize(("exact", "shown"), [(51, 51), (32, None), (None, None)])
+def test_a_maximum_that_is_rounded_down_says_what_would_fit(
+    exact: int | None, shown: int | None, tmp_path: Path
+) -> None:
+    [event] = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
+    (tmp_path / "report.jsonl").write_text(f'{event}, "exact": {json.dumps(exact)}}}\n')
+    page = page_of(tmp_path)
+    assert page.data["probes"][0]["exact"] == shown
+    rounded = "about 51 fit, rounded down to 32 (round_to_power_of_two)"
+    assert (rounded in page.words["probe"].lower()) == (rounded in page.words["summary"]) == (shown is not None)
+
+
+@pytest.mark.parametrize(
+    ("reason", "size", "every", "shown"),
+    [
+        ("adaptive_batching.growth.step added 4", 8, 1, "doubled each epoch"),
+        ("adaptive_batching.growth.step added 2", 6, 0.5, "2 more, every 0.5 epochs"),
+        ("adaptive_batching.growth.late_switch added 4", 8, 1, "doubled late"),
+        ("kept: adaptive_batching.growth.step asked for 8, and", 4, 1, "kept: step asked for 8, and"),
+        ("mine.step added 4", 8, 1, "mine.step added 4"),
+    ],
+)
+def test_functions_of_this_package_are_told_in_words(reason: str, size: int, every: float, shown: str) -> None:
+    config = {"batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": every}}
+    assert facts.reason(Row(1, size, reason), Row(0, 4, "kept"), config) == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "total", "limit"),
+    [
+        ({"memory_limit": "1.5GiB"}, "cpu", None, 1610612736), ({"memory_limit": "50%"}, "cpu", 2000, 1000),
+        ({"memory_limit": "50%"}, "cpu", None, None), ({"memory_limit": "${x}"}, "cpu", 2000, None),
+        (None, "cpu", 2000, None), (None, "NVIDIA H100", 2000, 2000),
+    ],
+)  # fmt: skip
+def test_a_peak_is_compared_with_what_the_whole_run_may_take(
+    settings: Any, device: str, total: int | None, limit: int | None
+) -> None:
+    events: Any = {"run": [{"device": device, "config": {"adaptive_batching": settings}}], "probe": []}
+    events["probe"] += [{"total_bytes": total}] * (total is not None)
+    found = facts.memory_limit(Run(0, "run", Path(), events))
+    assert (found and found[0]) == limit
 
 
 def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
@@ -109,7 +167,8 @@ def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
 def test_a_record_of_the_first_version_has_a_page(run: Path, tmp_path: Path) -> None:
     page = page_of(FIRST_VERSION, output=tmp_path / "old.html")
     assert page.facts["Batch size"] == "8 → 32" and page.facts["Out of memory"] == "once"
-    assert page.facts["Time in steps"] == page.facts["Padding"] == page.facts["Peak memory"] == "not recorded"
+    assert not {"Time", "Padding", "Peak memory"} & set(page.facts), "no tile of what is not known"
+    assert page.tables["recoveries"][0][0] == ["step", "epoch"]
     assert "config" not in page.tables and "exploration" not in page.tables
     assert len(page.data["runs"][0]["columns"]["trend"]) == 84
     check_that_it_asks_for_nothing(page_of(FIRST_VERSION, run, output=tmp_path / "both.html"))
@@ -120,9 +179,10 @@ def test_several_runs_lie_side_by_side(run: Path, tmp_path: Path) -> None:
     write_run(other, range(2), all_there_is=False)
     page = page_of(run, tmp_path / "other", output=tmp_path / "both.html")
     facts, differences = page.tables["summary"]
-    assert facts[0] == ["", "run", "other"]
+    assert facts[0] == ["", "run", "other", "difference"]
+    assert [row[3] for row in facts if row[0] in ("Samples", "Padding", "Loss")] == ["-57.1 %", "+18.6 %", ""]
     sizes = next(row for row in facts if row[0] == "Batch size")
-    assert [cell.split("samples")[0] for cell in sizes[1:]] == ["4 → 16", "4 → 8"]
+    assert [cell.split("samples")[0] for cell in sizes[1:3]] == ["4 → 16", "4 → 8"]
     assert differences[1:] == [["batch_size", "4", "5"]], "folders are no settings"
     assert [len(each["columns"]["step"]) for each in page.data["runs"]] == [12, 8]
     assert len(page.tables["decisions"]) == 2 and page.data["probes"][1] is None
@@ -197,6 +257,28 @@ def test_the_command_writes_a_page_next_to_the_record_or_where_it_is_told(
     assert capsys.readouterr().out.splitlines() == [str(path) for path in written]
     assert all("<title>" in path.read_text() for path in written)
     assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_the_command_takes_the_newest_run_and_opens_its_page(
+    opens: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+
+    def open_page(url: str) -> bool:
+        opened.append(url)
+        return opens
+
+    monkeypatch.setattr("webbrowser.open", open_page)
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("old", "new", "older")):
+        write_run(Report(tmp_path / name / "adaptive_batching"), range(1), ends=False)
+        os.utime(tmp_path / name / "adaptive_batching" / "report.jsonl", (2e9 - abs(age - 1), 2e9 - abs(age - 1)))
+    page = tmp_path / "new" / "adaptive_batching" / "report.html"
+    with contextlib.nullcontext() if opens else pytest.raises(SystemExit, match="2"):
+        command(monkeypatch, "--open")
+    assert opened == [page.as_uri()] and page.is_file()
+    assert ("found no browser; open " in capsys.readouterr().err) != opens
 
 
 ENDED = '{"event": "end", "time": "2026-01-01T00:00:00+00:00"}\n'

@@ -39,7 +39,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_the_table_says_what_was_decided_and_why(report: Report) -> None:
     report.maximum(16, "max_batch_size=16")
     assert report.table()[-1].endswith("report.jsonl"), "a run that had nothing to do has a table"
-    report.probe(RESULT, sequence_length=64)
+    report.probe(RESULT, sequence_length=64, waited=1.5)
     write_run(report, range(2))
     report.change(epoch=1.5, step=4, batch_size=8, global_batch_size=8, reason="added")
     report.step(1, 5, 4, 4.5, 0.1)

@@ -20,8 +20,10 @@ CONFIG: dict[str, Any] = {
     "batch_increase_function": {"_component_": "adaptive_batching.growth.step", "every": 1},
     "micro_batch_size": None,
     "adaptive_batching": {"memory_limit": "1.5GiB", "max_batch_size": None},
+    "model": {"_component_": "torchtune.models.llama3_2.lora_llama3_2_1b"},
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
 }
+VERSIONS: dict[str, Any] = {"processor": "Z80, 1 cores", "versions": {"torch": "2.9", "torchtune": "0.6.1"}}
 EXPLORED = [
     Estimate(1, 4, 0.512, 1.0, 0.0, 1.0, 1.0),
     Estimate(4, 9, 0.301, 1.7, 0.99, 1.61, 1.79),
@@ -32,7 +34,7 @@ EXPLORED = [
 def about(**changes: Any) -> dict[str, Any]:
     """What a record says of a run before it begins."""
     config = {**CONFIG, **changes}
-    return {"adaptive_batching": "0.1.0", "recipe": "Recipe", "device": "cpu", "ranks": 1, "config": config}
+    return {"adaptive_batching": "0.1.0", "recipe": "Recipe", "device": "cpu", "ranks": 1, "config": config, **VERSIONS}
 
 
 def start_epoch(report: Report, epoch: int, batch_size: int, steps: int, reason: str = "kept") -> None:
@@ -47,7 +49,7 @@ def write_run(
 ) -> None:
     """Record a run whose batch doubles each epoch, and which runs out of memory once in the second."""
     if all_there_is:
-        report.probe(RESULT, sequence_length=64)
+        report.probe(RESULT, sequence_length=64, waited=1.5)
         report.exploration(Exploration(EXPLORED[1], EXPLORED, 0.02))
         planned = [PlannedEpoch(e, [4 * 2**e], [8 * 2**e], steps, 8 * 2**e * steps, 3, 1e-4) for e in epochs]
         report.plan(planned, decided=True)
@@ -60,8 +62,12 @@ def write_run(
                 if number % 2:
                     report.noise(step, NoiseEstimate(1e-3, 1e-2, 100.0, 10), 1234.5 + step)
                 report.cost(StepCost(0.25 * 2**epoch, epoch + 1, 1000 * size, 1300 * size, (100 + step) * 2**20))
+            if all_there_is and step == steps + 1:
+                report.recovery(epoch=epoch, step=step, failed="with 8 samples of up to 40 tokens", max_tokens=160)
             report.step(epoch, step, 2 * size, 8.0 - 0.25 * step, 1e-3 / step, recoveries=int(step > steps))
             if all_there_is and step % 3 == 0:
                 report.validation(epoch, step, 9.0 + (step - 6) ** 2)
+        if all_there_is:
+            report.took(what="checkpoint", epoch=epoch, step=steps * (epoch + 1), seconds=0.5)
     if ends:
         report.end()

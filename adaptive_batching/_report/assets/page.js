@@ -4,6 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const AXIS_WIDTH = 66; // the same for all, so that their samples line up
+  const LEGEND_HEIGHT = 22; // of a chart with one line, whose legend takes the place of its ends
   const COLOURS = 8;
   let charts = [];
 
@@ -80,7 +81,7 @@
     ctx.restore();
   }
 
-  function note(chart, value, words) {
+  function note(chart, value, words, above = 0) {
     const { ctx, bbox } = chart;
     ctx.save();
     ctx.font = font(11 * devicePixelRatio);
@@ -90,7 +91,7 @@
     const x = at(chart, value, "x");
     const isLeft = x + width > bbox.left + bbox.width;
     ctx.textAlign = isLeft ? "right" : "left";
-    ctx.fillText(words, x + (isLeft ? -5 : 5) * devicePixelRatio, bbox.top + bbox.height - 5 * devicePixelRatio);
+    ctx.fillText(words, x + (isLeft ? -5 : 5) * devicePixelRatio, bbox.top + bbox.height - (5 + above) * devicePixelRatio);
     ctx.restore();
   }
 
@@ -99,11 +100,11 @@
   function lineOf(line, run, name, isMain) {
     const style = { label: name, spanGaps: true, value: (_, value) => number(value), points: { show: false } };
     style.stroke = colour(data.runs.length > 1 ? `c${run % COLOURS}` : isMain ? "c0" : "c1");
-    style.width = 2;
-    if (data.runs.length > COLOURS) style.dash = run < COLOURS ? undefined : [6, 3];
+    style.width = data.runs.length > 1 && !run ? 5 : 2;
+    if (data.runs.length > 1 && run) style.dash = [8, 4 + 4 * run]; // what lies below shows through
     if (line.column === "batch") style.paths = uPlot.paths.stepped({ align: -1 });
     if (line.column === "loss") {
-      style.width = 1;
+      if (data.runs.length === 1) style.width = 1;
       if (line.isFaint) style.stroke = colour("faint");
     }
     if (line.column === "validation") {
@@ -115,7 +116,7 @@
 
   function drawTraining(target) {
     const name = target.dataset.chart;
-    const { lines } = data.charts[name];
+    const { lines, title, unit } = data.charts[name];
     const tables = [];
     const series = [{ label: "samples seen", value: (_, value) => number(value) }];
     data.runs.forEach((run, index) => {
@@ -132,6 +133,11 @@
         series.push(lineOf({ ...line, isFaint }, index, data.runs.length > 1 ? run.name : line.label, isMain));
       });
     });
+    const limits = [...new Set(data.runs.map((run) => (name === "memory" && run.columns.memory ? run.limit : null)))];
+    if (limits.length === 1 && limits[0] != null) { // of all the same
+      tables.push([tables[0][0], tables[0][0].map(() => limits[0])]);
+      series.push({ label: "limit", stroke: colour("bad"), width: 1.5, dash: [6, 4], points: { show: false }, value: (_, value) => number(value) });
+    }
     const marks = (chart) => {
       if (data.runs.length === 1) data.runs[0].epochs.forEach((seen) => upright(chart, seen, "soft", [3, 3]));
       data.runs.forEach((run, index) => {
@@ -139,10 +145,13 @@
         run.recoveries.forEach((seen) => triangle(chart, seen, name));
       });
     };
-    draw(target, name === "loss" ? 280 : 210, {
+    draw(target, (name === "loss" ? 280 : 210) + (series.length > 2 ? 0 : LEGEND_HEIGHT), {
       series,
       scales: { x: { time: false }, y: { range: name === "loss" || name === "padding" ? around : fromZero } },
-      axes: [axis({ size: 32 }), axis({ size: AXIS_WIDTH })],
+      axes: [
+        axis({ size: 32, label: "samples seen", labelSize: 18 }),
+        axis({ size: AXIS_WIDTH, label: unit.includes(" ") || !unit ? title.toLowerCase() : unit, labelSize: 18 }),
+      ],
       cursor: { sync: { key: "training" }, drag: { x: true, y: false }, points: { size: 7 } },
       padding: [8, 14, 0, 0],
       hooks: { drawAxes: [marks] },
@@ -154,7 +163,7 @@
   function drawProbe(target) {
     const probe = data.probes[Number(target.dataset.probe)];
     const points = [...probe.predicted, ...probe.measured, ...probe.failed.map((size) => [size, null])];
-    const sizes = [...new Set([...points.map(([size]) => size), probe.chosen])].sort((a, b) => a - b);
+    const sizes = [...new Set([...points.map(([size]) => size), probe.chosen, probe.exact ?? probe.chosen])].sort((a, b) => a - b);
     const column = (pairs) => {
       const known = new Map(pairs);
       return sizes.map((size) => known.get(size) ?? null);
@@ -180,6 +189,9 @@
     const chosen = (chart) => {
       upright(chart, probe.chosen, "soft", [3, 3]);
       note(chart, probe.chosen, `chosen: ${number(probe.chosen)}`);
+      if (probe.exact == null) return;
+      upright(chart, probe.exact, "soft", [1, 3]);
+      note(chart, probe.exact, `${number(probe.exact)} fit, rounded down to ${number(probe.chosen)}`, 18);
     };
     draw(target, 260, {
       series,
@@ -201,6 +213,11 @@
     document.querySelectorAll("[data-probe]").forEach(drawProbe);
     document.documentElement.dataset.drawn = String(charts.length);
   }
+
+  document.querySelectorAll(".copy").forEach((button) => button.addEventListener("click", () => {
+    getSelection().selectAllChildren(button.parentElement.querySelector("code"));
+    button.textContent = document.execCommand("copy") ? "Copied" : "Selected: copy it"; // allowed in a local file, too
+  }));
 
   drawAll();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

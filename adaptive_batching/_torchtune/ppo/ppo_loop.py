@@ -233,7 +233,10 @@ class PPOLoop(Loop):
         if not schedule.adapts and not self._watchers:
             return  # nothing waits for the device
         loss, rate = float(stats.loss.mean()), self._hooks.learning_rate()
+        recovered = [*self._rollout.recovery.take_recovered(), *self._recovery.take_recovered()]
         for watcher in self._watchers:
+            for failed, max_tokens in recovered:
+                watcher.recovery(epoch=epoch, step=self.global_step, failed=failed, max_tokens=max_tokens)
             watcher.step(epoch, self.global_step, len(samples), loss, rate, recoveries)
         if self._record_step(loss, of_rollout + of_learning, ran):
             self._show_total()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -167,8 +168,10 @@ class PPOSession(Session):
         of_backward = replace(run, batch_size=run.batch_size // parts, accumulation=stock.backwards)
         as_worst, folder = replace(host, objective=worst), report.directory
         probe = Probe(as_worst, of_backward, settings, cache_inputs, sample, upper // parts, reason, folder)
+        start = time.perf_counter()
         result = probe.result()
-        report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward")
+        waited = time.perf_counter() - start
+        report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward", waited=waited)
         found = probe.probed(result)
         found = replace(found, maximum=found.maximum * parts)
         most_rows = found.maximum if follows else upper

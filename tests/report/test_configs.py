@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._report.configs import snippet
 from adaptive_batching._report.events import read_runs
-from adaptive_batching._report.facts import snippet
 from adaptive_batching._report.record import Report
 from tests.support.runs import about, write_run
 
