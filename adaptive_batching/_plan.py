@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from adaptive_batching._trace.allocator import MIB
+from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
 from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
 from adaptive_batching._values import ConfigError
@@ -25,6 +25,10 @@ class Gpu:
 
     peak_tflops: float
     """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
 
 
 GPUS = [
