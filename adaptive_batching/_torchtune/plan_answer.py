@@ -14,7 +14,7 @@ from adaptive_batching._plan import Answer, Gpu, MemoryEstimate
 from adaptive_batching._torchtune import planning
 from adaptive_batching._torchtune.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import GIB, MIB
-from adaptive_batching._trace.traced_step import KINDS
+from adaptive_batching._trace.traced_step import BACKWARD, FORWARD, KINDS
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
@@ -196,11 +196,11 @@ def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
     best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
     rows = [
         ["tensors", _size(need.peak_bytes), f"{_size(need.resting_bytes)} between steps"],
-        ["reserved by the allocator", _size(reserved.by_default), f"runs in {_size(reserved.least)}, with retries"],
+        ["reserved by the allocator", _size(reserved.by_default), f"{_size(reserved.least)} is enough, with retries"],
         ["with expandable segments", _size(reserved.expandable), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
         *([each.name, f"{_size(each.least)} to {_size(each.most)}", each.source] for each in need.outside),
-        ["fits from", _size(need.most_bytes), "reserved, and most beside it"],
-        ["does not fit below", _size(need.least_bytes), f"least that it runs in {best}, and least beside it"],
+        ["fits from", _size(need.most_bytes), "reserved, and the upper figures above"],
+        ["does not fit below", _size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
     ]
     if paged_bytes:
         why = "moved to host memory when the GPU is short of room"
@@ -211,7 +211,8 @@ def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
 def _peak(need: MemoryEstimate) -> list[str]:
     kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
     rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
-    return [f"At the peak, in the {need.moment}", *_table(rows)]
+    during = f"{need.moment} pass" if need.moment in (FORWARD, BACKWARD) else need.moment
+    return [f"At the peak, in the {during}:", *_table(rows)]
 
 
 def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
@@ -246,9 +247,9 @@ def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: floa
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
         line += f", and {_flops(need.recomputed_flops)} to compute activations again"
-    lines = [line + f" ({need.batch_size} x {length:,} tokens, a device)"]
+    lines = [line + f" ({need.batch_size} x {length:,} tokens, per device)"]
     if epoch_flops is not None:
-        tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens each"
+        tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"
         line = f"  an epoch of {_samples(asked.question.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
         if hours is not None and asked.gpu is not None:
             line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"

@@ -40,10 +40,11 @@ def add_plan(subparsers: Any, prog: str) -> None:
     help_text = "Say whether a config fits on a GPU, what takes the memory, and what would help. Needs no GPU."
     parser = subparsers.add_parser(
         "plan", prog=f"{prog} plan", help=help_text, description=help_text,
+        usage="%(prog)s [recipe] config [key=value ...] [options]",
         epilog="exit codes: 0 fits, 1 does not, 3 tight, 4 cannot tell, 2 a mistake on the command line",
     )  # fmt: skip
     parser.add_argument("--config", metavar="CONFIG", help="the config, as in a line of 'run'")
-    parser.add_argument("--recipe", choices=RECIPES, help="recipe for a config of your own")
+    parser.add_argument("--recipe", choices=RECIPES, metavar="NAME", help="recipe for a config of your own")
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--memory", metavar="24GiB", help="memory of the GPU; a plain number such as 24 is GiB")
     device.add_argument(
