@@ -84,7 +84,7 @@ def answer(asked: Asked, *, as_json: bool) -> int:
             show("", *_lengths(shown["lengths"]))
         if asked.levers:
             shown["levers"] = planning.pull_levers(made)
-            show("", f"What would help, of {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
+            show("", f"What would help, for {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
         shown["seconds"] = round(time.perf_counter() - start, 2)
         code = made.need.within(question.memory_bytes)
     if as_json:

@@ -138,7 +138,8 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
         return "=" in argument or argument.startswith("~")
 
     names = [each for each in args.overrides if not is_override(each)]
-    known = [each.name for each in registry.get_all_recipes()]
+    recipes = registry.get_all_recipes()
+    known, configs = [each.name for each in recipes], [config.name for each in recipes for config in each.configs]
     config, recipe = args.config, args.recipe
     first = Path(names[0]) if names else Path()
     is_recipe = first.stem in known and first.suffix in ("", ".py") and recipe in (None, first.stem)
@@ -148,12 +149,14 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
     if config is None and names:
         config, *names = names
     if config is None:
-        raise ConfigError("no config; write plan llama3_2/1B_lora_single_device --gpu 4090, or another that 'ls' lists")
+        raise ConfigError(
+            "no config is named; 'ls' lists them; for instance: plan llama3_2/1B_lora_single_device --gpu 4090"
+        )
     if is_recipe and recipe not in RECIPES:
         raise NotPlannedError(_not_covered(config, str(recipe)))
-    if len(names) == 1 and args.config is None and not is_recipe:  # two names, the first of them no recipe
-        raise ConfigError(f"there is no recipe {config!r}{closest(config, known)}")
     for name in names:
+        if not is_recipe and config not in configs and not Path(config).is_file():  # it stands where a recipe would
+            raise ConfigError(f"there is no recipe {config!r}{closest(config, known)}")
         raise ConfigError(f"{name!r} is not an override; write key=value")
     return config, recipe, [each for each in args.overrides if is_override(each)]
 

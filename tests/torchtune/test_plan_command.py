@@ -141,7 +141,7 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
         (["--config", "llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
         (["llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
         (["full_finetune_singel_device", CONFIG], "did you mean 'full_finetune_single_device'"),
-        (["--gpu", "4090"], "no config; write plan llama3_2/1B_lora_single_device --gpu 4090"),
+        (["--gpu", "4090"], "no config is named; 'ls' lists them; for instance: plan"),
         *(
             ([CONFIG, "--memory", size], f"--memory {size} is not the memory of a GPU; write 24, 24GiB or bytes")
             for size in ("lots", "90%", "0", "24XB")
@@ -154,6 +154,7 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
             for gpus in ([], ["--gpu", "4090", "--gpu", "t4"], ["--gpu", "a100"])
         ),
         (["--config", CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
+        ([CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
         (["full_finetune_single_device", CONFIG, "batch_size"], "'batch_size' is not an override; write key=value"),
         (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
         (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
