@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from adaptive_batching._trace.allocator import MIB
+from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
 from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
 from adaptive_batching._values import ConfigError
@@ -26,6 +26,10 @@ class Gpu:
     peak_tflops: float
     """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
 
 GPUS = [
     Gpu("T4", 14.56, 65), Gpu("V100-16GB", 15.77, 125), Gpu("V100-32GB", 31.73, 125), Gpu("A10", 22.0, 125),
@@ -35,22 +39,27 @@ GPUS = [
 ]  # fmt: skip
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return the GPU of that name; ConfigError if there is none, or more than one."""
+def find_gpus(name: str) -> list[Gpu]:
+    """Return the GPUs that a name as people write it, such as ``4090`` or ``h100 80gb``, stands for: A100 is two.
 
-    def plain(text: str) -> str:
-        return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|pcie|sxm\d?", "", text.lower())
+    Raises:
+        ConfigError: If there is none. The message names the closest.
+    """
 
-    exact = [gpu for gpu in GPUS if plain(gpu.name) == plain(name)]
-    found = exact or [gpu for gpu in GPUS if plain(name) and plain(gpu.name).startswith(plain(name))]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(gpu.name for gpu in found or GPUS)
-    if found:
-        raise ConfigError(f"--gpu {name!r} is one of several ({known}); name one of them")
-    closest = difflib.get_close_matches(name, [gpu.name for gpu in GPUS], n=1)
-    hint = f"; did you mean {closest[0]!r}?" if closest else f"; known are {known}"
-    raise ConfigError(f"--gpu {name!r} is unknown{hint} Or give its memory: --memory 24GiB")
+    def model_of(text: str) -> str:
+        rest = re.sub(r"\d+\s*gi?b|nvidia|geforce|tesla|quadro|rtx|pcie|sxm\d?|hbm\d?e?", "", text.lower())
+        return re.sub("[^a-z0-9]", "", rest)
+
+    sold_as = re.search(r"(\d+)\s*gi?b", name.lower())  # GB, of which CUDA reports up to a tenth less
+    size = float(sold_as[1]) if sold_as else None
+    same_model = [gpu for gpu in GPUS if model_of(gpu.name) == model_of(name)]
+    if found := [gpu for gpu in same_model if size is None or 0.9 * size <= gpu.memory_gib <= size]:
+        return found
+    close = difflib.get_close_matches(model_of(name), [model_of(gpu.name) for gpu in GPUS], n=3)
+    known = same_model or [gpu for gpu in GPUS if model_of(gpu.name) in close] or GPUS
+    kind = "known" if known is GPUS else "the closest"
+    names = ", ".join(gpu.name for gpu in known)
+    raise ConfigError(f"--gpu {name!r} is unknown; {kind}: {names}; or give its memory, such as --memory 24GiB")
 
 
 @dataclass(frozen=True)

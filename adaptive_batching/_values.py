@@ -6,7 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BYTES_PER_UNIT = {
+    "": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9,
+}  # fmt: skip
 
 
 class AdaptiveBatchingError(Exception):
@@ -26,13 +29,13 @@ class MemoryAmount:
 
     @classmethod
     def parse(cls, key: str, value: Any) -> MemoryAmount:
-        """Read ``1073741824``, ``1e9``, ``"40GiB"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
+        """Read ``1073741824``, ``1e9``, ``"40GiB"``, ``"40G"``, ``"512 MB"``, ``0.9``, ``"0.9"`` or ``"90%"``.
 
         A whole number is bytes; a number of at most 1 with a decimal point is a fraction of the device.
         """
         if isinstance(value, MemoryAmount):
             return value
-        remedy = f"{key}={value!r} is no amount of memory; write bytes (8589934592), '8GiB', '90%' or a fraction (0.9)"
+        remedy = f"{key}={value!r} is not a memory size; write 24GiB, 90% or bytes"
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ConfigError(remedy)
         match = re.fullmatch(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:[eE]\+?\d+)?)\s*([A-Za-z]*|%)\s*", str(value))

@@ -41,6 +41,7 @@ def test_a_bound_makes_the_probe_needless_for_growth_alone(
         (1024, 1024), ("1024", 1024), ("40GiB", 40 * 2**30), ("1.5 GiB", 3 * 2**29), ("512MB", 512 * 10**6),
         (0.5, 500), ("0.9", 900), ("2%", 20), ("0", 0), (0.0, 0),
         (1e9, 10**9), ("1e9", 10**9), ("2.5e3", 2500), ("1.5e1GiB", 15 * 2**30),
+        ("24G", 24 * 2**30), ("8m", 8 * 2**20),
     ],
 )  # fmt: skip
 def test_amounts_of_memory(value: Any, expected: int) -> None:
@@ -48,7 +49,7 @@ def test_amounts_of_memory(value: Any, expected: int) -> None:
 
 
 @pytest.mark.parametrize("value", [True, None, "lots", "-1", -5, "1.5", "120%", "3 XiB", [], "GiB"])
-def test_what_is_no_amount_of_memory_is_refused(value: Any) -> None:
+def test_what_is_not_a_memory_size_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="key="):
         MemoryAmount.parse("key", value)
 
@@ -74,9 +75,9 @@ WRONG: list[tuple[str, Any, str]] = [
     *((key, 1, "must be True or False") for key in ("keep_global_batch", "recover_from_oom")),
     *(("max_batch_size", value, WHOLE) for value in (0, -3, 2.5, True, "many")),
     *(("sequence_length", value, WHOLE) for value in (-1, "long")),
-    ("memory_limit", "lots", "is no amount of memory; write bytes"),
+    ("memory_limit", "lots", "is not a memory size; write 24GiB, 90% or bytes"),
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
-    ("headroom", "lots", "is no amount of memory"),
+    ("headroom", "lots", "is not a memory size"),
     ("headroom", "300%", "is more than the whole device"),
     *(("headroom", value, "keeps all of the device free") for value in ("100%", 1.0)),
     ("report_dir", 3, "must be a path"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching._plan import GPUS, SET_UP, Answer, Forecast, find_gpu, outside_of_allocator
+from adaptive_batching._plan import GPUS, SET_UP, Answer, Forecast, Gpu, find_gpus, outside_of_allocator
 from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import SetUp
 from adaptive_batching._trace.trace import trace_step
@@ -58,10 +58,35 @@ def test_several_devices_have_buffers_of_nccl() -> None:
     assert all(0 <= each.least < each.most and each.source for each in outside_of_allocator(2))
 
 
-def test_gpus_are_found_however_they_are_spelled_and_a_name_that_is_unclear_is_refused() -> None:
-    for name in ("RTX 4090", "rtx4090", "NVIDIA GeForce RTX 4090", "H100", "a100-80gb", "A100 80GB PCIe"):
-        assert find_gpu(name) in GPUS
-    unclear = {"A100": "one of several .*A100-40GB, A100-80GB", "RTX 4091": "mean 'RTX 4090'", "TPU": "known are"}
-    for name, message in unclear.items():
-        with pytest.raises(ConfigError, match=message):
-            find_gpu(name)
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *((name, ["RTX 4090"]) for name in ("RTX 4090", "rtx4090", "4090", "NVIDIA GeForce RTX 4090", "4090 24GB")),
+        *((name, ["H100"]) for name in ("h100", "h100 80gb", "NVIDIA H100 80GB HBM3", "H100 PCIe")),
+        *((name, ["A100-80GB"]) for name in ("a100-80gb", "A100 80GB PCIe", "NVIDIA A100-SXM4-80GB")),
+        ("a100", ["A100-40GB", "A100-80GB"]), ("Tesla V100-SXM2-16GB", ["V100-16GB"]), ("t4", ["T4"]),
+        ("A10", ["A10"]), ("RTX A6000", ["A6000"]), ("NVIDIA L40S", ["L40S"]), ("h200 141gb", ["H200"]),
+    ],
+)  # fmt: skip
+def test_gpus_are_found_however_they_are_spelled(name: str, found: list[str]) -> None:
+    assert [gpu.name for gpu in find_gpus(name)] == found
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_each_gpu_is_found_by_its_own_name(gpu: Gpu) -> None:
+    assert find_gpus(gpu.name) == [gpu]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("RTX 4091", "the closest: .*RTX 4090"),
+        ("h10", "the closest: .*A10, .*H100"),
+        ("H100 40GB", "the closest: H100; or give its memory"),
+        ("TPU", "known: T4, .*B200; or give its memory, such as --memory 24GiB"),
+        ("", "known: T4"),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_the_closest(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--gpu '{name}' is unknown; {message}"):
+        find_gpus(name)

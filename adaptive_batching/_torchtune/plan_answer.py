@@ -14,7 +14,7 @@ from adaptive_batching._plan import Answer, Gpu, MemoryEstimate
 from adaptive_batching._torchtune import planning
 from adaptive_batching._torchtune.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import GIB, MIB
-from adaptive_batching._trace.traced_step import KINDS
+from adaptive_batching._trace.traced_step import BACKWARD, FORWARD, KINDS
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
@@ -44,11 +44,15 @@ class Asked:
     length: int | None
     length_unknown: str  # why, where it is not known
     lengths: Sequence[int] | None  # tokens of each sample, where the data are at hand
-    gpu: Gpu | None
+    gpus: Sequence[Gpu]  # the question is about the smallest
     mfu: float | None
     levers: bool
     table: bool
     plot: Path | None
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return min(self.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
 
 
 def answer(asked: Asked, *, as_json: bool) -> int:
@@ -80,7 +84,7 @@ def answer(asked: Asked, *, as_json: bool) -> int:
             show("", *_lengths(shown["lengths"]))
         if asked.levers:
             shown["levers"] = planning.pull_levers(made)
-            show("", f"What would help, of {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
+            show("", f"What would help, for {made.asked} x {length:,} tokens", *_levers(shown["levers"]))
         shown["seconds"] = round(time.perf_counter() - start, 2)
         code = made.need.within(question.memory_bytes)
     if as_json:
@@ -117,28 +121,58 @@ def _plan(asked: Asked, made: TracedPlan) -> tuple[dict[str, Any], list[str]]:
         "peak": {"moment": need.moment, **need.kinds},
         "largest_micro_batch": largest,
         "token_budget": None if largest is None else largest * made.length,
+        "gpus": [_on(gpu, made) for gpu in asked.gpus],
         "epochs": epochs,
         "epoch_flops": epoch_flops,
         "hours_per_epoch": hours,
     }
-    return shown, [
-        *_head(asked, made), "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), "",
-        *of_epochs, "", *_work(asked, made, epoch_flops, hours), "", how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED),
-    ]  # fmt: skip
+    several = len(asked.gpus) > 1
+    head = _heads(shown["gpus"], made) if several else _head(asked, made)
+    lines = [*head, "", "What it takes", *_what_counts(need, made.paged_bytes), "", *_peak(need), ""]
+    lines += [] if several else [*of_epochs, "", *_work(asked, made, epoch_flops, hours), ""]
+    return shown, [*lines, how_sure(AGAINST_ALLOCATOR, AGAINST_PUBLISHED)]
+
+
+def _on(gpu: Gpu, made: TracedPlan) -> dict[str, Any]:
+    found, memory = made.need.within(gpu.memory_bytes), gpu.memory_bytes
+    largest = made.forecast.largest(memory)
+    return {"name": gpu.name, "memory_bytes": memory, "answer": str(found), "largest_micro_batch": largest}
+
+
+def _heads(gpus: Sequence[Mapping[str, Any]], made: TracedPlan) -> list[str]:
+    """Return the answer on several GPUs, one line each."""
+    rows = [["GPU", "memory", "answer", "largest micro-batch"]]
+    for each in gpus:
+        rows.append([each["name"], _size(each["memory_bytes"]), each["answer"], str(each["largest_micro_batch"])])
+    need = f"{_size(made.need.least_bytes)} to {_size(made.need.most_bytes)}{_on_the_host(made.paged_bytes)}"
+    return [f"{_forward(made)}{_of_devices(made)} needs {need}", *_table(rows), *_assumed(made)]
 
 
 def _head(asked: Asked, made: TracedPlan) -> list[str]:
-    question, length, largest = asked.question, made.length, made.largest
-    where = f" on {asked.gpu.name}" if asked.gpu else ""
-    where += f" on each of {question.devices} devices" if question.devices > 1 else ""
-    what = f"a forward of {made.asked} x {length:,} tokens"
-    lines = [first_line(made.need, question.memory_bytes, what, where)]
+    length, largest = made.length, made.largest
+    where = (f" on {asked.gpu.name}" if asked.gpu else "") + _of_devices(made)
+    line = first_line(made.need, made.question.memory_bytes, _forward(made), where)
+    lines = [line + _on_the_host(made.paged_bytes)]
     if largest is not None:
-        lines.append(f"largest micro-batch: {largest} samples of {length:,} tokens")
+        lines.append(f"largest micro-batch: {_samples(largest)} of {length:,} tokens")
         lines.append(f"token budget: {largest * length:,} padded tokens in a forward")
-    if made.assumes is not None:
-        lines.append(f"assumed: {made.assumes}")
-    return lines
+    return lines + _assumed(made)
+
+
+def _forward(made: TracedPlan) -> str:
+    return f"a forward of {made.asked} x {made.length:,} tokens"
+
+
+def _of_devices(made: TracedPlan) -> str:
+    return f" on each of {made.question.devices} devices" if made.question.devices > 1 else ""
+
+
+def _on_the_host(paged_bytes: int) -> str:
+    return f"; plus up to {_size(paged_bytes)} of host memory for paged optimizer states" if paged_bytes else ""
+
+
+def _assumed(made: TracedPlan) -> list[str]:
+    return [] if made.assumes is None else [f"assumed: {made.assumes}"]
 
 
 def first_line(need: MemoryEstimate, memory: int | None, what: str, where: str) -> str:
@@ -162,14 +196,14 @@ def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
     best = "by default" if reserved.least <= reserved.least_expandable else "with expandable segments"
     rows = [
         ["tensors", _size(need.peak_bytes), f"{_size(need.resting_bytes)} between steps"],
-        ["reserved by the allocator", _size(reserved.by_default), f"runs in {_size(reserved.least)}, with retries"],
+        ["reserved by the allocator", _size(reserved.by_default), f"{_size(reserved.least)} is enough, with retries"],
         ["with expandable segments", _size(reserved.expandable), "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"],
         *([each.name, f"{_size(each.least)} to {_size(each.most)}", each.source] for each in need.outside),
-        ["fits from", _size(need.most_bytes), "reserved, and most beside it"],
-        ["does not fit below", _size(need.least_bytes), f"least that it runs in {best}, and least beside it"],
+        ["fits from", _size(need.most_bytes), "reserved, and the upper figures above"],
+        ["does not fit below", _size(need.least_bytes), f"least that is enough {best}, and the lower figures"],
     ]
     if paged_bytes:
-        why = "managed memory, goes to the host where room is short"
+        why = "moved to host memory when the GPU is short of room"
         rows.append(["paged optimizer states", _size(paged_bytes), why])
     return _table(rows)
 
@@ -177,7 +211,8 @@ def _what_counts(need: MemoryEstimate, paged_bytes: int) -> list[str]:
 def _peak(need: MemoryEstimate) -> list[str]:
     kinds = sorted(need.kinds.items(), key=lambda kind: -kind[1])
     rows = [[kind, _size(each), f"{100 * each / need.peak_bytes:.0f} %"] for kind, each in kinds if each >= MIB]
-    return [f"What sets the peak: the {need.moment}", *_table(rows)]
+    during = f"{need.moment} pass" if need.moment in (FORWARD, BACKWARD) else need.moment
+    return [f"At the peak, in the {during}:", *_table(rows)]
 
 
 def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
@@ -212,10 +247,10 @@ def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: floa
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
         line += f", and {_flops(need.recomputed_flops)} to compute activations again"
-    lines = [line + f" ({need.batch_size} x {length:,} tokens, a device)"]
+    lines = [line + f" ({need.batch_size} x {length:,} tokens, per device)"]
     if epoch_flops is not None:
-        tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens each"
-        line = f"  an epoch of {asked.question.samples:,} samples{tokens}: {_flops(epoch_flops)} on all devices"
+        tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"
+        line = f"  an epoch of {_samples(asked.question.samples or 0)}{tokens}: {_flops(epoch_flops)} on all devices"
         if hours is not None and asked.gpu is not None:
             line += f", {hours:.2f} hours at {asked.mfu:.0%} of {asked.gpu.name}'s {asked.gpu.peak_tflops:g} TFLOPS"
         lines.append(line)
@@ -224,14 +259,11 @@ def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: floa
 
 def how_sure(allocator: Mapping[str, float], published: Mapping[str, float]) -> str:
     """Return how far off plans were, in per cent, rounded up."""
-    allocated, reserved = (
-        f"{math.ceil(1000 * allocator[error]) / 10:g} %" for error in ("max_allocated_error", "max_reserved_error")
-    )
-    half, whole = (math.ceil(100 * published[share]) for share in ("half_within", "all_within"))
+    reserved = math.ceil(1000 * allocator["max_reserved_error"]) / 10
     return (
-        f"How sure: in {allocator['rows']} runs on PyTorch's own allocator, tensors were within {allocated} of the "
-        f"plan, and what it reserves at least, no stream being late, within {reserved}; of {published['peaks']} "
-        f"published peaks, half were within {half} %, all within {whole} %"
+        f"How sure: the answer rests on reserved memory. In {allocator['rows']} runs on PyTorch's own allocator, "
+        f"without a GPU, that was within {reserved:g} % of the plan. {published['peaks']} peaks published for GPUs "
+        f"were within {math.ceil(100 * published['all_within'])} %."
     )
 
 
@@ -280,6 +312,10 @@ def _draw(asked: Asked, made: TracedPlan, path: Path) -> None:
     axes.set(xlabel="samples of a forward", ylabel="memory (GiB)", xlim=(1, sizes[-1]), ylim=(0, None), title=title)
     axes.legend(loc="upper left", fontsize="small")
     figure.savefig(path, dpi=120)
+
+
+def _samples(number: int) -> str:
+    return "1 sample" if number == 1 else f"{number:,} samples"
 
 
 def _size(num_bytes: float) -> str:

@@ -26,13 +26,12 @@ from torchtune.datasets import ConcatDataset
 from tqdm import tqdm
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._plan import Answer, find_gpu
+from adaptive_batching._plan import Answer, find_gpus
 from adaptive_batching._torchtune.commands import LAUNCHED, closest
 from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._torchtune.meta_setup import RECIPES
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, PlanRequest
-from adaptive_batching._trace.allocator import GIB
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount, first_line
 
@@ -41,13 +40,17 @@ def add_plan(subparsers: Any, prog: str) -> None:
     help_text = "Say whether a config fits on a GPU, what takes the memory, and what would help. Needs no GPU."
     parser = subparsers.add_parser(
         "plan", prog=f"{prog} plan", help=help_text, description=help_text,
+        usage="%(prog)s [recipe] config [key=value ...] [options]",
         epilog="exit codes: 0 fits, 1 does not, 3 tight, 4 cannot tell, 2 a mistake on the command line",
     )  # fmt: skip
-    parser.add_argument("--config", required=True, help="name, as 'ls' shows it, or path")
-    parser.add_argument("--recipe", choices=RECIPES, help="recipe of a config that is no stock one")
+    parser.add_argument("--config", metavar="CONFIG", help="the config, as in a line of 'run'")
+    parser.add_argument("--recipe", choices=RECIPES, metavar="NAME", help="recipe for a config of your own")
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--memory", metavar="24GiB", help="memory of the GPU")
-    device.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 'RTX 4090' or H100")
+    device.add_argument("--memory", metavar="24GiB", help="memory of the GPU; a plain number such as 24 is GiB")
+    device.add_argument(
+        "--gpu", metavar="NAME", action="append", default=[],
+        help="a GPU by name, such as 4090 or 'h100 80gb'; several --gpu give a table of answers",
+    )  # fmt: skip
     parser.add_argument("--sequence-length", type=int, metavar="N", help="tokens of the longest sample")
     parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
     parser.add_argument("--devices", "--nproc_per_node", type=int, metavar="N", help="number of GPUs")
@@ -57,8 +60,8 @@ def add_plan(subparsers: Any, prog: str) -> None:
     parser.add_argument("--no-levers", action="store_true", help="leave out what would help")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value",
-        help="overrides of the config; the recipe may stand before it, as in a line of 'run'",
+        "overrides", nargs="*", metavar="[recipe] config [key=value ...]",
+        help="a config, by name (see 'ls') or path, and its overrides; the recipe may stand before it",
     )  # fmt: skip
     parser.set_defaults(func=lambda args: sys.exit(_run(args)))
 
@@ -92,20 +95,17 @@ def _read(args: argparse.Namespace) -> Asked:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if args.mfu is not None and not 0 < args.mfu <= 1:
         raise ConfigError(f"--mfu {args.mfu} must be above 0 and at most 1")
-    if args.mfu is not None and args.gpu is None:
-        raise ConfigError(f"--mfu {args.mfu} is a share of a GPU's peak; name the GPU with --gpu")
-    recipe, overrides = _recipe_and_overrides(args)
-    gpu = None if args.gpu is None else find_gpu(args.gpu)
+    gpus = list(dict.fromkeys(gpu for name in args.gpu for gpu in find_gpus(name)))
+    if args.mfu is not None and len(gpus) != 1:
+        raise ConfigError(f"--mfu {args.mfu} is a share of one GPU's peak; name that GPU with --gpu")
+    name, recipe, overrides = _named(args)
     if args.plot is not None:
         _check_plot(args.plot)
-    recipe, path, cfg = _load(args.config, recipe, overrides)
+    recipe, path, cfg = _load(name, recipe, overrides)
     said = re.search(r"--nproc_per_node (\d+)", path.read_text())
     devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
     recipe = _on_so_many(recipe, devices)
-    memory = None if args.memory is None else MemoryAmount.parse("--memory", args.memory)
-    if memory is not None and memory.num_bytes is None:
-        raise ConfigError(f"--memory {args.memory} is a share of an unknown device; write an amount such as 24GiB")
-    memory_bytes = int(gpu.memory_gib * GIB) if gpu is not None else None if memory is None else memory.num_bytes
+    memory_bytes = min(gpu.memory_bytes for gpu in gpus) if gpus else _memory(args.memory)
     section = cfg.get("adaptive_batching") or {}
     length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
@@ -113,25 +113,52 @@ def _read(args: argparse.Namespace) -> Asked:
     unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({why})"
     question = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
     return Asked(
-        args.config, question, None if length is None else int(length), unknown, lengths, gpu, args.mfu,
-        not args.no_levers, args.table, args.plot,
+        name, question, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
+        not args.no_levers and len(gpus) < 2, args.table, args.plot,
     )  # fmt: skip
 
 
-def _recipe_and_overrides(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    def is_none(argument: str) -> bool:
-        return "=" not in argument and not argument.startswith("~")
+def _memory(text: str | None) -> int | None:
+    """Return bytes; a plain number below 4096 is GiB."""
+    if text is None:
+        return None
+    try:
+        plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
+        if found := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
+            return found
+    except ConfigError:
+        pass
+    raise ConfigError(f"--memory {text} is not the memory of a GPU; write 24, 24GiB or bytes")
 
-    recipe, overrides = args.recipe, list(args.overrides)
-    if overrides and is_none(overrides[0]):
-        named = Path(overrides[0]).stem
-        if named in RECIPES and recipe in (None, named):
-            recipe, overrides = named, overrides[1:]
-        elif named in [each.name for each in registry.get_all_recipes()] and named not in RECIPES:
-            raise NotPlannedError(_not_covered(args.config, named))
-    for override in filter(is_none, overrides):
-        raise ConfigError(f"{override!r} is no override; write key=value")
-    return recipe, overrides
+
+def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
+    """Return the config, the recipe if there is one, and the overrides that a command line names."""
+
+    def is_override(argument: str) -> bool:
+        return "=" in argument or argument.startswith("~")
+
+    names = [each for each in args.overrides if not is_override(each)]
+    recipes = registry.get_all_recipes()
+    known, configs = [each.name for each in recipes], [config.name for each in recipes for config in each.configs]
+    config, recipe = args.config, args.recipe
+    first = Path(names[0]) if names else Path()
+    is_recipe = first.stem in known and first.suffix in ("", ".py") and recipe in (None, first.stem)
+    if is_recipe:
+        recipe = first.stem
+        names = names[1:]
+    if config is None and names:
+        config, *names = names
+    if config is None:
+        raise ConfigError(
+            "no config is named; 'ls' lists them; for instance: plan llama3_2/1B_lora_single_device --gpu 4090"
+        )
+    if is_recipe and recipe not in RECIPES:
+        raise NotPlannedError(_not_covered(config, str(recipe)))
+    for name in names:
+        if not is_recipe and config not in configs and not Path(config).is_file():  # it stands where a recipe would
+            raise ConfigError(f"there is no recipe {config!r}{closest(config, known)}")
+        raise ConfigError(f"{name!r} is not an override; write key=value")
+    return config, recipe, [each for each in args.overrides if is_override(each)]
 
 
 def _check_plot(path: Path) -> None:
@@ -143,7 +170,7 @@ def _check_plot(path: Path) -> None:
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
-        raise ConfigError(f"--plot {path} has no ending of a picture; write one of .{', .'.join(known)}")
+        raise ConfigError(f"--plot {path} is not a kind of picture; write one of .{', .'.join(known)}")
 
 
 def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
@@ -160,15 +187,14 @@ def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str,
         for other in runpy.run_path(registry.__file__)["_ALL_RECIPES"]:  # as torchtune ships them
             if name in [each.name for each in other.configs]:
                 raise NotPlannedError(_not_covered(name, other.name))
-        hint = closest(name, [known_as for known_as, *_ in known])
-        raise ConfigError(f"--config {name}: there is no such file, and no such config{hint}")
+        raise ConfigError(f"there is no config {name!r}{closest(name, [known_as for known_as, *_ in known])}")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
         cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]
     except Exception as error:  # whatever YAML, omegaconf and torchtune raise
         raise ConfigError(f"{name} {' '.join(overrides)} cannot be read: {first_line(error)}") from error
     if "model" not in cfg:
-        raise ConfigError(f"--config {name} has no model; is it a config of a recipe?")
+        raise ConfigError(f"{name} has no model; is it a config of a recipe?")
     return recipe or _recipe_of(path, cfg), path, cfg
 
 

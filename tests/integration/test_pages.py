@@ -72,7 +72,7 @@ RUN = "adaptive-batching run"
 LORA = "lora_finetune_single_device --config llama3_2/1B_lora_single_device"
 FULL = "full_finetune_single_device --config quickstart/full_single_device"
 MANY = "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_size=True"
-PLAN = "adaptive-batching plan --config"
+PLAN = "adaptive-batching plan"
 REPORTS = "test_reports_are_made_as_shown"
 # One of each kind is not slow. A text is why a target of make is not run: what it would run is looked at.
 COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
@@ -83,10 +83,10 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
     "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", ""),
     # tests/torchtune/test_plan_command.py has one that is not slow.
-    f"{PLAN} llama3_1/8B_lora_single_device --gpu 'RTX 4090' --sequence-length 2048": Shell(
+    f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": Shell(
         "fits: a forward of 2 x 2,048 tokens needs at most", ""
     ),
-    f"{PLAN} llama3_2/1B_lora_single_device --memory 24GiB --sequence-length 2048": Shell("What would help", ""),
+    f"{PLAN} llama3_2/1B_lora_single_device --memory 24 --sequence-length 2048": Shell("What would help", ""),
     "adaptive-batching quickstart": Shell(
         "Next, with a config of your own", "epochs=1 dataset.split=train[:24]", slow=False
     ),

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from adaptive_batching._plan import find_gpus
 from adaptive_batching._torchtune.commands import LAUNCHED
 from adaptive_batching._torchtune.planning import PlanRequest, sketch
-from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "configs"
 ADAPTIVE = sorted(path for path in FOLDER.glob("**/*.yaml") if path.parent.name != "quickstart")
-CARDS = (24, 48, 80)  # GiB
-_FIGURES = re.compile(r"^#   24 GiB: .*$", flags=re.MULTILINE)
+CARDS = [find_gpus(name)[0] for name in ("RTX 4090", "L40S", "H100")]  # sold as 24, 48 and 80 GB
+_FIGURES = re.compile(r"^#   RTX 4090 .*$", flags=re.MULTILINE)
 
 
 def question_of(path: Path) -> PlanRequest:
@@ -40,8 +40,10 @@ def planned(path: Path) -> str:
     """Return the line to show: the largest forward of samples of the longest length, on each card."""
     question = question_of(path)
     forecast = sketch(question, int(question.cfg.tokenizer.max_seq_len)).forecast
-    largest = [forecast.largest(gib * GIB) for gib in CARDS]
-    return "#   " + ", ".join(f"{gib} GiB: {size or 'none'}" for gib, size in zip(CARDS, largest, strict=True))
+    largest = [
+        f"{gpu.name} ({gpu.memory_gib:.1f} GiB): {forecast.largest(gpu.memory_bytes) or 'none'}" for gpu in CARDS
+    ]
+    return f"#   {', '.join(largest)}"
 
 
 def planned_apart(path: Path) -> str:

@@ -28,7 +28,7 @@ OF_BOTH = [
     ("use_maximum_batchsize=True", "use_maximum_batchsize is unknown; did you mean 'use_maximum_batch_size'"),
     ("save_every_step=5", "save_every_step is unknown; did you mean 'save_every_n_steps'"),
     ("adaptive_batching.memory_limt=1GiB", "memory_limt is unknown; did you mean 'memory_limit'"),
-    ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is no amount of memory; write bytes"),
+    ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is not a memory size; write 24GiB, 90% or bytes"),
     ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4; raise"),
     ("adaptive_batching.keep_global_batch=True adaptive_batching.grow_beyond_memory=True",
      "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
