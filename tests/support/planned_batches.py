@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching._torchtune.commands import LAUNCHED
+from adaptive_batching._torchtune.names import LAUNCHED
 from adaptive_batching._torchtune.planning import PlanRequest, sketch
 from adaptive_batching._trace.allocator import GIB
 from tests.support.processes import in_a_process
