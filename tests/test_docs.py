@@ -96,7 +96,7 @@ def test_the_names_of_other_tools_are_answered_as_shown() -> None:
 def parser_of_commands() -> tuple[argparse.ArgumentParser, Any]:
     parser = argparse.ArgumentParser(exit_on_error=False)
     subparsers = parser.add_subparsers()
-    for add in COMMANDS:
+    for add in COMMANDS.values():
         add(subparsers, "adaptive-batching")
     return parser, subparsers
 

@@ -119,6 +119,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
 
     def validate(args: argparse.Namespace) -> None:
+        sys.path.append(str(Path.cwd()))  # as a run does, for an increase function that lies there
         path = find_config(args.config, parser)
         name = find_recipe(args.recipe, parser).name if args.recipe else recipe_of(args.config, path)
         cfg = _read(path, args.overrides, parser)

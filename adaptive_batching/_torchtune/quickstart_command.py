@@ -22,8 +22,8 @@ _SHORT = [
     *("dataset.split=train[:384]", "lr_scheduler.num_warmup_steps=10"),
     *("adaptive_batching.memory_limit=1.5GiB", "adaptive_batching.sequence_length=128"),
 ]
-_STAGED = """The out-of-memory error in this run is staged, to show how a step recovers: sequence_length=128 tells the probe of
-samples half as long as the longest, and memory_limit=1.5GiB is little. Take neither into a config of your own.
+_STAGED = """The out-of-memory error in this run is staged, to show how a step recovers: sequence_length=128 tells the
+probe of samples half as long as the longest, and memory_limit=1.5GiB is little. Take neither into a config of your own.
 """
 _NEXT = "lora_finetune_single_device --config llama3_2/1B_lora_single_device micro_batch_size=auto"
 _REPOSITORY = "meta-llama/Llama-3.2-1B-Instruct"
@@ -72,8 +72,8 @@ def what_next(program: str, *, has_gpu: bool) -> str:
     lines = [f"Next, with a config of your own, or one of torchtune's ('{program} ls'):"]
     if not _WEIGHTS.is_dir():
         lines += [
-            f"  {program} download {_REPOSITORY} --output-dir {_WEIGHTS} --ignore-patterns 'original/consolidated.00.pth'"
-            f" --hf-token TOKEN",
+            f"  {program} download {_REPOSITORY} --output-dir {_WEIGHTS} \\",
+            "    --ignore-patterns 'original/consolidated.00.pth' --hf-token TOKEN",
             f"    (first, as the weights are not in {_WEIGHTS}; the model's page on huggingface.co grants access)",
         ]
     on_cpu = "" if has_gpu else " device=cpu dtype=fp32"
