@@ -38,7 +38,7 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
 
     def run(args: argparse.Namespace) -> None:
-        folder, program = recipes_folder(), _program(prog)
+        folder, program = recipes_folder(), program_on_this_machine(prog)
         try:
             quickstart.build(args.data_dir)
         except FileExistsError as error:
@@ -57,7 +57,7 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
     parser.set_defaults(func=run)
 
 
-def _program(prog: str) -> str:
+def program_on_this_machine(prog: str) -> str:
     """Return what to type for this program on this machine: its name, its path, or the module."""
     if shutil.which(prog):
         return prog

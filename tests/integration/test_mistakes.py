@@ -145,7 +145,8 @@ def test_validate_refuses_what_a_run_refuses_before_it_loads_a_model(
     assert "error: " in line and [word for word in words if word not in line] == [], line
 
 
-@pytest.mark.parametrize("name", sorted(config_files()))
+@pytest.mark.slow  # a minute and a half
+@pytest.mark.parametrize("name", sorted(name for name in config_files() if "vision" not in name))
 def test_every_config_that_is_listed_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert in_this_process("validate", name) == 0, capsys.readouterr().err
 
