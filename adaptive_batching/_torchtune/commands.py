@@ -149,7 +149,8 @@ def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> 
     if not isinstance(values, dict):
         parser.error(f"{path} is no mapping of keys to values, as a config is")
     try:
-        return _merge_yaml_and_cli_args(argparse.Namespace(**values), overrides)  # type: ignore[arg-type]
+        cfg: DictConfig = _merge_yaml_and_cli_args(argparse.Namespace(**values), overrides)  # type: ignore[arg-type]
+        return cfg
     except Exception as error:  # whatever torchtune and omegaconf raise
         parser.error(f"{' '.join(overrides)} cannot be read ({first_line(error)}); write key=value")
 

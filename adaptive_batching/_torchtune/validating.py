@@ -82,7 +82,7 @@ def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Obje
     return HeldOut(loader, objective, settings.every, settings.batch_size, longest)
 
 
-def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type) -> None:
+def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type | None) -> None:
     """Refuse validation where a recipe has none, and what reads its loss where it is not configured."""
     if settings is not None and not getattr(recipe, "validates", True):
         raise ConfigError(

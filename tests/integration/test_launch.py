@@ -75,7 +75,7 @@ def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(
         (["run", "lora_finetune_single_device"], "--config <name or path> is missing after the recipe"),
         (["run", "lora_finetune_single_device", "--config", "1B_lora"], "there is no config '1B_lora'"),
         (["probe", "lora_finetune_single_devic"], "did you mean 'lora_finetune_single_device'"),
-        (["ls", "--recipe", "lora_single_device"], "did you mean 'lora_finetune_single_device'"),
+        (["ls", "--recipe", "lora_finetune_single"], "did you mean 'lora_finetune_single_device'"),
         (["cat", "quickstart/lora_single"], "did you mean 'quickstart/lora_single_device'"),
         (["cat", "qat_distributed"], "'qat_distributed' is a recipe, and a config is needed"),
         (["cp", "lora_finetune_single_devic", "x.py"], "did you mean 'lora_finetune_single_device'"),
