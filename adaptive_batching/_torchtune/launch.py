@@ -100,7 +100,7 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
 
 
 def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
-    log_for_people(flags)
+    _log_for_people(flags)
     with compiling.limits_restored():
         if issubclass(recipe_class, AdaptiveEvaluation):
             _evaluate(recipe_class, cfg, flags)
@@ -202,7 +202,7 @@ class _ForPeople(logging.Formatter):
         return level + ("" if _RANK == 0 else f"rank {_RANK}: ") + super().format(record)
 
 
-def log_for_people(flags: set[str]) -> None:
+def _log_for_people(flags: set[str]) -> None:
     """Show our log on the first rank, and on others what only they know, unless the program has set logging up."""
     if logging.getLogger().handlers:
         return
