@@ -71,7 +71,7 @@ PROCESS_WIDE = {
     "torchtune._recipe_registry._ALL_RECIPES": "has the recipes and configs of this package",
     "logging filter of torchao, warnings.filters": "keep messages off that a user can do nothing about",
     "sys.argv, PYTHONPATH": "are what a recipe is launched with",
-    "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan",
+    "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan; logging is by -q, too",
     # To the end of the process: glibc and oneDNN cannot tell what was set before, and read it once
     "mallopt, ONEDNN_PRIMITIVE_CACHE_CAPACITY, LRU_CACHE_CAPACITY": "let a CPU with a limit keep less for later",
 }

@@ -204,6 +204,8 @@ class _ForPeople(logging.Formatter):
 
 def _log_for_people(flags: set[str]) -> None:
     """Show our log on the first rank, and on others what only they know, unless the program has set logging up."""
+    if QUIET in flags:
+        logging.disable(logging.INFO)  # stock sets the level of its loggers each time that it logs
     if logging.getLogger().handlers:
         return
     logger = logging.getLogger("adaptive_batching")
@@ -214,7 +216,7 @@ def _log_for_people(flags: set[str]) -> None:
             handler.addFilter(lambda record: hasattr(record, "only_here") or record.levelno > logging.WARNING)
         logger.addHandler(handler)
     shown = logging.DEBUG if VERBOSE in flags else logging.INFO
-    logger.setLevel(shown if _RANK == 0 and QUIET not in flags else logging.WARNING)
+    logger.setLevel(shown if _RANK == 0 else logging.WARNING)
 
 
 def _frames_of_the_user(error: BaseException) -> str:

@@ -130,7 +130,8 @@ def test_what_a_run_shows(inputs: Path, tmp_path: Path) -> None:
     arguments += shlex.split(small("full", inputs, tmp_path / "out"))
     shown = {flag: run(OURS, [flag, *arguments, "max_steps_per_epoch=1"], tmp_path, ROOT) for flag in ("-q", "-v")}
     assert "resolved config" in shown["-v"] and "what was decided" in shown["-v"]
-    assert "resolved config" not in shown["-q"] and "what was decided" not in shown["-q"]
+    assert "resolved config" not in shown["-q"] and "is initialized" not in shown["-q"]
+    assert "what was decided" not in shown["-q"]
     assert not any(noise in text for text in shown.values() for noise in ("cpp extensions", "set_vital"))
     # A recipe by the path of the installed package, from a checkout; a probe trains nothing.
     recipe = ["adaptive_batching/recipes/full_finetune_single_device.py", "--config"]
