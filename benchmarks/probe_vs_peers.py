@@ -61,7 +61,7 @@ from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._trace.training import TrainingStep
 
 PACKAGES = ("torch", "torchtune", "torchao", "lightning", "accelerate", "ludwig", "deepspeed")
-OURS, TRUTH = "adaptive_batching predict", "truth"
+OURS, DEFAULTS, TRUTH = "adaptive_batching predict", "adaptive_batching, defaults (rounded)", "truth"
 INSTALLED = {package.name: package.version for package in importlib.metadata.distributions()}
 MAX_SIZE = 8192  # where Lightning gives up; the upper bound of predict, too
 # glibc: freed memory goes back to the system at once, so that the limit is about memory in use.
@@ -194,13 +194,12 @@ class Task:
 Search = Callable[[], int]
 
 
-def predict(task: Task) -> Search:
+def predict(task: Task, **settings: Any) -> Search:
     def bind(model: torch.nn.Module, optimizers: Any) -> Callable[[Any], None]:
         return lambda batch: task.step(model, optimizers[0], batch)
 
     def search() -> int:
-        settings = {"search": "predict", "round_to_power_of_two": False, "headroom": 0}
-        config = AdaptiveBatchingConfig.from_mapping(settings)
+        config = AdaptiveBatchingConfig.from_mapping({"headroom": 0, **settings})
         step = TrainingStep(task.model, [task.optimizer], task.batch, bind)
         return find_largest(step, config, memory_meter(task.device), ProbeRequest(MAX_SIZE)).batch_size
 
@@ -336,7 +335,8 @@ def truth(task: Task, fits: Callable[[int], bool] | None = None) -> Search:
 
 # name: (the package it needs, how to prepare it)
 METHODS: dict[str, tuple[str, Callable[[Task], Search]]] = {
-    OURS: ("torch", predict),
+    OURS: ("torch", lambda task: predict(task, round_to_power_of_two=False)),
+    DEFAULTS: ("torch", predict),
     "Lightning power": ("lightning", lambda task: lightning(task, "power")),
     "Lightning binsearch": ("lightning", lambda task: lightning(task, "binsearch")),
     "Accelerate": ("accelerate", accelerate),
@@ -396,7 +396,7 @@ def evaluate(results: list[dict[str, Any]]) -> tuple[list[str], dict[str, Any]]:
                 seconds = statistics.median(measured)
                 counts = [statistics.median_low(values(key, method, model)) for key in ("answer", "steps", "ooms")]
                 cells = [*counts, f"{seconds:.1f}", f"{counts[0] / truths[-1]:.2f}", f"{seconds / ours:.2f}"]
-                ratios += [ours / seconds] if method != OURS else []
+                ratios += [ours / seconds] if method not in (OURS, DEFAULTS) else []
             rows.append("| " + " | ".join(map(str, [model, "-".join(map(str, truths)), method, *cells])) + " |")
     return rows, {
         "max_gap_to_truth": max(gaps),

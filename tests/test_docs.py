@@ -19,6 +19,7 @@ from torchtune.config._parse import TuneRecipeArgumentParser
 from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
+import adaptive_batching
 from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
 from adaptive_batching.__main__ import COMMANDS
 from adaptive_batching._growth.increase import resolve
@@ -99,6 +100,12 @@ def parser_of_commands() -> tuple[argparse.ArgumentParser, Any]:
     for add in COMMANDS.values():
         add(subparsers, "adaptive-batching")
     return parser, subparsers
+
+
+def test_all_that_say_the_version_agree() -> None:
+    version = re.escape(adaptive_batching.__version__)
+    for name, before in (("pyproject.toml", 'version = "'), ("CITATION.cff", "version: "), ("CHANGELOG.md", r"## \[")):
+        assert re.search(f"^{before}{version}", (ROOT / name).read_text(), flags=re.MULTILINE), name
 
 
 def test_the_command_of_the_pages_is_installed_and_its_commands_have_a_row() -> None:

@@ -123,7 +123,7 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
             found = _from_factory(key, found, arguments)
         elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
             dropped = ", ".join(arguments)
-            log.warning("%s takes an epoch and a batch size, so it is no factory; dropped arguments: %s", key, dropped)
+            log.warning("%s is the increase function itself, not a factory; ignoring its arguments: %s", key, dropped)
     check_signature(key, found)
     return path, found
 

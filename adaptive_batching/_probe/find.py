@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,7 +166,7 @@ class _Search:
         self._num_steps += 1
         of = f" of about {self._expected}" if self._num_steps <= self._expected else ""
         log.info(
-            "trial step %d%s: batch size %d, %.0f s since the first began",
+            "trial %d%s: batch size %d (%.0f s)",
             self._num_steps, of, batch_size, time.perf_counter() - self._start
         )  # fmt: skip
         here, ranks = run(batch_size), self._ranks
@@ -213,6 +214,16 @@ class _Search:
         known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
         points = {last, next_size, *ran, *range(1, last + 1, max(1, last // 16))}
         return [(b, int(known.peak_bytes(b))) for b in sorted(points)]
+
+    def exact(self, sizes: SizesRun) -> int | None:
+        """Return the largest size that is predicted to fit, where larger than the answer, which memory bounds."""
+        if self.traced is None or not self._config.round_to_power_of_two or sizes.low + 1 == len(sizes.candidates):
+            return None
+        known = CorrectedCurve(sizes, self.traced.curve.peak_bytes, self._count)
+        found, beyond = sizes.candidates[sizes.low], sizes.candidates[sizes.low + 1]
+        above = range(found + 1, beyond)
+        count = bisect_right(above, sizes.budget_bytes, key=lambda size: int(known.peak_bytes(size)))
+        return found + count if count else None
 
 
 def find_maximum_batch_size(
@@ -300,6 +311,7 @@ def find_largest(
         batch_size, "what is of use" if settled else reason, sizes.budget_bytes, meter.total_bytes,
         search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
         measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
+        exact=None if settled else search.exact(sizes),
     )  # fmt: skip
     _log_result(result)
     return result
@@ -310,7 +322,7 @@ def _log_result(result: ProbeResult) -> None:
     if result.enough is not None:
         peak = max((at for size, at in result.predicted if size <= result.enough), default=0)
         log.info(
-            "forwards of up to %d samples are large enough, and predicted to fit by far (%s of %s); found in %.1f s "
+            "forwards of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
             "with %d training steps, at up to %d samples",
             result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size
         )  # fmt: skip
@@ -318,7 +330,7 @@ def _log_result(result: ProbeResult) -> None:
     log.info(
         "maximum batch size %d, bound by %s: it takes %s of %s; found in %.1f s with %d training steps, %d out of "
         "memory",
-        batch_size, result.reason, memory_size(result.peak_bytes), budget,
+        batch_size, result.bound, memory_size(result.peak_bytes), budget,
         result.seconds, result.num_steps, result.num_out_of_memory
     )  # fmt: skip
 
@@ -334,7 +346,7 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
     if not step.can_be_traced:
         return None
     start = time.perf_counter()
-    log.info("tracing the training step to predict its memory, twice, without taking any")
+    log.info("tracing the training step twice to predict its memory")
     try:
         traced = trace_step(step)
         log.info("traced in %.1f s", time.perf_counter() - start)

@@ -197,6 +197,11 @@ def candidate_sizes(
     return sorted(size for size in sizes if size <= upper)
 
 
+def rounded_down(exact: int) -> str:
+    """Return what bounds a size where about ``exact`` samples fit, in words."""
+    return f"memory: about {exact} fit, rounded down (round_to_power_of_two)"
+
+
 @dataclass(frozen=True)
 class ProbeResult:
     """The largest batch size, and the evidence for it. Plain values only, so that it can be stored."""
@@ -221,6 +226,13 @@ class ProbeResult:
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
     peak_kinds: dict[str, int] = field(default_factory=dict)
     """Bytes of each kind (:data:`adaptive_batching._trace.traced_step.KINDS`) that are alive then."""
+    exact: int | None = None
+    """Largest size that is predicted to fit where :attr:`batch_size` is rounded down to a power of two; else None."""
+
+    @property
+    def bound(self) -> str:
+        """What bounds :attr:`batch_size`, in words."""
+        return self.reason if self.exact is None else rounded_down(self.exact)
 
     @property
     def peak_bytes(self) -> int:

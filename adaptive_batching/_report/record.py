@@ -97,7 +97,7 @@ class Report(Watcher):
             larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
             beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
             peak = f"peak {_mib(result.peak_bytes)} of {budget}"
-            found((of, f"{result.batch_size}, bound by {result.reason}"))
+            found((of, f"{result.batch_size}, bound by {result.bound}"))
             found(("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"))
             if result.shorter:
                 points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)

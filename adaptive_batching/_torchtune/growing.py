@@ -93,6 +93,13 @@ def make_controller(
         start = maximum = maximum if uses_maximum else configured
         if start != configured:
             log.info("batch size %d instead of the configured %d: the largest, bound by %s", start, configured, reason)
+        if accumulation.window(start) > 2 * run.window and increase.settings.lr_scaling == "none":
+            seen, before = (window * host.num_replicas for window in (accumulation.window(start), run.window))
+            log.warning(
+                "each optimizer step sees %d samples instead of %d, at the configured learning rate; to keep %d set "
+                "micro_batch_size=auto use_maximum_batch_size=False, or have the rate follow with "
+                "adaptive_batching.lr_scaling=auto", seen, before, before,
+            )  # fmt: skip
     else:
         function, start = _on_first_rank(increase.function, host.ranks), configured
         if stored and stored["configured_batch_size"] == configured:

@@ -103,7 +103,7 @@ class NoiseMeter:
             shown = NoiseEstimate.of_part(part / in_part**2, in_part, big, tokens, num_samples)
         else:
             if not self._warned:
-                log.warning("the gradient noise scale is not measured: a step has no two micro-batches with targets")
+                log.warning("the gradient noise scale is not measured: a step needs two micro-batches with targets")
             self._warned = True
             return None
         self.scale.add(shown)

@@ -23,7 +23,7 @@ from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.find import ProbeRequest, find_largest
-from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.sizes import ProbeResult, rounded_down
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
 from adaptive_batching._torchtune.host import Host, StockRun
@@ -125,7 +125,7 @@ class Probe:
             shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
             capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
         seen = result.batch_size * tokens
-        found = Probed(result.batch_size, result.reason, settings.micro_batch_size, capacity, seen)
+        found = Probed(result.batch_size, result.bound, settings.micro_batch_size, capacity, seen)
         return settled(settings, found, self.upper, self.reason)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
@@ -220,7 +220,9 @@ def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason:
             size = Fixed(maximum)
         maximum = maximum // size.samples * size.samples  # so that micro-batches come out even
     elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
-        maximum = 1 << (maximum.bit_length() - 1)
+        exact, maximum = maximum, 1 << (maximum.bit_length() - 1)
+        if maximum < exact and bound == "memory":
+            bound = rounded_down(exact)
     if settings.grows and not settings.growth_is_bound_by_memory:
         maximum, bound = upper, reason  # what does not fit at once is split
     return replace(found, maximum=maximum, reason=bound, micro_batch_size=size)
@@ -298,7 +300,9 @@ def cached_probe(
         if peak <= available:
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
-        log.info("stored probe result ignored: it takes %s, and %s are left", memory_size(peak), memory_size(available))
+        log.info(
+            "stored probe result ignored: it needs %s, and only %s are left", memory_size(peak), memory_size(available)
+        )
     result = find(settings, meter)
     ranks.on_first(lambda: store_result(path, key, result))
     return result
@@ -320,7 +324,7 @@ def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
 
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
     """Leave room for what the program adds while it trains, where tensors and program share the memory measured."""
-    log.info("%s are kept free for what training takes besides its steps", memory_size(_ADDED_BY_TRAINING))
+    log.info("reserving %s for allocations outside of steps", memory_size(_ADDED_BY_TRAINING))
     if settings.memory_limit is None:
         least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))

@@ -229,7 +229,7 @@ def _warn_of_another_order(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         if before.get(key, value) != value:
             what = f"{value} samples in dataset, where" if key == "dataset" else f"{key}={value}, where it was"
             log.warning(
-                "%s %s in the run that is resumed: its epoch goes on in another order, in which samples come again and "
-                "others do not come; set %s as it was",
+                "%s %s in the run that is resumed: the epoch goes on in another order, repeating some samples and "
+                "missing others; set %s back to keep the order",
                 what, f"there were {before[key]}" if key == "dataset" else before[key], key,
             )  # fmt: skip

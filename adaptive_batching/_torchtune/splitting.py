@@ -154,8 +154,8 @@ class Splitter:
             if len(sizes_of_pieces) > 1 and not self._said_that_sizes_are_few:
                 self._said_that_sizes_are_few = True
                 log.info(
-                    "%d packs run as %s: attention has been compiled for %d numbers of packs, and is not for each more "
-                    "that comes", len(part), sizes_of_pieces, len(known),
+                    "%d packs run as %s: attention is compiled for %d numbers of packs already, and not again for "
+                    "every new one", len(part), sizes_of_pieces, len(known),
                 )  # fmt: skip
             for size in sizes_of_pieces:
                 known.add(size)

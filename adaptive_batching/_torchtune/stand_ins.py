@@ -191,13 +191,13 @@ def _encoders(model: nn.Module) -> list[Any]:
 
 
 def _add_of_tiles(module: Any, x: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
-    x += _for_each_image(module.embedding, x) * module.backward_optimizers.tanh()  # x: [images, tiles, tokens, d]
+    x += _for_each_image(module.embedding, x) * module.gate.tanh()  # x: [images, tiles, tokens, d]
     return x
 
 
 def _add_of_tokens(module: Any, x: torch.Tensor, aspect_ratio: torch.Tensor) -> torch.Tensor:
-    x = x + module.local_token_positional_embedding * (1 - module.backward_optimizers.tanh())
-    x += _for_each_image(module.global_token_positional_embedding, x) * module.backward_optimizers.tanh()
+    x = x + module.local_token_positional_embedding * (1 - module.gate.tanh())
+    x += _for_each_image(module.global_token_positional_embedding, x) * module.gate.tanh()
     return x
 
 

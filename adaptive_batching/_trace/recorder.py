@@ -75,11 +75,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, vocabulary: Iterable[int] = (), device_type: str = "cpu", *, on_cuda: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary, self._device_type, self._on_cuda = frozenset(vocabulary), device_type, on_cuda
-        self._storages_alive = StorageTracker()
+        self._tracker = StorageTracker()
         # Of cuBLAS: one of the thread that runs forwards, and one of autograd's.
         self._handles = [_Handle(), _Handle()] if on_cuda else []
         for handle in self._handles:
-            self._storages_alive.allocate(handle, OTHER, handle_bytes())
+            self._tracker.allocate(handle, OTHER, handle_bytes())
         self._equality: weakref.ref[Any] | None = None  # last result of a comparison of two numbers
         self._in_optimizer = False
         self._depth = 0  # of modules whose forward runs
@@ -87,25 +87,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, *, kept_bytes: int = 0) -> None:
         """Start the record of a step. What is alive now rests between steps; one before made ``kept_bytes`` of it."""
-        self._storages_alive.begin()
+        self._tracker.begin()
         self._kept_bytes = kept_bytes
         self._flops = self._recomputed_flops = self._attention_flops = 0
         self._moment = BETWEEN
 
     @property
     def current_bytes(self) -> int:
-        return self._storages_alive.current_bytes
+        return self._tracker.current_bytes
 
     def record(self) -> StepRecord:
         flops = dict(flops=self._flops, recomputed_flops=self._recomputed_flops, attention_flops=self._attention_flops)
-        return self._storages_alive.record(kept_bytes=self._kept_bytes, **flops)
+        return self._tracker.record(kept_bytes=self._kept_bytes, **flops)
 
     def hold(self, tensors: Iterable[torch.Tensor], kind: str, *, counts: bool = True) -> None:
         """Record storages, or change their kind if known; those that do not count take no memory."""
         for tensor in tensors:
             for storage in _storages(tensor):
                 size = storage.nbytes() if counts and self._is_here(tensor) else 0
-                self._storages_alive.hold(storage, kind, size)
+                self._tracker.hold(storage, kind, size)
 
     @contextlib.contextmanager
     def watching(
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._in_optimizer = True
             for tensor in state_tensors([optimizer]):
                 for storage in _storages(tensor):
-                    self._storages_alive.note_need(storage, Recorder.stream)
+                    self._tracker.note_need(storage, Recorder.stream)
             Recorder.fused = steps_elsewhere
             for parameter in parameters:
                 hold_gradient(parameter)
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back as what this device computes, and its collectives
         kwargs = kwargs or {}
-        self._storages_alive.last_sum = None  # what has not ended by now lives on
+        self._tracker.last_sum = None  # what has not ended by now lives on
         out = func(*args, **kwargs)
         if func in (_aten.eq.Scalar, _aten.eq.Tensor) and out.dim() == 0:
             self._equality = weakref.ref(out)
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moment = OPTIMIZER if self._in_optimizer else self._moment
         self._note_results(out, moment, recomputes)
         if self._handles and func in _MATRIX_PRODUCTS and not Recorder.fused:
-            self._storages_alive.note_need(self._handles[in_backward], Recorder.stream)
+            self._tracker.note_need(self._handles[in_backward], Recorder.stream)
         packet = getattr(func, "_overloadpacket", None)
         if (count := flop_registry.get(_ON_CPU.get(packet, packet))) is not None:
             # Causal attention counts as full attention. Layers are products; batches of them, attention written out.
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not recomputes and (packet is _aten.bmm or "scaled_dot_product" in str(packet)):
                 self._attention_flops += flops
         scratch = scratch_of(func, args) if self._on_cuda and not Recorder.fused else None
-        self._storages_alive.end_operation(moment, scratch)
+        self._tracker.end_operation(moment, scratch)
         if in_backward and func is _aten.add.Tensor and _called_by_autograd(sys._getframe(1)):
             self._note_sum(args, out)
         return out
@@ -199,13 +199,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
                 for storage in _storages(value):
-                    if not self._storages_alive.knows(storage):
+                    if not self._tracker.knows(storage):
                         size = storage.nbytes() if not Recorder.fused and self._is_here(value) else 0
-                        self._storages_alive.allocate(
-                            storage, self._kind_of(value, moment, recomputes), size, Recorder.stream
-                        )
+                        self._tracker.allocate(storage, self._kind_of(value, moment, recomputes), size, Recorder.stream)
         if Recorder.in_place_of is not None and isinstance(out, torch.Tensor):
-            self._storages_alive.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
+            self._tracker.write_over(_storages(Recorder.in_place_of)[0], _storages(out)[0])
 
     def _kind_of(self, tensor: torch.Tensor, moment: str, recomputes: bool) -> str:
         if Recorder.label is not None:
@@ -221,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if args[0]._is_view():
             return  # its base holds the storage as well: the first gradient of a matrix is a view, and is not added to
         [term], [result] = _storages(args[0]), _storages(out)
-        self._storages_alive.note_sum(term, result)
+        self._tracker.note_sum(term, result)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         """True if a tensor's memory counts: that of those inside it, as it may name another device."""

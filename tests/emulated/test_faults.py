@@ -15,16 +15,20 @@ from unittest import mock
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._emulated_device import control
 from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
-from tests.conftest import ROOT, TuneRun
+from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
+from tests.emulated.test_probe import CONFIGS
+from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.overrides import DOUBLE
 from tests.support.ppo import ppo_run
+from tests.support.sparse_checkpoint import load_zeros
 
 IN_UPDATE = "error: out of memory in the optimizer's step, which may have updated some parameters and not others"
 OUTSIDE = "error: out of memory outside of a forward or backward, where nothing can run again"
@@ -114,6 +118,48 @@ def test_so_it_is_in_a_loop_of_ones_own() -> None:
     first = survived.index(False)
     assert first > 15 and not any(survived[first:]), [fault.line for fault in each.faults]
     assert all(fault.line.startswith((IN_UPDATE, OUTSIDE)) for fault in each.faults[first:])
+
+
+@pytest.mark.slow
+def test_so_it_is_in_a_model_of_a_billion_parameters(inputs: Path, tmp_path: Path) -> None:
+    cfg: Any = OmegaConf.load(CONFIGS / "llama3_2" / "1B_full_single_device.yaml")
+    cfg.output_dir = str(tmp_path / "out")
+    load_zeros(cfg, tmp_path / "zeros")
+    cfg.tokenizer = {"_component_": "torchtune.models.llama2.llama2_tokenizer", "path": f"{inputs}/tokenizer.model"}
+    cfg.dataset = {"_component_": "tests.emulated.samples.Samples", "tokens": 512}
+    cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
+    cfg.update(optimizer_in_bwd=False, optimizer={"_component_": "torch.optim.AdamW", "lr": 1e-5, "fused": True})
+    cfg.update(gradient_accumulation_steps=1, log_every_n_steps=10**6, clip_grad_norm=1.0, max_steps_per_epoch=None)
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    with EachAllocationFails(sample_of(200)).in_training() as each:
+        _main("run", "recipes/full_finetune_single_device.py", "--config", str(tmp_path / "config.yaml"))
+    assert_survived(each)
+    assert len(each.faults) == 200
+
+
+@pytest.mark.slow
+def test_so_it_is_in_an_evaluation(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra eval)")
+    from recipes.eleuther_eval import EleutherEvalRecipe
+
+    make_harness_inputs(tmp_path, inputs)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(EleutherEvalRecipe.stock._LLMEvalWrapper, "max_gen_toks", 8)
+    monkeypatch.setattr(EleutherEvalRecipe.stock, "TaskManager", task_manager)
+    tasks = {"device": "cuda", "dtype": "bf16", "tasks": ["small_letters", "small_answers"], "limit": 4}
+    cfg = OmegaConf.create({**evaluation_config(tmp_path, inputs), **tasks})
+    recipe = EleutherEvalRecipe(cfg)
+    recipe.setup(cfg)
+    each = EachAllocationFails(sample_of(60), repeats=False)
+    with each.watched(), contextlib.suppress(Finished):
+        while True:
+            each.step(recipe.evaluate, recipe.eleuther_model_wrapper._discard)
+    for fault in each.faults:
+        assert (fault.line.startswith("error: out of memory") and "\n" not in fault.line) or fault.recoveries == 1, (
+            fault
+        )
+    assert sum(not fault.line for fault in each.faults) > 50
 
 
 @pytest.mark.parametrize("after", [0, 10])
@@ -208,6 +254,25 @@ def on_two_ranks(inputs: Path, directory: Path, *names: str) -> subprocess.Compl
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=1800, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "recovered"), [(1, 0), (2, 1)])
+def test_a_device_that_refuses_memory_is_asked_again_before_a_step_runs_again(
+    tune_run: TuneRun, times: int, recovered: int
+) -> None:
+    def refuse(number: int) -> Callable[[], None]:
+        def arm() -> None:
+            torch.cuda.empty_cache()
+            control.fail_device_allocations(number, times)
+
+        return arm
+
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    with watched({3 + 2 * number: refuse(number) for number in range(3)}) as found:
+        tune_run("full", *ON_CUDA, *STEPS, "max_steps_per_epoch=10")
+    assert found.reruns.number == 3 * recovered
+    assert torch.cuda.memory_stats()["num_alloc_retries"] - retries == 3
+    assert len(set(found.tokens)) == 1 and len(set(found.samples)) == 10 * 16
 
 
 def assert_survived_on_both(inputs: Path, directory: Path, *names: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,37 +11,68 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from tests.conftest import Run, TuneRun
 from tests.support.device_steps import in_use
-from tests.support.overrides import DOUBLE
+from tests.support.overrides import DOUBLE, VALIDATE
+from tests.support.power_cut import FUNCTION
 from tests.support.records import events
 
 ON_DEVICE = ["device=cuda", "dtype=bf16", "dataset.split=train[:64]", "epochs=1"]
 LIMIT = "adaptive_batching.memory_limit=1GiB"
 PROBE = ["use_maximum_batch_size=True", LIMIT]
-MOST = "adaptive_batching.max_batch_size=8"
+GROW = [*DOUBLE, "epochs=3", "batch_size=2"]
 
 
 def sizes(run: Run) -> list[int]:
     return [int(step["batch_size"]) for step in run.metrics]
 
 
-# Those of ours that work with the device, besides what test_recipes.py has; what they decide is held on the CPU.
-EXPECTED: dict[str, tuple[list[str], list[int]]] = {
-    "auto": (["micro_batch_size=auto", LIMIT], [4] * 16),
-    "explore": (["micro_batch_size=explore", LIMIT], [4] * 16),
-    "the noise scale": (["adaptive_batching.noise_scale_every=2", "gradient_accumulation_steps=2"], [4] * 8),
-    "binary search": ([*PROBE, "adaptive_batching.search=binary_search", MOST], [8] * 8),
-    "powers of two": ([*PROBE, "adaptive_batching.search=power_of_two", "adaptive_batching.sequence_length=48", MOST],
-                      [8] * 8),
+MIB = 2**20
+GROWN = [2] * 32 + [4] * 16 + [8] * 8
+EXPECTED: dict[str, tuple[list[str], Callable[[Run], Any], Any]] = {
+    "auto": (["micro_batch_size=auto", LIMIT], sizes, [4] * 16),
+    "explore": (["micro_batch_size=explore", LIMIT], lambda run: len(events(run, "exploration")), 1),
+    "a number": (["micro_batch_size=2"], sizes, [4] * 16),
+    "growth": ([*GROW, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
+    "growth within memory": ([*GROW, *PROBE, "adaptive_batching.max_batch_size=8"], sizes, GROWN),
+    "the global batch kept": (
+        [*GROW, "gradient_accumulation_steps=4", "adaptive_batching.keep_global_batch=True",
+         "adaptive_batching.max_batch_size=8"],
+        lambda run: {step["global_batch_size"] for step in run.metrics}, {8},
+    ),
+    "growth within an epoch": (
+        [*FUNCTION, "batch_size=2", "adaptive_batching.increase_every=0.5", "adaptive_batching.max_batch_size=8",
+         "adaptive_batching.lr_scaling=sqrt", "adaptive_batching.keep_beta2_half_life=True",
+         "adaptive_batching.grow_during_warmup=False"],
+        sizes, [2] * 16 + [4] * 8,
+    ),
+    "the noise scale": (
+        ["adaptive_batching.noise_scale_every=2", "gradient_accumulation_steps=2"], lambda run: len(run.metrics), 8,
+    ),
+    "binary search": (
+        [*PROBE, "adaptive_batching.search=binary_search", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
+    ),
+    "powers of two": (
+        [*PROBE, "adaptive_batching.search=power_of_two", "adaptive_batching.max_batch_size=8"], sizes, [8] * 8
+    ),
+    "a length": (
+        [*PROBE, "adaptive_batching.sequence_length=48"], lambda run: events(run, "probe")[0]["sequence_length"], 48
+    ),
+    "no recovery": (["adaptive_batching.recover_from_oom=False"], lambda run: len(run.metrics), 16),
+    "validation": (
+        [*VALIDATE, "run_val_every_n_steps=4", "batch_size_val=8"],
+        lambda run: sum("val_loss" in step for step in run.metrics), 4,
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("setting", EXPECTED)
+LORA = ("auto", "explore", "growth within memory", "the noise scale", "validation")
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [*(("full", setting) for setting in EXPECTED), *(("lora", setting) for setting in LORA)]
+)
 def test_a_setting_does_on_the_device_what_it_does_elsewhere(kind: str, setting: str, tune_run: TuneRun) -> None:
-    overrides, expected = EXPECTED[setting]
-    run = tune_run(kind, *ON_DEVICE, *overrides)
-    assert sizes(run) == expected
-    assert len(events(run, "exploration")) == (setting == "explore")
+    overrides, found, expected = EXPECTED[setting]
+    assert found(tune_run(kind, *ON_DEVICE, *overrides)) == expected
 
 
 OF_TORCHTUNE = {
@@ -65,10 +97,11 @@ def test_a_run_probes_and_trains_with_a_setting_of_torchtunes(setting: str, tune
 
 def test_growth_goes_on_beyond_what_fits_in_one_forward(tune_run: TuneRun) -> None:
     free, total = torch.cuda.mem_get_info()
-    limit = f"adaptive_batching.memory_limit={total - free + 64 * 2**20}"
+    limit = f"adaptive_batching.memory_limit={total - free + 64 * MIB}"
     few = [*DOUBLE, "epochs=3", "batch_size=16", "use_maximum_batch_size=True", limit]
-    beyond = ["adaptive_batching.max_batch_size=64", "adaptive_batching.grow_beyond_memory=True"]
-    run = tune_run("full", *ON_DEVICE, *few, *beyond)
+    run = tune_run(
+        "full", *ON_DEVICE, *few, "adaptive_batching.max_batch_size=64", "adaptive_batching.grow_beyond_memory=True"
+    )
     [probe] = events(run, "probe")
     assert probe["batch_size"] < 64 and probe["reason"] == "memory"
     assert sizes(run) == [16] * 4 + [32] * 2 + [64]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +18,8 @@ from torchtune.training.checkpointing import _checkpointer
 
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
-from tests.conftest import Run, TuneRun, assert_same_weights
+from tests import conftest
+from tests.conftest import ROOT, Run, TuneRun, assert_same_weights
 from tests.integration.faults import disarm, plan
 from tests.support.power_cut import FUNCTION
 from tests.support.records import events, without_sizes
@@ -242,6 +247,69 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
     resumed = tune_run("full", *fields, RESUME, *([weights] if case != "steps" else []))
     assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
     assert [path.name for path in output_dir.glob("*/*.*") if "state" in path.name] == ["recipe_state.pt"]
+
+
+KILLED_WITHIN_THE_STATE = """
+import os, signal, sys, torch
+from torchtune._cli.tune import main
+
+save, calls = torch.save, 0
+
+def killed(values, path, **options):
+    global calls
+    calls += 1
+    if calls == 2:
+        open(path, "wb").write(bytes(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(values, path, **options)
+
+torch.save = killed
+main()
+"""
+
+
+def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+    tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
+) -> None:
+    def in_another_process(*arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED_WITHIN_THE_STATE, *arguments], cwd=ROOT, check=False, capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True,
+        )  # fmt: skip
+        assert done.returncode == -9, done.stderr
+
+    whole = baseline("full", *RUNS["full"][1])
+    with mock.patch.object(conftest, "_main", in_another_process):
+        tune_run("full", *RUNS["full"][1])
+    assert (tmp_path / "out" / "unfinished_checkpoint" / "epoch_-1").exists()
+    assert folders(Run(tmp_path / "out")) == ["step_4*"]
+    resumed = tune_run("full", *RUNS["full"][1], RESUME)
+    assert resumed.by_step == whole.by_step
+    assert_same_weights(resumed.weights_in("step_25"), whole.weights_in("step_25"))
+    assert not (tmp_path / "out" / "unfinished_checkpoint").exists()
+
+
+@pytest.mark.parametrize("what", ["weights", "state"])
+def test_a_run_that_was_killed_while_saving_an_epoch_goes_on_from_the_one_before(
+    what: str, tune_run: TuneRun, baseline: TuneRun, tmp_path: Path
+) -> None:
+    whole = baseline("full", "epochs=3")
+    target, name = (_checkpointer, "save_file") if what == "weights" else (torch, "save")
+    save, calls = getattr(target, name), itertools.count(1)
+
+    def killed(values: Any, path: Any, **options: Any) -> None:
+        if next(calls) == 1:
+            return save(values, path, **options)
+        Path(path).write_bytes(bytes(1000))
+        raise KeyboardInterrupt
+
+    # A kill leaves no time to restore the state.
+    unrestored = mock.patch("adaptive_batching._torchtune.checkpoints.restore_state")
+    with mock.patch.object(target, name, killed), unrestored, pytest.raises(KeyboardInterrupt):
+        tune_run("full", "epochs=3")
+    assert (tmp_path / "out" / "recipe_state" / "recipe_state.before").exists()
+    resumed = tune_run("full", "epochs=3", RESUME, WEIGHTS_OF.format("epoch_0"))
+    assert_same_weights(resumed.weights(2), whole.weights(2))
 
 
 def test_another_error_after_a_complete_checkpoint_leaves_it(

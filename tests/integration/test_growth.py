@@ -154,7 +154,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     caplog.set_level(logging.INFO, "adaptive_batching")
     caplog.clear()
     resumed = tune_run(kind, *common, *RESUME, *([FIRST] if kind == "full" else []), name="broken")
-    assert "from the stored probe" in caplog.text and "trial step" not in caplog.text
+    assert "from the stored probe" in caplog.text and "trial 1" not in caplog.text
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(epoch=3), whole.weights(epoch=3))
     epochs = events(resumed, "epoch")

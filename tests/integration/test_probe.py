@@ -84,13 +84,18 @@ def test_a_probe_that_went_over_its_limit_leaves_no_trace(
     assert_same_weights(ours.weights(epoch=0), stock.weights(epoch=0))
 
 
-def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun) -> None:
+def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:
+    warning = "each optimizer step sees 32 samples instead of 4"
     run = tune_run("full", *PROBE, name="ours")
+    assert warning in caplog.text
+    caplog.clear()
     [probe] = events(run, "probe")
     assert (probe["batch_size"], probe["sequence_length"]) == (32, 64)  # of 50 samples, down to a power of two
     assert [(e["batch_size"], e["steps"], e["dropped_samples"]) for e in events(run, "epoch")] == [(32, 1, 18)] * 2
     assert [step["global_batch_size"] for step in run.metrics] == [32, 32]
-    exact = tune_run("full", *PROBE, "adaptive_batching.round_to_power_of_two=False", name="exact")
+    as_it_fits = ["adaptive_batching.round_to_power_of_two=False", "adaptive_batching.lr_scaling=sqrt"]
+    exact = tune_run("full", *PROBE, *as_it_fits, name="exact")
+    assert "each optimizer step sees" not in caplog.text, "its rate follows"
     assert events(exact, "probe")[0]["batch_size"] == 50
     assert events(exact, "probe")[0]["reason"] == "50 samples of data"
     stock = tune_run("full", "batch_size=50", "lr_scheduler.num_warmup_steps=0", name="stock", stock=True)
@@ -144,17 +149,17 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
         return caplog.text
 
     first = messages()
-    assert "trial step" in first
+    assert "trial 1" in first
     same = messages("optimizer.lr=5e-4")
-    assert "trial step" not in same
+    assert "trial 1" not in same
     assert "maximum batch size 32, from the stored probe" in same
     other = messages("optimizer._component_=torch.optim.SGD")
     assert "stored probe result ignored, because these changed: optimizer" in other
-    assert "trial step" in other
+    assert "trial 1" in other
     messages()
     longer = messages("tokenizer.max_seq_len=80", "enable_activation_checkpointing=True")
     assert "enable_activation_checkpointing: False -> True, sequence_length: 64 -> 80" in longer
-    assert "trial step" in longer
+    assert "trial 1" in longer
 
 
 @pytest.mark.parametrize("probes", [True, False])

@@ -6,6 +6,7 @@ import random
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +159,20 @@ def test_where_layers_are_alike_a_curve_makes_the_walk_short(
     assert trains(device, found.batch_size, is_replayed=False)
     assert found.batch_size == 4096 or not trains(device, found.batch_size + 1, is_replayed=False)
     assert device.errors <= 3 and found.num_steps <= 10, [m.batch_size for m in found.measurements]
+
+
+@pytest.mark.parametrize("depth", range(4, 24, 3))
+def test_a_size_that_is_rounded_down_says_what_fits(depth: int) -> None:
+    layers = [Layer(16 * MIB, 24 * KIB, 8 * KIB)] * depth
+    made = partial(Device, 4 * depth * 16 * MIB + (6 + depth % 5) * GIB, layers, rules=Segments.FIXED)
+    exact, rounded = find(made(), 512), find(made(), 512, configured(True))
+    assert rounded.batch_size == 1 << (exact.batch_size.bit_length() - 1)
+    if exact.batch_size == rounded.batch_size:
+        assert rounded.exact is None and rounded.bound == "memory"
+    else:
+        assert rounded.exact == pytest.approx(exact.batch_size, abs=1)
+        assert rounded.bound == f"memory: about {rounded.exact} fit, rounded down (round_to_power_of_two)"
+    assert exact.exact is None and exact.bound == "memory"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

@@ -66,7 +66,7 @@ def test_adding_positions_at_once_computes_what_torchtune_computes() -> None:
     embeddings = [encoder.pre_tile_pos_embed, encoder.token_pos_embedding]
     images, ratios = torch.rand(3, vision.TILES, vision.TOKENS_PER_TILE, 64), torch.tensor([[2, 2]] * 3)
     for module in embeddings:
-        torch.nn.init.ones_(module.backward_optimizers)
+        torch.nn.init.ones_(module.gate)
     with torch.no_grad():
         as_in_torchtune = [module(images.clone(), ratios) for module in embeddings]
         run_without_values(encoder)

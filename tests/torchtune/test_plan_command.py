@@ -78,7 +78,9 @@ def test_the_first_line_and_the_exit_code_say_whether_it_fits_and_a_picture_show
 def test_one_object_in_json(plan: Any) -> None:
     code, out, _ = plan("--config", CONFIG, "--memory", "1GiB", "--samples", "100", "--json", *SMALL)
     found = json.loads(out)
-    documented = re.findall(r"(?m)^\| (`.*?`) \|", (ROOT / "docs" / "memory.md").read_text().split("## The object")[1])
+    documented = re.findall(
+        r"(?m)^\| (`.*?`) \|", (ROOT / "docs" / "memory.md").read_text().split("## The JSON object")[1]
+    )
     keys = {key.split(".")[0] for line in documented for key in re.findall("`([a-z_.]+)`", line)}
     assert keys - {"lengths"} <= set(found)
     assert found["version"] == 1
