@@ -4,24 +4,12 @@ What is listed in ``__all__`` is the public interface, with :mod:`adaptive_batch
 :mod:`adaptive_batching.torchtune` is what the recipes use.
 """
 
-from adaptive_batching import growth
-from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape, plan_batch_sizes
-from adaptive_batching._growth.increase import (
-    BatchController,
-    FixedAccumulation,
-    GrowthState,
-    IncreaseFunction,
-    IncreaseFunctionError,
-    KeepGlobal,
-)
-from adaptive_batching._loop.step import AdaptiveStep
-from adaptive_batching._memory import memory_meter
-from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._probe.find import find_maximum_batch_size
-from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._values import AdaptiveBatchingError, ConfigError
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from adaptive_batching import growth
+    from adaptive_batching._public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -46,3 +34,17 @@ __all__ = [
     "memory_meter",
     "plan_batch_sizes",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Import what is asked for; so the command line answers without torch, which takes seconds to import."""
+    if name == "growth":
+        return _importlib.import_module("adaptive_batching.growth")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_importlib.import_module("adaptive_batching._public"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,34 +1,53 @@
-"""The command line: ``adaptive-batching`` or ``python -m adaptive_batching``."""
+"""The command line: ``adaptive-batching`` or ``python -m adaptive_batching``.
+
+A command imports what it needs when it is named: torch and torchtune take seconds.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import sys
 import webbrowser
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import adaptive_batching
+from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
+from adaptive_batching._torchtune.files import add_cat, add_cp, add_ls
+from adaptive_batching._torchtune.names import NOT_INSTALLED, register
 
 PROG = "adaptive-batching"
+OF_TORCHTUNE = {
+    "quickstart": ("quickstart_command", "make small inputs and fine-tune on them on the CPU: a first look"),
+    "plan": ("plan_command", "say whether a config fits on a GPU, and what would help, without a GPU"),
+    "probe": ("commands", "find the largest batch of a config on this machine, and stop before training"),
+    "run": ("commands", "run a recipe; takes all that 'tune run' takes, torchrun's options included"),
+    "validate": ("commands", "check a config and its overrides, without loading a model"),
+    "download": ("commands", "download a model, as 'tune download' does"),
+}
+"""Command -> the module of ``_torchtune`` whose ``add_<command>`` adds it, and what the list of commands says."""
 
 
-def add_torchtune(subparsers: Any, prog: str) -> None:
-    """Add the commands that need torchtune, which takes seconds to import."""
-    try:
-        from adaptive_batching._torchtune.commands import add_commands, add_quickstart
-        from adaptive_batching._torchtune.plan_command import add_plan
-    except ModuleNotFoundError as error:
-        raise SystemExit(
-            f"{prog} is for torchtune recipes, and {error.name} is not installed; "
-            f"pip install 'adaptive-batching[torchtune]'"
-        ) from None
-    except ImportError as error:  # a name that another version has not
-        raise SystemExit(f"{prog} needs other versions ({error}); pip install 'adaptive-batching[torchtune]'") from None
-    for add in (add_quickstart, add_plan, add_commands):
-        add(subparsers, prog)
+def _of_torchtune(name: str) -> Callable[[Any, str], None]:
+    """Return what adds a command that needs torchtune."""
+
+    def add(subparsers: Any, prog: str) -> None:
+        try:
+            module = importlib.import_module(f"adaptive_batching._torchtune.{OF_TORCHTUNE[name][0]}")
+            register()
+        except ModuleNotFoundError as error:
+            raise SystemExit(f"error: {name} is for torchtune's recipes, and {error.name} {NOT_INSTALLED}") from None
+        except ImportError as error:  # a name that another version has not
+            remedy = "pip install 'adaptive-batching[torchtune]'"
+            raise SystemExit(f"error: {name} needs other versions ({error}); {remedy}") from None
+        getattr(module, f"add_{name}")(subparsers, prog)
+
+    return add
 
 
 def add_report(subparsers: Any, prog: str) -> None:
@@ -60,8 +79,11 @@ def add_report(subparsers: Any, prog: str) -> None:
     parser.set_defaults(func=report)
 
 
-COMMANDS = [add_torchtune, add_report]
-"""Functions that take (subparsers, program name) and add one or more commands, each with its ``func``."""
+COMMANDS: dict[str, Callable[[Any, str], None]] = {
+    **{name: _of_torchtune(name) for name in OF_TORCHTUNE},
+    "ls": add_ls, "cat": add_cat, "cp": add_cp, "report": add_report, "env": add_env,
+}  # fmt: skip
+"""Name -> function of (subparsers, program name) that adds the command, with its ``func``."""
 
 
 def main() -> None:
@@ -72,9 +94,16 @@ def main() -> None:
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {adaptive_batching.__version__}")
     parser.set_defaults(func=lambda args: parser.print_help())
-    subparsers = parser.add_subparsers(title="commands")
-    for add in [add_report] if sys.argv[1:2] == ["report"] else COMMANDS:
-        add(subparsers, PROG)
+    subparsers = parser.add_subparsers(title="commands", metavar="command")
+    named = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    if named is not None and named not in COMMANDS:
+        match = difflib.get_close_matches(named, COMMANDS, n=1)
+        parser.error(f"there is no command {named!r}" + (f"; did you mean {match[0]!r}?" if match else ""))
+    for name, add in COMMANDS.items():
+        if name in OF_TORCHTUNE and name != named:
+            subparsers.add_parser(name, help=OF_TORCHTUNE[name][1])
+        else:
+            add(subparsers, PROG)
     args, rest = parser.parse_known_args()
     if rest:  # argparse takes positional arguments from between two options, and leaves those after the second
         if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in rest):

@@ -36,12 +36,10 @@ PRIVATE = {
     "torch.cuda.memory._record_memory_history": "records allocations for the profiler, as stock does",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "knows checkpointed layers",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": "lets a rank issue collectives for others; see can_drain",
-    "torchtune._cli.cat.Cat": "is a command that is extended",
-    "torchtune._cli.cp.Copy": "is a command that is extended",
-    "torchtune._cli.ls.List": "is a command that is extended",
+    "torchtune._cli.download.Download": "is a command that is passed on",
     "torchtune._cli.run.Run": "is a command that is extended",
-    "torchtune._cli.validate.Validate": "is a command that is extended",
     "torchtune._recipe_registry": "lists recipes and configs",
+    "torchtune.config._errors.ConfigError": "is raised for components that do not take their arguments",
     "torchtune.config._errors.InstantiationError": "is raised for a component that cannot be made",
     "torchtune.config._utils._merge_yaml_and_cli_args": "reads overrides as tune run does",
     "torchtune.generation._generation": "has the function that draws a token",
@@ -69,10 +67,11 @@ PROCESS_WIDE = {
     "torch.cuda.set_per_process_memory_fraction": "is the memory_limit of a run on CUDA",
     "torch._dynamo.config.recompile_limit": "lets flex attention be compiled for more sizes of packs",
     "torch.nn.modules.module hooks": "see each module of a step, in a trace",
-    # Of a process that is ours: the command line, or one that plans
+    # Of a process that is ours: one that trains, the command line, or one that plans
     "torchtune._recipe_registry._ALL_RECIPES": "has the recipes and configs of this package",
+    "logging filter of torchao, warnings.filters": "keep messages off that a user can do nothing about",
     "sys.argv, PYTHONPATH": "are what a recipe is launched with",
-    "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan",
+    "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan; logging is by -q, too",
     # To the end of the process: glibc and oneDNN cannot tell what was set before, and read it once
     "mallopt, ONEDNN_PRIMITIVE_CACHE_CAPACITY, LRU_CACHE_CAPACITY": "let a CPU with a limit keep less for later",
 }

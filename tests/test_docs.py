@@ -20,13 +20,15 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
 import adaptive_batching
-from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
+from adaptive_batching import growth
 from adaptive_batching.__main__ import COMMANDS
+from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.increase import resolve
 from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, read_settings
+from adaptive_batching._values import ConfigError
 from tests.conftest import ROOT
 from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, commands
 from tests.support.settings_table import PAGE, page
@@ -97,7 +99,7 @@ def test_the_names_of_other_tools_are_answered_as_shown() -> None:
 def parser_of_commands() -> tuple[argparse.ArgumentParser, Any]:
     parser = argparse.ArgumentParser(exit_on_error=False)
     subparsers = parser.add_subparsers()
-    for add in COMMANDS:
+    for add in COMMANDS.values():
         add(subparsers, "adaptive-batching")
     return parser, subparsers
 
@@ -236,9 +238,9 @@ def check_tune(arguments: list[str], *, ours: bool) -> None:
     configs = {config.name: config for recipe in known.values() for config in recipe.configs}
     args = parser.parse_args(arguments)
     if arguments[0] == "cat":
-        assert args.config_name in configs
+        assert args.config in configs
     elif arguments[0] == "cp":
-        assert args.file in {*known, *configs}
+        assert args.name in {*known, *configs}
     elif arguments[0] == "validate":  # a file that another command of the pages makes
         assert str(args.config) in [words[-1] for _, line in commands() if (words := line.split())[1:2] == ["cp"]]
     elif arguments[0] == "run":

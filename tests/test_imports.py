@@ -21,10 +21,12 @@ MAY_IMPORT = {
     "values": set(),
     "config": {"values"},
     "emulated_device": {"values"},
+    "environment": {"memory", "ranks", "trace"},
     "device": set(),
     "memory": set(),
     "out_of_memory": set(),
     "patches": set(),
+    "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
     "ranks": {"out_of_memory", "values"},
     "growth": {"values"},
     "loop": {"config", "device", "micro_batches", "probe", "ranks", "trace", "values"} | MEMORY,
@@ -109,14 +111,51 @@ def test_what_records_a_trace_is_imported_by_itself_alone_until_a_trace_is_made(
         # the package imports nothing that records a trace
         "import sys, adaptive_batching.torchtune; sys.exit('torch' not in sys.modules or any(\n"
         f"    name.removeprefix('adaptive_batching._').replace('.', '/') in {RECORDS} for name in sys.modules))",
-        # neither it nor its command for pages imports torchtune
-        "import sys, adaptive_batching.__main__ as cli; sys.argv[1:] = ['report', '--help']\n"
-        "try: cli.main()\nexcept SystemExit: sys.exit('torchtune' in sys.modules or 'matplotlib' in sys.modules)",
+        # neither it nor what its own names are defined in imports torch before one is asked for
+        "import sys, adaptive_batching; from adaptive_batching import growth; growth.step()\n"
+        "sys.exit('torch' in sys.modules or adaptive_batching.AdaptiveStep.__name__ not in dir(adaptive_batching))",
     ],
-    ids=["trace", "torchtune"],
+    ids=["trace", "names"],
 )
 def test_importing_the_package_imports_no_more_than_it_needs(code: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "report --help", "ls --json", "cat llama3_2/1B_lora"])
+def test_a_command_that_needs_no_torch_imports_none(arguments: str) -> None:
+    code = (
+        f"import sys, adaptive_batching.__main__ as cli; sys.argv[1:] = {arguments.split()}\ntry: cli.main()\n"
+        "except SystemExit: pass\nsys.exit(bool({'torch', 'torchtune', 'omegaconf', 'numpy'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+WITHOUT_TORCHTUNE = """
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+importlib.machinery.PathFinder.find_spec = lambda name, *rest: None if name == "torchtune" else find(name, *rest)
+sys.argv[1:] = sys.argv[1].split()
+from adaptive_batching.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("--version", 0, "adaptive-batching 0"),
+        ("--help", 0, "validate"),
+        ("report --help", 0, "Make the page"),
+        ("env", 0, "recovery:"),
+        ("ls", 1, "torchtune, whose recipes and configs this is about, is not installed; pip install"),
+        ("run x", 1, "error: run is for torchtune's recipes, and torchtune is not installed; pip install"),
+    ],
+)
+def test_what_works_without_torchtune_and_what_says_that_it_is_missing(arguments: str, status: int, said: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCHTUNE, arguments]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert said in done.stdout + done.stderr
 
 
 def test_no_two_files_share_a_name_and_none_import_each_other_in_a_circle() -> None:

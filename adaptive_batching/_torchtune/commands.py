@@ -1,154 +1,161 @@
-"""torchtune's commands (``ls``, ``cp``, ``cat``, ``validate``, ``run``) over the recipes and configs of this package.
-
-torchtune finds recipes and configs through a registry, by paths relative to its own. Ours are in it by absolute paths,
-each with the configs of this package and those of the stock recipe of the same name.
-"""
+"""The commands that stand on torchtune's: ``run``, ``probe``, ``validate`` and ``download``."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
-import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from torchtune import _recipe_registry as registry
-from torchtune._cli.cat import Cat
-from torchtune._cli.cp import Copy
-from torchtune._cli.ls import List
+from omegaconf import DictConfig, OmegaConf
+from torchtune import config
 from torchtune._cli.run import Run
-from torchtune._cli.validate import Validate
+from torchtune.config._errors import ConfigError as NotWellFormed
 from torchtune.config._errors import InstantiationError
+from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
-from adaptive_batching._torchtune import quickstart
-from adaptive_batching._torchtune.planning import CONFIGS
+from adaptive_batching._torchtune.launch import ONLY_PROBES, QUIET, VERBOSE, check_settings, mistakes_in_one_line
+from adaptive_batching._torchtune.names import config_files, find_config, find_recipe, recipe_of, recipes
+from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, check_names
 from adaptive_batching._values import first_line
 
-_PACKAGE = Path(adaptive_batching.__file__).parent
-# A run of a minute on two cores. The probe is told of samples half as long as the longest, so that the first full batch
-# runs out of memory, and is recovered.
-_SHORT = [
-    *("dataset.split=train[:384]", "lr_scheduler.num_warmup_steps=10"),
-    *("adaptive_batching.memory_limit=1.5GiB", "adaptive_batching.sequence_length=128"),
-]
-LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
-"""Pattern of the recipe that a config says it is launched with, in a comment."""
+_LAUNCH = "[torchrun's options] RECIPE --config CONFIG [key=value ...]"
+_EXAMPLES = """examples:
+  {prog} lora_finetune_single_device --config llama3_2/1B_lora_single_device micro_batch_size=auto
+  {prog} --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora epochs=2"""
 
 
-def recipes_folder() -> Path:
-    """Return the folder of our recipes: inside an installed package, next to it in a checkout."""
-    installed = _PACKAGE / "recipes"
-    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+class _Subparsers:
+    """Stands for argparse's subparsers before a command of torchtune, with our texts in the place of its own."""
+
+    def __init__(self, subparsers: Any, prog: str, name: str, **texts: str) -> None:
+        self._subparsers, self._name, self._texts = subparsers, name, {"prog": f"{prog} {name}", **texts}
+
+    def add_parser(self, _: str, **texts: Any) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = self._subparsers.add_parser(self._name, **{**texts, **self._texts})
+        return parser
 
 
-def add_commands(subparsers: Any, prog: str) -> None:
-    """Add torchtune's commands to ``subparsers`` of argparse; help and errors call the command line ``prog``."""
-    registry._ALL_RECIPES[:] = _ours()
-    for command in (List, Copy, Cat, _Validate, _Run):
-        parser = command.create(subparsers)._parser
-        for part in (parser, *parser._actions, *subparsers._choices_actions):  # all texts that tell what to type
-            for name, text in vars(part).items():
-                if name in ("prog", "usage", "epilog", "description", "help") and isinstance(text, str):
-                    setattr(part, name, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
+def _say(parser: argparse.ArgumentParser, prog: str) -> None:
+    """Have the help of a command of torchtune name ``prog`` in the place of ``tune``."""
+    for part in (parser, *parser._actions):
+        for name in ("usage", "epilog", "help"):
+            if isinstance(text := getattr(part, name, None), str):
+                setattr(part, name, re.sub(r"\btune (?=[a-z]+)", f"{prog} ", text))
 
 
-def add_quickstart(subparsers: Any, prog: str) -> None:
-    text = "Make real data, a tokenizer and a small model, then probe, grow and train on the CPU. No download."
-    parser = subparsers.add_parser("quickstart", prog=f"{prog} quickstart", help=text, description=text)
-    parser.add_argument("--data_dir", type=Path, default=Path("data/quickstart"), help="default: %(default)s")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
-
-    def run(args: argparse.Namespace) -> None:
-        folder = recipes_folder()
-        try:
-            quickstart.build(args.data_dir)
-        except FileExistsError as error:
-            parser.error(str(error))
-        overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
-        command = f"{prog} run full_finetune_single_device --config quickstart/full_single_device"
-        print(f"Running this command:\n  {command} \\\n    {' '.join(overrides)}\n", flush=True)
-        sys.argv = [parser.prog, "--config", f"{folder}/configs/quickstart/full_single_device.yaml", *overrides]
-        try:
-            runpy.run_path(str(folder / "full_finetune_single_device.py"), run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-        print(
-            f"\nNext, with a config of your own, or one of torchtune's ('{prog} ls'):\n"
-            f"  {prog} run lora_finetune_single_device --config llama3_2/1B_lora_single_device "
-            f"use_maximum_batch_size=True"
-        )
-
-    parser.set_defaults(func=run)
+def add_run(subparsers: Any, prog: str) -> None:
+    """Add ``run``."""
+    text = "Run a recipe. Takes torchrun's options before the recipe, and overrides (key=value) after the config."
+    _add_launch(_Run, subparsers, prog, "run", text)
 
 
-def _ours() -> list[Any]:
-    folder, found = recipes_folder(), []
-    ours = sorted((folder / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name != "quickstart", path))
-    for stock in sorted(registry.get_all_recipes(), key=lambda recipe: recipe.name):
-        path = folder / f"{stock.name}.py"
-        if path.is_file():
-            configs = [
-                registry.Config(name=str(config.relative_to(folder / "configs").with_suffix("")), file_path=str(config))
-                for config in ours
-                if stock.name in re.findall(LAUNCHED, config.read_text())
-            ]
-            configs += stock.configs
-            found.append(registry.Recipe(stock.name, str(path), configs, stock.supports_distributed))
-    return found
+def add_probe(subparsers: Any, prog: str) -> None:
+    """Add ``probe``."""
+    text = (
+        "Find the largest batch of a config on this machine, and stop before training. A run of the same config "
+        "takes the result from its output_dir."
+    )
+    _add_launch(_Probe, subparsers, prog, "probe", text)
 
 
-def _config_files() -> dict[str, Path]:
-    return {each.name: CONFIGS / each.file_path for recipe in registry.get_all_recipes() for each in recipe.configs}
+def _add_launch(command: type[_Run], subparsers: Any, prog: str, name: str, text: str) -> None:
+    texts = {"usage": f"{prog} {name} {_LAUNCH}", "epilog": _EXAMPLES.format(prog=f"{prog} {name}")}
+    parser = command.create(_Subparsers(subparsers, prog, name, help=text, description=text, **texts))._parser
+    how_much = parser.add_mutually_exclusive_group()
+    how_much.add_argument(QUIET, dest="flags", action="append_const", const=QUIET, help="log warnings alone")
+    how_much.add_argument(
+        VERBOSE, dest="flags", action="append_const", const=VERBOSE, help="log details, and the resolved config"
+    )
+    _say(parser, prog)
 
 
 class _Run(Run):
     """Looks at what is named before; torchtune would end in a traceback."""
 
+    added: tuple[str, ...] = ()
+
     def _run_cmd(self, args: argparse.Namespace) -> None:
-        known = [recipe.name for recipe in registry.get_all_recipes()]
-        name = Path(args.recipe).stem if args.recipe.startswith("adaptive_batching/recipes/") else args.recipe
-        args.recipe = name if name in known else args.recipe
-        if args.recipe not in known and not Path(args.recipe).is_file():
-            self._parser.error(f"there is no recipe {args.recipe!r}{closest(args.recipe, known)}")
+        is_ours = args.recipe.startswith("adaptive_batching/recipes/")
+        name = Path(args.recipe).stem if is_ours else args.recipe
+        if name in [recipe.name for recipe in recipes()] or not Path(args.recipe).is_file():
+            args.recipe = find_recipe(name, self._parser).name
         if "--config" not in args.recipe_args[:-1]:
             self._parser.error("--config <name or path> is missing after the recipe")
         config = args.recipe_args[args.recipe_args.index("--config") + 1]
-        if config not in _config_files() and not Path(config).is_file():
-            self._parser.error(f"there is no config {config!r}{closest(config, [*_config_files()])}")
+        find_config(config, self._parser)
         # Processes that torchrun starts find this package, and modules in the working directory, on the path.
-        paths = [str(_PACKAGE.parent), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        sys.argv[0] = self._parser.prog
+        paths = [str(Path(adaptive_batching.__file__).parents[1]), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        flags = args.flags or []
+        # torchtune takes what stands before the recipe for torchrun's
+        sys.argv = [self._parser.prog, *(each for each in sys.argv[1:] if each not in flags)]
+        args.recipe_args += [*flags, *self.added]
+        sys.argv += [*flags, *self.added]
         super()._run_cmd(args)
 
 
-class _Validate(Validate):
-    """Takes names as well as paths, and looks at what is named before; torchtune takes a path that can be read."""
+class _Probe(_Run):
+    added = (ONLY_PROBES,)
 
-    def _validate_cmd(self, args: argparse.Namespace) -> None:
-        name, files = str(args.config), _config_files()
-        if not args.config.is_file() and name not in files:
-            self._parser.error(f"there is no config {name!r}{closest(name, [*files])}")
-        path = args.config = args.config if args.config.is_file() else files[name]
+
+def add_download(subparsers: Any, prog: str) -> None:
+    """Add ``download``, which is torchtune's."""
+    from torchtune._cli.download import Download
+
+    texts = {"usage": f"{prog} download REPOSITORY [options]"}
+    _say(Download.create(_Subparsers(subparsers, prog, "download", **texts))._parser, prog)
+
+
+def add_validate(subparsers: Any, prog: str) -> None:
+    """Add ``validate``."""
+    text = "Check a config and its overrides as a run does before it loads a model."
+    parser = subparsers.add_parser("validate", prog=f"{prog} validate", help=text, description=text)
+    parser.add_argument("config", help="name, as 'ls' shows it, or path")
+    parser.add_argument("--recipe", metavar="NAME", help="default: the one that the config's comments launch")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
+
+    def validate(args: argparse.Namespace) -> None:
+        sys.path.append(str(Path.cwd()))  # as a run does, for an increase function that lies there
+        path = find_config(args.config, parser)
+        name = find_recipe(args.recipe, parser).name if args.recipe else recipe_of(args.config, path)
+        cfg = _read(path, args.overrides, parser)
         try:
-            is_mapping = OmegaConf.is_dict(OmegaConf.load(path))
-        except Exception as error:  # whatever is wrong with it
-            self._parser.error(f"{path} cannot be read: {first_line(error).strip()}")
-        if not is_mapping:
-            self._parser.error(f"{path} is no mapping of keys to values, as a config is")
-        try:
-            super()._validate_cmd(args)
-        except InstantiationError as error:  # a component that is not there
-            self._parser.error(f"{path}: {' '.join(str(error).split())}")
+            # An increase function is imported below, where a mistake has its remedy.
+            config.validate(OmegaConf.create({key: value for key, value in cfg.items() if key not in FIELDS}))
+            with mistakes_in_one_line("step"):
+                if name is not None:
+                    check_names(cfg, _known_keys(name) | {*FIELDS, *VALIDATION})
+                check_settings(cfg, name)
+        except SystemExit as end:
+            parser.error(f"{path}: {str(end).removeprefix('error: ')}")
+        except NotWellFormed as error:
+            parser.error(f"{path}: " + "; ".join(f"{type(each).__name__}: {each}" for each in error.errors))
+        except (InstantiationError, TypeError) as error:  # a component that is not there, or takes no such argument
+            parser.error(f"{path}: {' '.join(str(error).split())}")
+        print("Config is well-formed!")
+
+    parser.set_defaults(func=validate)
 
 
-def closest(name: str, known: list[str]) -> str:
-    """Return the end of a message about a name that is not known."""
-    match = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"
+def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> DictConfig:
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # whatever is wrong with it
+        parser.error(f"{path} cannot be read: {first_line(error).strip()}")
+    if not isinstance(values, dict):
+        parser.error(f"{path} is no mapping of keys to values, as a config is")
+    try:
+        cfg: DictConfig = _merge_yaml_and_cli_args(argparse.Namespace(**values), overrides)  # type: ignore[arg-type]
+        return cfg
+    except Exception as error:  # whatever torchtune and omegaconf raise
+        parser.error(f"{' '.join(overrides)} cannot be read ({first_line(error)}); write key=value")
+
+
+def _known_keys(recipe: str) -> set[str]:
+    """Return the top-level keys of all configs that are listed with a recipe."""
+    [names] = [[config.name for config in each.configs] for each in recipes() if each.name == recipe]
+    return {str(key) for name in names for key in OmegaConf.load(config_files()[name])}

@@ -25,11 +25,16 @@ from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.growing import resolve_increase
-from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
+from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
+from adaptive_batching._torchtune.recipe_classes import EVALUATION, recipe
+from adaptive_batching._torchtune.settings import check_ppo_settings, read_evaluation, read_settings, read_validation
 from adaptive_batching._torchtune.validating import check_validation
-from adaptive_batching._values import AdaptiveBatchingError, first_line
+from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
 
 log = logging.getLogger(__name__)
+
+QUIET, VERBOSE, ONLY_PROBES = "-q", "-v", "--only-probe"
+"""Flags of a recipe's command line, besides what torchtune reads."""
 
 _RANK = int(os.environ.get("RANK", 0))
 _NOT_OF_THE_USER = [
@@ -43,10 +48,12 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
 
     def main() -> Any:
         begun = []
+        flags = {argument for argument in sys.argv[1:] if argument in (QUIET, VERBOSE, ONLY_PROBES)}
+        sys.argv = [argument for argument in sys.argv if argument not in flags]
 
         def recipe_main(cfg: DictConfig) -> None:
             begun.append(cfg)
-            run_recipe(recipe_class, cfg)
+            _run(recipe_class, cfg, flags)
 
         recipe_main.__doc__ = recipe_class.__doc__
         try:
@@ -89,38 +96,75 @@ def run_recipe(recipe_class: type[Any], cfg: DictConfig) -> None:
     Raises:
         SystemExit: With that line.
     """
+    _run(recipe_class, cfg, set())
+
+
+def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
+    _log_for_people(flags)
     with compiling.limits_restored():
-        _run(recipe_class, cfg)
+        if issubclass(recipe_class, AdaptiveEvaluation):
+            _evaluate(recipe_class, cfg, flags)
+        else:
+            _train(recipe_class, cfg, flags)
 
 
-def _run(recipe_class: type[Any], cfg: DictConfig) -> None:
-    if issubclass(recipe_class, AdaptiveEvaluation):
-        with _mistakes_in_one_line("batch"):
-            read_evaluation(cfg, warns=False)
-            _set_up(recipe_class, cfg).evaluate()
-        return
-    with _mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
-        # Before the config is shown and pushes errors out of sight.
-        increase = resolve_increase(read_settings(cfg, warns=False))
-        check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
+    with mistakes_in_one_line("batch"):
+        if ONLY_PROBES in flags:
+            raise ConfigError("probe finds the batch of a training run, and this recipe evaluates; take 'run'")
+        read_evaluation(cfg, warns=False)
+        _set_up(recipe_class, cfg, flags).evaluate()
+
+
+def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
+    with mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
+        if ONLY_PROBES in flags:
+            cfg.use_maximum_batch_size = True
+        _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
         recipe_class.prepare(cfg)
-        recipe = _set_up(recipe_class, cfg)
-        recipe.train()
-        recipe.ranks.leave()
-        recipe.cleanup()
+        made = _set_up(recipe_class, cfg, flags)
+        if ONLY_PROBES not in flags:
+            made.train()
+        made.ranks.leave()
+        made.cleanup()
 
 
-def _set_up(recipe_class: type[Any], cfg: DictConfig) -> Any:
-    config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
-    recipe = recipe_class(cfg=cfg)
-    recipe.setup(cfg=cfg)
-    return recipe
+def check_settings(cfg: DictConfig, name: str | None) -> None:
+    """Refuse what the settings of a config ask for in vain, as its recipe does before it loads anything.
+
+    Args:
+        cfg: The config.
+        name: Of the recipe; None if it is not known, for what holds in all that train.
+
+    Raises:
+        AdaptiveBatchingError: On the first mistake.
+    """
+    if name == EVALUATION:
+        read_evaluation(cfg, warns=False)
+        return
+    _check_training(cfg, None if name is None else recipe(name))
+    if name == "ppo_full_finetune_single_device":
+        check_ppo_settings(cfg)
+
+
+def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
+    increase = resolve_increase(read_settings(cfg, warns=False))
+    if increase.noise_scale_every is not None:
+        check_that_noise_can_be_measured(cfg, increase.reader)
+    check_validation(read_validation(cfg, warns=False), increase, recipe_class)
+
+
+def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
+    if VERBOSE in flags:
+        config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
+    made = recipe_class(cfg=cfg)
+    made.setup(cfg=cfg)
+    return made
 
 
 @contextlib.contextmanager
-def _mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
-    """Show our log, and end mistakes in one line: ``recovered`` can run again, ``kept`` is what an error leaves."""
-    _log_for_people()
+def mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
+    """End mistakes in one line: ``recovered`` can run again, ``kept`` is what an error leaves."""
     try:
         yield
     except Exception as error:
@@ -158,8 +202,10 @@ class _ForPeople(logging.Formatter):
         return level + ("" if _RANK == 0 else f"rank {_RANK}: ") + super().format(record)
 
 
-def _log_for_people() -> None:
+def _log_for_people(flags: set[str]) -> None:
     """Show our log on the first rank, and on others what only they know, unless the program has set logging up."""
+    if QUIET in flags:
+        logging.disable(logging.INFO)  # stock sets the level of its loggers each time that it logs
     if logging.getLogger().handlers:
         return
     logger = logging.getLogger("adaptive_batching")
@@ -169,7 +215,8 @@ def _log_for_people() -> None:
         if _RANK > 0:
             handler.addFilter(lambda record: hasattr(record, "only_here") or record.levelno > logging.WARNING)
         logger.addHandler(handler)
-    logger.setLevel(logging.INFO if _RANK == 0 else logging.WARNING)
+    shown = logging.DEBUG if VERBOSE in flags else logging.INFO
+    logger.setLevel(shown if _RANK == 0 else logging.WARNING)
 
 
 def _frames_of_the_user(error: BaseException) -> str:

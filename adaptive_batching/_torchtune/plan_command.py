@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan import Answer, find_gpus
-from adaptive_batching._torchtune.commands import LAUNCHED, closest
 from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._torchtune.meta_setup import RECIPES
+from adaptive_batching._torchtune.names import LAUNCHED, closest
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, PlanRequest
 from adaptive_batching._trace.traced_step import TraceError

@@ -68,8 +68,8 @@ _RECIPES: dict[str, tuple[str, str, tuple[type, ...], dict[str, Any]]] = {
 }  # fmt: skip
 """Name of a recipe -> stock's class, its subject, classes before stock's among the bases, and other attributes."""
 
-_EVALUATION = "eleuther_eval"
-_COMPUTES_ITS_OWN = ("ppo_full_finetune_single_device", _EVALUATION)
+EVALUATION = "eleuther_eval"
+_COMPUTES_ITS_OWN = ("ppo_full_finetune_single_device", EVALUATION)
 
 
 def recipe(name: str, objective: MakeObjective | None = None) -> Any:
@@ -84,11 +84,11 @@ def recipe(name: str, objective: MakeObjective | None = None) -> Any:
     Raises:
         ConfigError: If there is no such recipe, or it takes no objective.
     """
-    if name not in (*_RECIPES, _EVALUATION):
-        raise ConfigError(f"recipe {name!r} is not known here; take one of {', '.join((*_RECIPES, _EVALUATION))}")
+    if name not in (*_RECIPES, EVALUATION):
+        raise ConfigError(f"recipe {name!r} is not known here; take one of {', '.join((*_RECIPES, EVALUATION))}")
     if objective is not None and name in _COMPUTES_ITS_OWN:
         raise ConfigError(f"recipe {name!r} takes no objective, as it has no loss to replace; leave objective=None")
-    if name == _EVALUATION:
+    if name == EVALUATION:
         stock = load_stock_evaluation()
         wrapper = type("_LLMEvalWrapper", (BatchesThatFit, stock._LLMEvalWrapper), {"__module__": __name__})
         attributes = {"__doc__": "Stock's evaluation.", "__module__": __name__, "stock": stock, "wrapper": wrapper}

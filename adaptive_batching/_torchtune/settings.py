@@ -45,7 +45,8 @@ _ELSEWHERE = {
 
 def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingConfig:
     for key in map(str, cfg):
-        _check_name(key, cfg)
+        _check_owner(key, cfg)
+    check_names(cfg, {*FIELDS, *VALIDATION})
     values: dict[str, Any] = {key: _plain(cfg, key) for key in TOP_LEVEL}
     if values["use_maximum_batch_size"] is None:
         values["use_maximum_batch_size"] = False
@@ -118,8 +119,16 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
     return ValidationSettings(dataset, every, batch_size)
 
 
-def _check_name(key: str, cfg: DictConfig) -> None:
-    """Refuse a setting of ours that is misspelled or stands outside its section, and names that other tools use."""
+def check_names(cfg: DictConfig, known: set[str]) -> None:
+    """Refuse keys at the top level that are all but one of ``known``, and that the config does not use itself."""
+    for key in map(str, cfg):
+        close = () if key in known else difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.85)
+        if close and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):
+            raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
+
+
+def _check_owner(key: str, cfg: DictConfig) -> None:
+    """Refuse a setting of ours that stands outside its section, and names that other tools use."""
     is_foreign = key in SECTION or key in _ELSEWHERE
     if is_foreign and f"${{{key}}}" not in OmegaConf.to_yaml(cfg):  # else it is a name that the config uses itself
         if key in _ELSEWHERE:
@@ -128,9 +137,6 @@ def _check_name(key: str, cfg: DictConfig) -> None:
             f"{key}={cfg.get(key)!r} does nothing at the top level; it belongs to a section: write "
             f"adaptive_batching.{key}={cfg.get(key)}"
         )
-    close = difflib.get_close_matches(key, FIELDS + VALIDATION, n=1, cutoff=0.85)
-    if close and key not in FIELDS + VALIDATION:
-        raise ConfigError(f"{key} is unknown; did you mean {close[0]!r}?")
 
 
 def _warn_of_what_does_nothing(settings: AdaptiveBatchingConfig) -> None:

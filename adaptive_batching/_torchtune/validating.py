@@ -82,9 +82,9 @@ def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Obje
     return HeldOut(loader, objective, settings.every, settings.batch_size, longest)
 
 
-def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type) -> None:
+def check_validation(settings: ValidationSettings | None, increase: Increase, recipe: type | None) -> None:
     """Refuse validation where a recipe has none, and what reads its loss where it is not configured."""
-    if settings is not None and not getattr(recipe, "validates", True):
+    if settings is not None and recipe is not None and not getattr(recipe, "validates", True):
         raise ConfigError(
             f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is no mean "
             f"over target tokens; set run_val_every_n_steps=null"

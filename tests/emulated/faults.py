@@ -19,7 +19,7 @@ from adaptive_batching._emulated_device.control import Counters
 from adaptive_batching._out_of_memory import forget_frames
 from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.gradients import discard
-from adaptive_batching._torchtune.launch import _mistakes_in_one_line
+from adaptive_batching._torchtune.launch import mistakes_in_one_line
 from adaptive_batching._torchtune.loop import TrainingLoop
 from adaptive_batching._torchtune.ppo.ppo_loop import PPOLoop
 
@@ -250,7 +250,7 @@ def until_finished(run: Callable[..., None]) -> Callable[..., None]:
 def line_of(error: Exception) -> str:
     """Return the line that a run ends with; raise ``error`` itself if it would have ended in a traceback."""
     try:
-        with _mistakes_in_one_line("forward or backward"):
+        with mistakes_in_one_line("forward or backward"):
             raise error
     except SystemExit as end:
         return str(end.code)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from adaptive_batching._torchtune import quickstart_command
+from adaptive_batching._torchtune.names import config_files
 from tests.conftest import ROOT
 from tests.support.command_line import in_this_process, small
 
@@ -63,11 +68,76 @@ def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(
     assert {row[0] for row in rows if len(row) == 2} >= {path.stem for path in (ROOT / "recipes").glob("[a-z]*.py")}
     assert ["lora_finetune_single_device", "quickstart/lora_single_device"] in rows and ["llama3_2/1B_lora"] in rows
     assert "quickstart/full_single_device" in listed
+    assert in_this_process("ls", "--recipe", "lora_dpo_distributed", "--adaptive", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"lora_dpo_distributed": []}
     for arguments, message in (
         (["run", "lora_single_device", "--config", "x"], "there is no recipe 'lora_single_device'; did you mean"),
         (["run", "lora_finetune_single_device"], "--config <name or path> is missing after the recipe"),
         (["run", "lora_finetune_single_device", "--config", "1B_lora"], "there is no config '1B_lora'"),
+        (["probe", "lora_finetune_single_devic"], "did you mean 'lora_finetune_single_device'"),
+        (["ls", "--recipe", "lora_finetune_single"], "did you mean 'lora_finetune_single_device'"),
+        (["cat", "quickstart/lora_single"], "did you mean 'quickstart/lora_single_device'"),
+        (["cat", "qat_distributed"], "'qat_distributed' is a recipe, and a config is needed"),
+        (["cp", "lora_finetune_single_devic", "x.py"], "did you mean 'lora_finetune_single_device'"),
+        (["cp", "quickstart/lora_single_device", "/no/such/x.yaml"], "make it, or add --make-parents"),
+        (["validate", "lora_single_device"], "there is no config 'lora_single_device'"),
+        (["validate", "quickstart/lora_single_device", "--recipe", "qat"], "there is no recipe 'qat'"),
+        (["quickstrt"], "there is no command 'quickstrt'; did you mean 'quickstart'?"),
     ):
         assert in_this_process(*arguments) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in line, line
+
+
+def test_a_config_is_shown_as_it_is_written_and_copied_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "quickstart/lora_single_device"
+    written = (ROOT / f"recipes/configs/{name}.yaml").read_text()
+    assert in_this_process("cat", name) == 0
+    assert capsys.readouterr().out == written
+    for to, made in (("mine", "mine.yaml"), (".", "lora_single_device.yaml"), ("mine.yaml", "mine.yaml")):
+        assert in_this_process("cp", name, str(tmp_path / to)) == 0
+        assert (tmp_path / made).read_text() == written
+    (tmp_path / "mine.yaml").write_text("")
+    assert in_this_process("cp", "-n", name, str(tmp_path / "mine")) == 0
+    assert (tmp_path / "mine.yaml").read_text() == ""
+
+
+@pytest.mark.parametrize("command", ["run", "probe", "validate", "download", "quickstart", "ls", "cat", "cp"])
+def test_help_names_this_program_and_configs_that_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_this_process(command, "--help") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\btune [a-z]|Copyied", text) is None
+    assert {*re.findall(r"--config (\w+/\S+)", text)} <= {*config_files()}
+
+
+@pytest.mark.parametrize(("is_there", "has_gpu"), [(False, False), (True, True)])
+def test_the_next_command_of_the_quickstart_fits_the_machine(
+    is_there: bool, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quickstart_command, "_WEIGHTS", tmp_path if is_there else tmp_path / "no")
+    shown = quickstart_command.what_next("/a/bin/adaptive-batching", has_gpu=has_gpu)
+    assert ("/a/bin/adaptive-batching download meta-llama/" in shown) != is_there
+    assert shown.endswith(" device=cpu dtype=fp32") != has_gpu
+    assert quickstart_command.program_on_this_machine("no-such-program") == f"{sys.executable} -m adaptive_batching"
+    config = OmegaConf.load(config_files()["llama3_2/1B_lora_single_device"])
+    assert config.checkpointer.checkpoint_dir.rstrip("/") == "/tmp/Llama-3.2-1B-Instruct"
+
+
+def test_what_a_run_shows(inputs: Path, tmp_path: Path) -> None:
+    arguments = ["full_finetune_single_device", "--config", "quickstart/full_single_device", "epochs=1"]
+    arguments += shlex.split(small("full", inputs, tmp_path / "out"))
+    shown = {flag: run(OURS, [flag, *arguments, "max_steps_per_epoch=1"], tmp_path, ROOT) for flag in ("-q", "-v")}
+    assert "resolved config" in shown["-v"] and "what was decided" in shown["-v"]
+    assert "resolved config" not in shown["-q"] and "is initialized" not in shown["-q"]
+    assert "what was decided" not in shown["-q"]
+    assert not any(noise in text for text in shown.values() for noise in ("cpp extensions", "set_vital"))
+    # A recipe by the path of the installed package, from a checkout; a probe trains nothing.
+    recipe = ["adaptive_batching/recipes/full_finetune_single_device.py", "--config"]
+    config = str(config_files()["quickstart/full_single_device"])
+    probed = run(
+        TUNE, [*recipe, config, *arguments[3:], f"output_dir={tmp_path}/probed", "--only-probe"], tmp_path, ROOT
+    )
+    assert "maximum batch size" in probed and "resolved config" not in probed
+    assert not list((tmp_path / "probed").glob("epoch_*"))

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from adaptive_batching._torchtune.names import config_files
 from adaptive_batching.torchtune import load_stock
 from recipes import full_finetune_single_device as full
 from recipes import lora_dpo_single_device as lora_dpo
@@ -122,6 +123,32 @@ def test_a_mistaken_command_ends_in_one_line(
         check(end_of(recipe, overrides, tmp_path), words)
         assert "Traceback" not in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+REFUSED_BY_VALIDATE = [
+    *(mistake for mistake in IN_THE_CONFIG if "can be read" not in mistake[1] and not mistake[0].startswith("--")),
+    ("use_maximum_batch_siz=True", ["use_maximum_batch_siz is unknown", "did you mean 'use_maximum_batch_size'"]),
+    ("gradient_acumulation_steps=2", ["gradient_acumulation_steps", "did you mean 'gradient_accumulation_steps'"]),
+    ("epoch=2", ["epoch is unknown", "did you mean 'epochs'"]),
+    (f"{OURS}.serach=foo", ["adaptive_batching.serach is unknown", "did you mean 'search'"]),
+    (f"{OURS}.memory_limit=lots", ["adaptive_batching.memory_limit='lots'"]),
+    ("loss.ignore=1", ["unexpected keyword argument 'ignore'"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), REFUSED_BY_VALIDATE, ids=[each for each, _ in REFUSED_BY_VALIDATE])
+def test_validate_refuses_what_a_run_refuses_before_it_loads_a_model(
+    overrides: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process("validate", "quickstart/full_single_device", *overrides.split()) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in line and [word for word in words if word not in line] == [], line
+
+
+@pytest.mark.slow  # a minute and a half
+@pytest.mark.parametrize("name", sorted(name for name in config_files() if "vision" not in name))
+def test_every_config_that_is_listed_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_this_process("validate", name) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -76,12 +76,16 @@ PLAN = "adaptive-batching plan"
 REPORTS = "test_reports_are_made_as_shown"
 # One of each kind is not slow. A text is why a target of make is not run: what it would run is looked at.
 COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
-    "adaptive-batching ls": Here("lora_finetune_distributed"),
+    "adaptive-batching ls --recipe lora_finetune_single_device --adaptive": Here(
+        "qwen2_5/3B_lora_single_device_adaptive"
+    ),
+    "adaptive-batching env": Here("trace:"),
+    f"adaptive-batching probe {FULL}": Shell("maximum batch size"),
     "adaptive-batching cat quickstart/lora_single_device": Here("lora_rank: 8"),
     "adaptive-batching cat llama3_1/8B_lora_single_device_adaptive": Here("micro_batch_size: auto"),
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
-    "python -m adaptive_batching": Shell("{quickstart,plan,ls,cp,cat,validate,run,report}", ""),
+    "python -m adaptive_batching": Shell("find the largest batch of a config", ""),
     # tests/torchtune/test_plan_command.py has one that is not slow.
     f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": Shell(
         "fits: a forward of 2 x 2,048 tokens needs at most", ""

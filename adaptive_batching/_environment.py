@@ -1,0 +1,75 @@
+"""``env``: what an issue report has to say about a machine. It needs torch, and works without torchtune."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import adaptive_batching
+
+_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "transformers", "datasets", "lm_eval", "matplotlib")
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUDA_VISIBLE_DEVICES")
+
+
+def add_env(subparsers: Any, prog: str) -> None:
+    """Add ``env``."""
+    text = "Print versions, devices, the allocator's settings, and what works here: what an issue report needs."
+    parser = subparsers.add_parser("env", prog=f"{prog} env", help=text, description=text)
+
+    def env(args: argparse.Namespace) -> None:
+        for name, value in (*_versions(), *_devices(), *_available()):
+            print(f"{name + ':':<32}{value}")
+
+    parser.set_defaults(func=env)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "adaptive-batching", adaptive_batching.__version__
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    for name in _PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield name, "not installed"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from adaptive_batching._memory import cuda_segments
+
+    yield "CUDA of torch", torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "none")
+    if not torch.cuda.is_available():
+        yield "GPU", "none"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield (
+            f"GPU {index}",
+            f"{found.name}, {found.total_memory / 2**30:.2f} GiB, capability {found.major}.{found.minor}",
+        )
+    yield "CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"
+    if torch.cuda.is_available():
+        segments = cuda_segments()
+        known = "settings that no trace knows" if segments is None else f"{segments.value} segments"
+        yield "allocator", f"{torch.cuda.get_allocator_backend()}, {known}"
+    for name in _VARIABLES:
+        yield name, os.environ.get(name, "not set")
+
+
+def _available() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from adaptive_batching._ranks.fsdp import can_drain
+
+    several = "yes" if can_drain() else f"no: torch {torch.__version__} cannot reset FSDP2 after an error"
+    yield "recovery", f"one device: yes; sharded: {several}"
+    try:
+        importlib.import_module("adaptive_batching._trace.fake_step")
+        yield "trace", "yes"
+    except Exception as error:  # a private name of torch that is gone; the probe then measures steps instead
+        yield "trace", f"no: {error}"
