@@ -38,8 +38,7 @@ import torch
 from common import measure_in_fresh_process, write_report
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._out_of_memory import is_out_of_memory
+from adaptive_batching import AdaptiveBatchingConfig, is_out_of_memory
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from hugging_face_trainer import IGNORED, AdaptiveTrainer, Features, PaddingCollator

@@ -27,12 +27,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Sampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from adaptive_batching import growth
-from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.batch_size_schedule import plan_batch_sizes
-from adaptive_batching._growth.increase import IncreaseFunction
-from adaptive_batching._loop.step import AdaptiveStep
-from adaptive_batching._values import ConfigError
+from adaptive_batching import (
+    AdaptiveBatchingConfig,
+    AdaptiveStep,
+    ConfigError,
+    IncreaseFunction,
+    growth,
+    plan_batch_sizes,
+)
 
 IGNORED = -100  # the label of a token that is no target
 Features = dict[str, Any]

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching import growth, torchtune
-from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching import AdaptiveBatchingConfig, growth, torchtune
 from tests.conftest import ROOT
 
 EXPECTED = Path(__file__).with_name("public_interface.txt")

@@ -20,15 +20,13 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
 import adaptive_batching
-from adaptive_batching import growth
+from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
 from adaptive_batching.__main__ import COMMANDS
-from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.increase import resolve
 from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.recipe import AdaptiveBatching
 from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, read_settings
-from adaptive_batching._values import ConfigError
 from tests.conftest import ROOT
 from tests.support.pages import DOCS, FENCED, PAGES, README, Block, blocks, commands
 from tests.support.settings_table import PAGE, page

@@ -18,8 +18,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from adaptive_batching import AdaptiveStep
 from adaptive_batching._emulated_device import control
-from adaptive_batching._loop.step import AdaptiveStep
 from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batching import growth
-from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape, plan_batch_sizes
+from adaptive_batching import growth, plan_batch_sizes
+from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
 from adaptive_batching._growth.increase import (
     BatchController,
     FixedAccumulation,

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtune.models.llama2 import llama2
 
-from adaptive_batching._loop.step import AdaptiveStep
+from adaptive_batching import AdaptiveStep
 from adaptive_batching._memory import Segments, cuda_segments
 from adaptive_batching._ranks.fsdp import can_drain
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience

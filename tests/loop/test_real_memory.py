@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
-from adaptive_batching._loop.step import AdaptiveStep
-from adaptive_batching._memory import _status, memory_meter
+from adaptive_batching import AdaptiveStep, memory_meter
+from adaptive_batching._memory import _status
 from tests.conftest import ROOT
 from tests.support.environment import TAME_MALLOC
 from tests.support.small_model import VOCABULARY, Sample, make_data, make_model

@@ -15,10 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils.rnn import pad_sequence
 
-from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._loop.step import AdaptiveStep
-from adaptive_batching._probe.does_not_fit import DoesNotFitError
-from adaptive_batching._values import ConfigError
+from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, ConfigError, DoesNotFitError
 
 IGNORED = -100
 Text = torch.Tensor  # of one sample: tokens [s]

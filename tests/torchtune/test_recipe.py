@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaptive_batching._values import ConfigError
+from adaptive_batching import ConfigError
 from adaptive_batching.torchtune import AdaptiveBatching, AdaptivePPO, load_stock, recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 
