@@ -56,7 +56,7 @@ def test_an_installed_wheel_in_any_directory(inputs: Path, tmp_path: Path) -> No
     by_name += [*shlex.split(small("full", inputs, tmp_path / "full")), "epochs=1", "use_maximum_batch_size=False"]
     by_name += ["batch_increase_function=mine.add_eight", "max_steps_per_epoch=1"]
     output = run(OURS, [*by_name, "adaptive_batching.max_batch_size=16"], anywhere, site)
-    assert "batch size grows from 8 to 16 at epoch 0" in output and "dropped arguments: every" in output
+    assert "batch size grows from 8 to 16 at epoch 0" in output and "ignoring its arguments: every" in output
 
 
 def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(
