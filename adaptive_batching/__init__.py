@@ -9,29 +9,46 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from adaptive_batching import growth
-    from adaptive_batching._public import *  # noqa: F403
+    from adaptive_batching._config import AdaptiveBatchingConfig
+    from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape, plan_batch_sizes
+    from adaptive_batching._growth.increase import (
+        BatchController,
+        FixedAccumulation,
+        GrowthState,
+        IncreaseFunction,
+        IncreaseFunctionError,
+        KeepGlobal,
+    )
+    from adaptive_batching._loop.step import AdaptiveStep
+    from adaptive_batching._memory import memory_meter
+    from adaptive_batching._out_of_memory import is_out_of_memory
+    from adaptive_batching._probe.does_not_fit import DoesNotFitError
+    from adaptive_batching._probe.find import find_maximum_batch_size
+    from adaptive_batching._probe.sizes import ProbeResult
+    from adaptive_batching._values import AdaptiveBatchingError, ConfigError
 
 __version__ = "0.1.0"
 
+_DEFINED_IN = {
+    "_config": ["AdaptiveBatchingConfig"],
+    "_growth.batch_size_schedule": ["BatchSizeSchedule", "RunShape", "plan_batch_sizes"],
+    "_growth.increase": [
+        "BatchController", "FixedAccumulation", "GrowthState", "IncreaseFunction", "IncreaseFunctionError",
+        "KeepGlobal",
+    ],
+    "_loop.step": ["AdaptiveStep"],
+    "_memory": ["memory_meter"],
+    "_out_of_memory": ["is_out_of_memory"],
+    "_probe.does_not_fit": ["DoesNotFitError"],
+    "_probe.find": ["find_maximum_batch_size"],
+    "_probe.sizes": ["ProbeResult"],
+    "_values": ["AdaptiveBatchingError", "ConfigError"],
+}  # fmt: skip
+
 __all__ = [
-    "AdaptiveBatchingConfig",
-    "AdaptiveBatchingError",
-    "AdaptiveStep",
-    "BatchController",
-    "BatchSizeSchedule",
-    "ConfigError",
-    "DoesNotFitError",
-    "FixedAccumulation",
-    "GrowthState",
-    "IncreaseFunction",
-    "IncreaseFunctionError",
-    "KeepGlobal",
-    "ProbeResult",
-    "RunShape",
-    "find_maximum_batch_size",
-    "growth",
-    "is_out_of_memory",
-    "memory_meter",
+    "AdaptiveBatchingConfig", "AdaptiveBatchingError", "AdaptiveStep", "BatchController", "BatchSizeSchedule",
+    "ConfigError", "DoesNotFitError", "FixedAccumulation", "GrowthState", "IncreaseFunction", "IncreaseFunctionError",
+    "KeepGlobal", "ProbeResult", "RunShape", "find_maximum_batch_size", "growth", "is_out_of_memory", "memory_meter",
     "plan_batch_sizes",
 ]  # fmt: skip
 
@@ -40,10 +57,11 @@ def __getattr__(name: str) -> _typing.Any:
     """Import what is asked for; so the command line answers without torch, which takes seconds to import."""
     if name == "growth":
         return _importlib.import_module("adaptive_batching.growth")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(_importlib.import_module("adaptive_batching._public"), name)
-    return found
+    for module, names in _DEFINED_IN.items():
+        if name in names:
+            found = globals()[name] = getattr(_importlib.import_module(f"adaptive_batching.{module}"), name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

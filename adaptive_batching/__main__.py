@@ -18,12 +18,11 @@ import adaptive_batching
 from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
-from adaptive_batching._torchtune.files import add_cat, add_cp, add_ls
-from adaptive_batching._torchtune.names import NOT_INSTALLED, register
+from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, add_ls, register
 
 PROG = "adaptive-batching"
 OF_TORCHTUNE = {
-    "quickstart": ("quickstart_command", "make small inputs and fine-tune on them on the CPU: a first look"),
+    "quickstart": ("commands", "make small inputs and fine-tune on them on the CPU: a first look"),
     "plan": ("plan_command", "say whether a config fits on a GPU, and what would help, without a GPU"),
     "probe": ("commands", "find the largest batch of a config on this machine, and stop before training"),
     "run": ("commands", "run a recipe; takes all that 'tune run' takes, torchrun's options included"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from adaptive_batching._torchtune import quickstart_command
+from adaptive_batching._torchtune import commands
 from adaptive_batching._torchtune.names import config_files
 from tests.conftest import ROOT
 from tests.support.command_line import in_this_process, small
@@ -116,11 +116,11 @@ def test_help_names_this_program_and_configs_that_exist(command: str, capsys: py
 def test_the_next_command_of_the_quickstart_fits_the_machine(
     is_there: bool, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quickstart_command, "_WEIGHTS", tmp_path if is_there else tmp_path / "no")
-    shown = quickstart_command.what_next("/a/bin/adaptive-batching", has_gpu=has_gpu)
+    monkeypatch.setattr(commands, "_WEIGHTS", tmp_path if is_there else tmp_path / "no")
+    shown = commands.what_next("/a/bin/adaptive-batching", has_gpu=has_gpu)
     assert ("/a/bin/adaptive-batching download meta-llama/" in shown) != is_there
     assert shown.endswith(" device=cpu dtype=fp32") != has_gpu
-    assert quickstart_command.program_on_this_machine("no-such-program") == f"{sys.executable} -m adaptive_batching"
+    assert commands.program_on_this_machine("no-such-program") == f"{sys.executable} -m adaptive_batching"
     config = OmegaConf.load(config_files()["llama3_2/1B_lora_single_device"])
     assert config.checkpointer.checkpoint_dir.rstrip("/") == "/tmp/Llama-3.2-1B-Instruct"
 

@@ -27,11 +27,10 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients
 from adaptive_batching._torchtune.host import Host
-from adaptive_batching._torchtune.loop import Loop, Training
+from adaptive_batching._torchtune.loop import Loop, Training, recorded_memory
 from adaptive_batching._torchtune.objective import Sums
 from adaptive_batching._torchtune.ppo.stock_ppo import Experience, StockPPO, Trajectories
 from adaptive_batching._torchtune.splitting import MicroBatch, Recovery, Splitter
-from adaptive_batching._torchtune.step_cost import recorded_memory
 
 
 class Rollout:
