@@ -158,7 +158,7 @@ def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
     assert resolve(f"{HERE}.{name}") == (f"{HERE}.{name}", globals()[name])
     assert resolve({"_component_": f"{HERE}.{name}"})[1] is globals()[name] and not caplog.text
     assert resolve({"_component_": f"{HERE}.{name}", "every": 1})[1] is globals()[name]
-    assert "dropped arguments: every" in caplog.text
+    assert "ignoring its arguments: every" in caplog.text
     resolved, function = resolve({"_component_": f"{OURS}.fixed_increase", "increase": 3})
     assert (resolved, function(1, 5)) == (f"{OURS}.fixed_increase", 3)
 

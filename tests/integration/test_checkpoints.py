@@ -180,7 +180,7 @@ def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run:
 @pytest.mark.parametrize(
     ("changed", "warning"),
     [
-        ("shuffle=False", "shuffle=False, where it was True in the run that is resumed: its epoch goes on in another "),
+        ("shuffle=False", "shuffle=False, where it was True in the run that is resumed: the epoch goes on in another "),
         ("dataset.split=train[:21]", "21 samples in dataset, where there were 20 in the run that is resumed"),
         ("epochs=2", ""),
     ],
