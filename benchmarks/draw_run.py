@@ -72,7 +72,8 @@ def draw(events: Sequence[dict[str, Any]]) -> str:
         if again:
             parts.append(f'<circle cx="{x(at):.1f}" cy="{loss(value):.1f}" r="5" fill="{RED}"/>')
             words = "out of memory: the same samples ran again, in smaller parts"
-            parts.append(text(min(x(at) - 8, RIGHT), loss(value) - 10, words, RED, text_anchor="end"))
+            parts.append(line([(x(at), 212), (x(at), loss(value))], RED, "2 3"))
+            parts.append(text(x(at) + 4, 206, words, RED, text_anchor="end"))
     measured = f"measured: the quickstart on a {run['device']}, {seen[-1]:,} samples, {len(steps)} optimizer steps"
     parts.append(text(RIGHT, 324, measured, GREY, text_anchor="end", font_size=11))
     looks = 'viewBox="0 0 720 330" font-family="sans-serif" font-size="13" role="img"'
