@@ -22,12 +22,12 @@ from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, a
 
 PROG = "adaptive-batching"
 OF_TORCHTUNE = {
-    "quickstart": ("commands", "make small inputs and fine-tune on them on the CPU: a first look"),
-    "plan": ("plan_command", "say whether a config fits on a GPU, and what would help, without a GPU"),
-    "probe": ("commands", "find the largest batch of a config on this machine, and stop before training"),
-    "run": ("commands", "run a recipe; takes all that 'tune run' takes, torchrun's options included"),
-    "validate": ("commands", "check a config and its overrides, without loading a model"),
-    "download": ("commands", "download a model, as 'tune download' does"),
+    "quickstart": ("commands", "Make small inputs and fine-tune on them on the CPU: a first look."),
+    "plan": ("plan_command", "Say whether a config fits on a GPU, and what would help, without a GPU."),
+    "probe": ("commands", "Find the largest batch of a config on this machine, and stop before training."),
+    "run": ("commands", "Run a recipe; takes all that 'tune run' takes, torchrun's options included."),
+    "validate": ("commands", "Check a config and its overrides, without loading a model."),
+    "download": ("commands", "Download a model, as 'tune download' does."),
 }
 """Command -> the module of ``_torchtune`` whose ``add_<command>`` adds it, and what the list of commands says."""
 
