@@ -51,7 +51,7 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
 
 def add_report(subparsers: Any, prog: str) -> None:
     """Add ``report``, which makes the page of a run again, or one of several. It knows nothing of torchtune."""
-    text = "Make the page of a run from its record, whether it has ended or not, or lay several runs side by side."
+    text = "Make the page of a run from its record, even while it trains, or compare several runs on one page."
     parser = subparsers.add_parser("report", prog=f"{prog} report", help=text, description=text)
     parser.add_argument(
         "output_dir", nargs="*", type=Path,

@@ -1,4 +1,4 @@
-"""What of other packages is private, replaced or set for the whole process, and what here needs each.
+"""Names of other packages that are private, replaced, or set for the whole process, and what needs each.
 
 The first place to look when a name is gone. Checked with torch 2.13 and torchtune 0.6.1. Importing this package touches
 none of torch's private names; where one is missing, the feature that needs it is refused or does without, and all
@@ -54,6 +54,9 @@ REPLACED = {
     # While a recipe is set up, trains or saves; each by ``replaced_in`` of ``_torchtune/stock.py``, which puts it back.
     "torchtune.training.register_optim_in_bwd_hooks": "has optimizers wait for the last micro-batch of a step",
     "torchtune.training.get_memory_stats": "is asked of a CPU by distributed recipes, where it fails",
+    "torchtune.training.log_memory_stats": "logs them",
+    "torchtune.training.get_distributed_backend": "names gloo twice where an optimizer is offloaded on a CPU",
+    "torch.cuda.is_available": "tells a compiler which device a trace is of",
     "torchtune.training.checkpointing._utils.get_largest_iter_folder": "names the folder that adapters come from",
     "torchtune.generation._generation.generate_next_token": "draws the same tokens however a rollout is split",
     "importlib.metadata.version": "answers stock's check of lm_eval, which compares versions as text",
@@ -75,4 +78,4 @@ PROCESS_WIDE = {
     # To the end of the process: glibc and oneDNN cannot tell what was set before, and read it once
     "mallopt, ONEDNN_PRIMITIVE_CACHE_CAPACITY, LRU_CACHE_CAPACITY": "let a CPU with a limit keep less for later",
 }
-"""What is set -> why. What a run sets it undoes when it ends, also in an error; ``tests/test_patches.py`` holds it."""
+"""Setting -> why. A run undoes its own when it ends, even in an error; ``tests/test_patches.py`` holds that."""

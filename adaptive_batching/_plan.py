@@ -85,7 +85,7 @@ def outside_of_allocator(devices: int) -> list[OutsideAllocator]:
 
 
 class Answer(Enum):
-    """Whether a run fits in a device's memory; the value is the exit code."""
+    """The verdict on a run and a device's memory; the value is the exit code."""
 
     FITS = 0
     DOES_NOT_FIT = 1

@@ -20,10 +20,8 @@ import torch
 import torch._dynamo
 from torch import nn
 from torchtune import _recipe_registry, training
-from torchtune.generation import _generation
-from torchtune.training.checkpointing import _utils
 
-from adaptive_batching._patches import PRIVATE
+from adaptive_batching._patches import PRIVATE, REPLACED
 from tests.conftest import ROOT, TuneRun
 from tests.support import house, power_cut
 from tests.support.power_cut import FUNCTION
@@ -104,15 +102,25 @@ def test_without_any_of_torch_s_private_names_the_package_is_imported_and_a_prob
     assert {name for name in names if name.startswith(always)} <= {*said}
 
 
+def test_every_function_of_torchtune_that_is_replaced_by_name_is_listed() -> None:
+    named = {
+        f"torchtune.training.{keyword.arg}"
+        for path in house.files_of(house.PACKAGE)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "replaced_in_torchtune"
+        for keyword in node.keywords
+        if keyword.arg is not None
+    }
+    assert named and named <= {*REPLACED}
+
+
 def process_wide() -> dict[str, Any]:
     """What a run could leave set in its process."""
     hooks = {name: repr(value) for name, value in vars(nn.modules.module).items() if name.startswith("_global_")}
     return {
         **hooks,
         **{name: getattr(training, name) for name in training.__all__},
-        "folder": _utils.get_largest_iter_folder,
-        "token": _generation.generate_next_token,
-        "version": importlib.metadata.version,
+        **{name: pkgutil.resolve_name(name) for name in REPLACED},
         "recompile_limit": torch._dynamo.config.recompile_limit,
         "RLIMIT_DATA": resource.getrlimit(resource.RLIMIT_DATA),
         "frozen": gc.get_freeze_count(),

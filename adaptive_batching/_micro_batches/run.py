@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What became of micro-batches; ``failed`` and ``retried`` are the same on all ranks."""
+    """The outcome of running micro-batches; ``failed`` and ``retried`` are the same on all ranks."""
 
     results: list[T]  # of the micro-batches that ran on this rank
     failed: bool  # any rank ran out of memory

@@ -44,7 +44,7 @@ _ALLOCATORS = {Segments.FIXED: CachingAllocator, Segments.EXPANDABLE: Expandable
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What is asked of a training step."""
+    """The bounds and options of one search."""
 
     upper: int  # largest size to try; at least 1
     upper_reason: str = "upper bound"  # why no larger one is tried

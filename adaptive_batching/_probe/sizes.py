@@ -231,7 +231,7 @@ class ProbeResult:
 
     @property
     def bound(self) -> str:
-        """What bounds :attr:`batch_size`, in words."""
+        """The limit on :attr:`batch_size`, in words."""
         return self.reason if self.exact is None else rounded_down(self.exact)
 
     @property

@@ -23,13 +23,13 @@ MOST_POINTS = 1200
 """Points of a curve; of all runs together, at most three times as many."""
 
 _ASSETS = Path(__file__).parent / "assets"
-_PACKAGE = Path(__file__).parents[1]
-# An empty package stands for adaptive_batching, whose own __init__ loads torch: that takes seconds, and memory.
+_ROOT = Path(__file__).parents[2]
+# This very package, whatever else is installed; it imports no torch, which takes seconds, and memory.
 _CODE = """
-import sys, types
-package = types.ModuleType("adaptive_batching")
-package.__path__ = [sys.argv[1]]
-sys.modules["adaptive_batching"] = package
+import sys
+sys.path.insert(0, sys.argv[1])
+import adaptive_batching
+del sys.path[0]
 from pathlib import Path
 from adaptive_batching._report.page import write_page
 print(write_page([Path(sys.argv[2])]))
@@ -39,7 +39,7 @@ print(write_page([Path(sys.argv[2])]))
 def start_page(directory: Path) -> subprocess.Popen[str]:
     """Start a process that writes the page of the record in ``directory``, and prints its path."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-c", _CODE, str(_PACKAGE), str(directory)],
+        [sys.executable, "-I", "-c", _CODE, str(_ROOT), str(directory)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,  # Ctrl-C, and a launcher that ends a rank, are not meant for it
     )  # fmt: skip

@@ -319,7 +319,7 @@ def refuse_step_checkpoints(cfg: DictConfig) -> None:
 
 
 def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
-    """Have PPO's value model, which stock starts anew, go on where the policy does, unless the config names another."""
+    """Resume PPO's value model with the policy, unless the config names another; stock would start it from scratch."""
     files = policy.checkpoint_files
     name = Path(str(files[0])).parent.name if OmegaConf.is_list(files) and files else ""
     output_dir = Path(value.output_dir)

@@ -1,4 +1,4 @@
-"""What recipes compute: next tokens, distillation from a teacher, quantization-aware training, and preferences."""
+"""Objectives of the recipes: next-token prediction, distillation, quantization-aware training and preferences."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TracedPlan:
     length: int
     forecast: Forecast
     asked: int  # samples of a forward that the config asks for at least
-    paged_bytes: int  # optimizer states that lie in managed memory, beside all others
+    paged_bytes: int  # optimizer states that lie in managed memory, on top of all others
     trained_parameters: int
     parameters: int
     frozen_parameters: int  # of the reference model or the teacher, if there is one
