@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
@@ -108,8 +109,20 @@ def _run(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
             _train(recipe_class, cfg, flags)
 
 
+def _check_device(cfg: DictConfig) -> None:
+    """Refuse a CUDA device that is not there: stock says that it lacks bf16."""
+    asked = str(cfg.get("device"))
+    if asked.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        build = "" if torch.version.cuda else ", and torch is built without CUDA"
+        raise ConfigError(
+            f"device={asked}: no GPU is found here{build}; add device=cpu dtype=fp32 to train on the CPU, or ask "
+            f"'adaptive-batching plan' what the config takes on a GPU"
+        )
+
+
 def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
     with mistakes_in_one_line("batch"):
+        _check_device(cfg)
         if ONLY_PROBES in flags:
             raise ConfigError("probe finds the batch of a training run, and this recipe evaluates; take 'run'")
         read_evaluation(cfg, warns=False)
@@ -120,6 +133,7 @@ def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
     with mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
         if ONLY_PROBES in flags:
             cfg.use_maximum_batch_size = True
+        _check_device(cfg)
         _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
         recipe_class.prepare(cfg)
         made = _set_up(recipe_class, cfg, flags)

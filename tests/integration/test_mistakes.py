@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from adaptive_batching._torchtune.names import config_files
 from adaptive_batching.torchtune import load_stock
@@ -123,6 +124,14 @@ def test_a_mistaken_command_ends_in_one_line(
         check(end_of(recipe, overrides, tmp_path), words)
         assert "Traceback" not in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_that_is_not_there_is_named_with_what_trains_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = end_of("lora", "device=cuda dtype=bf16", tmp_path)
+    check(line, ["device=cuda: no GPU is found here", "add device=cpu dtype=fp32", "'adaptive-batching plan'"])
 
 
 REFUSED_BY_VALIDATE = [
