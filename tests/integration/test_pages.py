@@ -108,8 +108,6 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
         instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes", slow=False
     ),
     f"{RUN} {FULL} resume_from_checkpoint=True": Shell(interrupted=True),
-    f"{RUN} {FULL} resume_from_checkpoint=True "
-    "'checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.safetensors]'": Shell(interrupted=True),
     f"{RUN} --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora use_maximum_batch_size=True": Shell(
         slow=False
     ),
