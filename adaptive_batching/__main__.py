@@ -11,14 +11,16 @@ import importlib
 import sys
 import webbrowser
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import adaptive_batching
+from adaptive_batching._dry_run.command import add_dry_run
 from adaptive_batching._environment import add_env
 from adaptive_batching._report.events import RecordError, newest_record
 from adaptive_batching._report.page import PAGE, write_page
-from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, add_ls, register
+from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, add_ls, command_of_recipe, register
 
 PROG = "adaptive-batching"
 OF_TORCHTUNE = {
@@ -81,6 +83,7 @@ def add_report(subparsers: Any, prog: str) -> None:
 COMMANDS: dict[str, Callable[[Any, str], None]] = {
     **{name: _of_torchtune(name) for name in OF_TORCHTUNE},
     "ls": add_ls, "cat": add_cat, "cp": add_cp, "report": add_report, "env": add_env,
+    "dry-run": partial(add_dry_run, command_of_recipe=command_of_recipe),
 }  # fmt: skip
 """Name -> function of (subparsers, program name) that adds the command, with its ``func``."""
 

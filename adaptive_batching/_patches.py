@@ -31,9 +31,14 @@ PRIVATE = {
     "torch.nn.modules.batchnorm._BatchNorm": "knows what computes over a batch before it runs",
     "torch.utils._pytree.tree_leaves": "finds the tensors that a module returns",
     "torch.utils._pytree.tree_map": "moves a batch to the device",
+    # A dry run
+    "torch._C._cuda_attach_out_of_memory_observer": "tells of an allocation that fails, from within it",
+    "torch._C._cuda_resetPeakMemoryStats": "forgets peaks, which are kept before",
+    "torch.cuda._lazy_call": "begins when the script first asks for the device",
+    "torch.cuda.memory._snapshot": "has the allocator's history",
     # Recipes
     "torch._dynamo": "has the number of sizes that are compiled",
-    "torch.cuda.memory._record_memory_history": "records allocations for the profiler, as stock does",
+    "torch.cuda.memory._record_memory_history": "records allocations, for stock's profiler and a dry run",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": "knows checkpointed layers",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives": "lets a rank issue collectives for others; see can_drain",
     "torchtune._cli.download.Download": "is a command that is passed on",
@@ -75,6 +80,8 @@ PROCESS_WIDE = {
     "logging filter of torchao, warnings.filters": "keep messages off that a user can do nothing about",
     "sys.argv, PYTHONPATH": "are what a recipe is launched with",
     "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan; logging is by -q, too",
+    # Of a process of somebody's script in a dry run, which is there for nothing else
+    "torch._C._cuda_resetPeakMemoryStats": "keeps peaks that are about to be forgotten",
     # To the end of the process: glibc and oneDNN cannot tell what was set before, and read it once
     "mallopt, ONEDNN_PRIMITIVE_CACHE_CAPACITY, LRU_CACHE_CAPACITY": "let a CPU with a limit keep less for later",
 }

@@ -26,16 +26,24 @@ class Gpu:
     peak_tflops: float
     """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
 
+    capability: tuple[int, int] = (8, 0)
+    processors: int = 108
+    """Streaming multiprocessors."""
+
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
 
 GPUS = [
-    Gpu("T4", 14.56, 65), Gpu("V100-16GB", 15.77, 125), Gpu("V100-32GB", 31.73, 125), Gpu("A10", 22.0, 125),
-    Gpu("A10G", 22.0, 70), Gpu("L4", 22.0, 121), Gpu("RTX 3090", 23.68, 71), Gpu("RTX 4090", 23.53, 165),
-    Gpu("RTX 5090", 31.36, 210), Gpu("A6000", 47.4, 155), Gpu("L40S", 44.4, 362), Gpu("A100-40GB", 39.39, 312),
-    Gpu("A100-80GB", 79.15, 312), Gpu("H100", 79.1, 989), Gpu("H200", 139.8, 989), Gpu("B200", 178.3, 2250),
+    Gpu("T4", 14.56, 65, (7, 5), 40), Gpu("V100-16GB", 15.77, 125, (7, 0), 80),
+    Gpu("V100-32GB", 31.73, 125, (7, 0), 80), Gpu("A10", 22.0, 125, (8, 6), 72),
+    Gpu("A10G", 22.0, 70, (8, 6), 80), Gpu("L4", 22.0, 121, (8, 9), 58),
+    Gpu("RTX 3090", 23.68, 71, (8, 6), 82), Gpu("RTX 4090", 23.53, 165, (8, 9), 128),
+    Gpu("RTX 5090", 31.36, 210, (12, 0), 170), Gpu("A6000", 47.4, 155, (8, 6), 84),
+    Gpu("L40S", 44.4, 362, (8, 9), 142), Gpu("A100-40GB", 39.39, 312, (8, 0), 108),
+    Gpu("A100-80GB", 79.15, 312, (8, 0), 108), Gpu("H100", 79.1, 989, (9, 0), 132),
+    Gpu("H200", 139.8, 989, (9, 0), 132), Gpu("B200", 178.3, 2250, (10, 0), 148),
 ]  # fmt: skip
 
 

@@ -188,7 +188,7 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
     import torch
     from omegaconf import OmegaConf
 
-    from tests.support.sparse_checkpoint import load_zeros
+    from adaptive_batching._torchtune.dry_run import load_zeros
 
     if row.devices > 1:
         os.environ.update(
@@ -206,7 +206,7 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
         "_component_": f"{of_plan}.make_data", "length": row.length, "samples": samples, "packed": packed,
         "pairs": "dpo" in row.recipe,
     }  # fmt: skip
-    cfg.tokenizer = {"_component_": f"{of_plan}.Tokenizer", "max_seq_len": row.length}
+    cfg.tokenizer = {"_component_": "adaptive_batching._torchtune.dry_run.Tokenizer", "max_seq_len": row.length}
     cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder / "logs")}
     cfg.update(epochs=1, max_steps_per_epoch=STEPS, seed=0, log_peak_memory_stats=False)
     cfg.pop("profiler", None)

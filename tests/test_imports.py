@@ -20,6 +20,7 @@ MEMORY = {"memory", "out_of_memory"}
 MAY_IMPORT = {
     "values": set(),
     "config": {"values"},
+    "dry_run": {"emulated_device", "plan", "report", "values"},
     "emulated_device": {"values"},
     "environment": {"memory", "ranks", "trace"},
     "device": set(),
@@ -40,6 +41,7 @@ PURE = {
     room + name
     for room, names in {
         "": "config patches plan values",
+        "dry_run/": "answer history picture",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule increase noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",

@@ -38,6 +38,8 @@ def test_every_private_name_in_use_is_listed_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", PRIVATE)
 def test_every_listed_name_is_there(name: str) -> None:
+    if name.startswith("torch._C._cuda") and torch.version.cuda is None:
+        pytest.skip("in a CUDA build alone")
     try:
         pkgutil.resolve_name(name)
     except AttributeError:  # a module that its package does not import

@@ -34,6 +34,9 @@ from adaptive_batching._values import ConfigError, memory_size
 
 log = logging.getLogger(__name__)
 
+rehearsing = False
+"""True while steps run that :func:`unchanged` undoes, for those who count steps of training."""
+
 _BYTES_AT_ONCE = 2**24
 
 
@@ -188,10 +191,13 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
     zero = {id(tensor) for tensor in paged}
     in_states = [v for state in states for entry in state.values() for v in entry.values() if id(v) not in zero]
     tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
+    global rehearsing
     with kept_aside(tensors, scratch):
+        rehearsing = True
         try:
             yield
         finally:
+            rehearsing = False
             set_to_zero(paged)
             for parameter, gradient in gradients:
                 parameter.grad = gradient

@@ -109,14 +109,14 @@ def _page_of(runs: list[Run]) -> str:
     drawn = json.dumps(_data_of(runs, curves), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     filled = {
         "TITLE": tag("title", " · ".join(filter(None, [name, models, "adaptive batching"]))),
-        "STYLE": tag("style", _asset("uplot/uPlot.min.css"), _asset("page.css")),
+        "STYLE": tag("style", asset("uplot/uPlot.min.css"), asset("page.css")),
         "HEADER": tag("header", tag("h1", name), *some("p", said)),
         "BODY": "".join(body),
         "FOOTER": tag("footer", tag("p", made_from), tag("p", tag("code", again))),
         "DATA": tag("script", Html(drawn), type="application/json", id="data"),
-        "SCRIPT": tag("script", _asset("uplot/uPlot.iife.min.js")) + tag("script", _asset("page.js")),
+        "SCRIPT": tag("script", asset("uplot/uPlot.iife.min.js")) + tag("script", asset("page.js")),
     }
-    page, *marked = _asset("page.html").split("<!-- @")
+    page, *marked = asset("page.html").split("<!-- @")
     for part in marked:
         place, after = part.split(" -->", 1)
         page += filled[place] + after
@@ -165,5 +165,5 @@ def _probe_data(run: Run) -> dict[str, Any] | None:
     }
 
 
-def _asset(name: str) -> Html:
+def asset(name: str) -> Html:
     return Html((_ASSETS / name).read_text(encoding="utf-8"))

@@ -122,7 +122,7 @@ def some(name: str, content: str) -> list[Html]:
     return [tag(name, content)] if content else []
 
 
-def _table(
+def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (), caption: str = "", **kind: str
 ) -> Html:
     """Return a table, which scrolls by itself where it is too wide; columns not in ``words`` line up at the right."""
@@ -170,8 +170,8 @@ def summary(runs: list[Run]) -> list[Html]:
             row.append(say.change(first, second))
     differ = [[name, *values] for name, values in configs.differences(runs)]
     caption = "Settings that differ between these runs"
-    settings = [_table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
-    return [_table(header, rows, words=words, class_="compare"), *settings]
+    settings = [table(header, differ, words=words, caption=caption, class_="compare")] if differ else []
+    return [table(header, rows, words=words, class_="compare"), *settings]
 
 
 def errors(run: Run) -> list[Html]:
@@ -248,7 +248,7 @@ def decisions(run: Run) -> list[Html]:
         return []
     header = [name for name in cells[0] if any(row[name] for row in cells)]
     shown = [[row[name] for name in header] for row in cells]
-    return [_table(header, shown, words=[len(header) - 1], class_="decisions")]
+    return [table(header, shown, words=[len(header) - 1], class_="decisions")]
 
 
 def recoveries(run: Run) -> list[Html]:
@@ -266,7 +266,7 @@ def recoveries(run: Run) -> list[Html]:
                 "new limit of a forward": "" if limit is None else f"{say.count(limit)} tokens",
             })  # fmt: skip
     header = [name for name in (cells[0] if cells else ()) if any(cell[name] for cell in cells)]
-    return [_table(header, [[cell[name] for name in header] for cell in cells], words=[2, 3])] if cells else []
+    return [table(header, [[cell[name] for name in header] for cell in cells], words=[2, 3])] if cells else []
 
 
 def probe(run: Run) -> list[Html]:
@@ -282,7 +282,7 @@ def probe(run: Run) -> list[Html]:
         peak = "out of memory" if each["peak_bytes"] is None else say.size(each["peak_bytes"])
         fits = "yes" if each["fits"] else "no"
         rows.append([say.count(each["batch_size"]), peak, fits, say.duration(each["seconds"])])
-    ran = _table(["batch size", "peak memory", "fits", "first step"], rows, caption="Sizes that ran, in order")
+    ran = table(["batch size", "peak memory", "fits", "first step"], rows, caption="Sizes that ran, in order")
     return [tag("p", " ".join(words)), picture, *_what_sets_the_peak(found), ran]
 
 
@@ -304,7 +304,7 @@ def _what_sets_the_peak(probe: Event) -> list[Html]:
         rows.append([_coloured(number, kind), say.size(alive[kind]), f"{share:.0f} %"])
     rows.append([Html("<span>peak</span>"), say.size(whole), "100 %"])
     bar = tag("div", *parts, class_="bar", aria_hidden="true")
-    return [tag("h4", heading), bar, _table(["kind", "bytes", "share"], rows, words=[0])]
+    return [tag("h4", heading), bar, table(["kind", "bytes", "share"], rows, words=[0])]
 
 
 def exploration(run: Run) -> list[Html]:
@@ -335,7 +335,7 @@ def exploration(run: Run) -> list[Html]:
     header = [
         "micro_batch_size", "seconds per step", f"times as fast as {base}", "95 % interval", "", "runs", "confidence",
     ]  # fmt: skip
-    return [tag("p", words), _table(header, rows, words=[4], class_="explored")]
+    return [tag("p", words), table(header, rows, words=[4], class_="explored")]
 
 
 def _interval(span: Sequence[float], first: float, last: float) -> Html:

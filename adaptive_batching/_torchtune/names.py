@@ -13,12 +13,14 @@ import json
 import re
 import runpy
 import shutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import adaptive_batching
+from adaptive_batching._values import ConfigError
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
@@ -107,6 +109,25 @@ def closest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about a name that is not known."""
     match = difflib.get_close_matches(name, [*known], n=1)
     return f"; did you mean {match[0]!r}?" if match else "; 'ls' lists them"
+
+
+def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length: int | None) -> list[str]:
+    """Return the command of a dry run of a recipe, which trains on stand-ins that it writes to ``folder``.
+
+    Args:
+        command: The recipe and its arguments, as after ``run``.
+        folder: For all that is written.
+        devices: To train on.
+        length: Tokens of each sample; None for what the config says.
+
+    Raises:
+        ConfigError: If there is no such recipe.
+    """
+    name, known = Path(command[0]).stem, [recipe.name for recipe in recipes()]
+    if name not in known:
+        raise ConfigError(f"{command[0]!r} is no program and no recipe{closest(name, known)}; write a command after --")
+    given = {"folder": str(folder), "devices": devices, "length": length, "command": [name, *command[1:]]}
+    return [sys.executable, "-m", "adaptive_batching._torchtune.dry_run", json.dumps(given)]
 
 
 def add_ls(subparsers: Any, prog: str) -> None:

@@ -101,7 +101,7 @@ def _read(args: argparse.Namespace) -> Asked:
     name, recipe, overrides = _named(args)
     if args.plot is not None:
         _check_plot(args.plot)
-    recipe, path, cfg = _load(name, recipe, overrides)
+    recipe, path, cfg = load_config(name, recipe, overrides)
     said = re.search(r"--nproc_per_node (\d+)", path.read_text())
     devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
     recipe = _on_so_many(recipe, devices)
@@ -173,7 +173,7 @@ def _check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path} is not a kind of picture; write one of .{', .'.join(known)}")
 
 
-def _load(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
+def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
     """Return the recipe, the file and the config that a name or path and overrides stand for."""
     known = [(each.name, stock.name, each.file_path) for stock in registry.get_all_recipes() for each in stock.configs]
     found = [(of, file) for known_as, of, file in known if known_as == name]

@@ -21,6 +21,7 @@ from torch import nn
 from adaptive_batching import AdaptiveStep
 from adaptive_batching._emulated_device import control
 from adaptive_batching._torchtune.data import index_of
+from adaptive_batching._torchtune.dry_run import load_zeros
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import ROOT, TuneRun, _main
 from tests.emulated.faults import ON_CUDA, EachAllocationFails, Finished, Reruns, sample_of
@@ -28,7 +29,6 @@ from tests.emulated.test_probe import CONFIGS
 from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.overrides import DOUBLE
 from tests.support.ppo import ppo_run
-from tests.support.sparse_checkpoint import load_zeros
 
 IN_UPDATE = "error: out of memory in the optimizer's step, which may have updated some parameters and not others"
 OUTSIDE = "error: out of memory outside of a forward or backward, where nothing can run again"

@@ -17,7 +17,7 @@ from torchtune.config import instantiate
 from adaptive_batching.__main__ import main
 from adaptive_batching._plan import Answer, MemoryEstimate, OutsideAllocator
 from adaptive_batching._torchtune.plan_answer import AGAINST_ALLOCATOR, AGAINST_PUBLISHED, first_line, how_sure
-from adaptive_batching._torchtune.plan_command import _load, _memory
+from adaptive_batching._torchtune.plan_command import _memory, load_config
 from adaptive_batching._torchtune.planning import CONFIGS, PlanRequest, levers, look_out
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import Reserved
@@ -221,7 +221,7 @@ LEVERS = {
 
 @pytest.mark.parametrize("name", LEVERS)
 def test_levers_are_those_that_the_recipe_knows_and_that_are_not_set_yet(name: str) -> None:
-    recipe, _, cfg = _load(name, None, [])
+    recipe, _, cfg = load_config(name, None, [])
     pasted = {lever: paste for lever, paste, *_ in levers(PlanRequest(recipe, cfg), 1024)}
     assert set(pasted) == LEVERS[name]
     if name == "llama3_2/1B_full_single_device":
@@ -293,7 +293,7 @@ def test_the_recipe_of_a_config_is_the_one_it_names_or_its_keys_are_for(
     named = f"# tune run --nproc_per_node 4 lora_dpo_distributed --config mine\n{text}"
     for written, found in ((text, recipe), (named, "lora_dpo_distributed")):
         mine.write_text(written)
-        assert _load(str(mine), None, [])[0] == found
+        assert load_config(str(mine), None, [])[0] == found
 
 
 RESERVED = Reserved(

@@ -1,6 +1,8 @@
-"""Prepare torch in every Python process on the emulated device, as soon as it is imported."""
+"""Prepare torch in every Python process on the emulated device as soon as it is imported, and watch it if asked to."""
 
+import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -25,6 +27,11 @@ class _AfterTorch(MetaPathFinder):
                 from adaptive_batching._emulated_device.values import prepare
 
                 prepare()
+                if watch := os.environ.get("EMULATED_DEVICE_WATCH"):
+                    try:
+                        importlib.import_module(watch).start()
+                    except Exception as error:  # a name that this torch has not
+                        print(f"emulated device: {watch} cannot watch this torch ({error})", file=sys.stderr)
 
             spec.loader.exec_module = load_and_prepare  # type: ignore[method-assign]
         return spec

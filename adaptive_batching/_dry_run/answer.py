@@ -1,0 +1,213 @@
+"""What a dry run has found, from the files of its processes: the answer, in words and as one object."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptive_batching._plan import Answer, outside_of_allocator
+from adaptive_batching._values import memory_size
+
+VERSION = 1
+"""Of the object that ``--json`` prints."""
+
+MOST_FRAMES = 8  # of a stack that words show
+_ASKED = ("kernels", "products", "synchronizations", "collectives")
+_COPIES = ("copies_to_device", "copies_to_host", "copies_within")
+
+
+@dataclass(frozen=True)
+class Card:
+    """The card that is stood in for."""
+
+    name: str
+    memory_bytes: int
+    context_bytes: int  # that CUDA takes of it
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.memory_bytes / 2**30:.1f} GiB)"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the command has ended."""
+
+    exit_code: int  # negative: the signal
+    interrupted: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A dry run that is over."""
+
+    card: Card
+    ending: Ending
+    processes: Sequence[dict[str, Any]]  # as `watch` writes them, those alone that asked for a device
+
+    @property
+    def worst(self) -> dict[str, Any] | None:
+        """The process that tells most: one that ran out of memory for good, or else the one that reserved most."""
+        last: list[dict[str, Any]] = [each for each in self.processes if _fatal(each)] if self._failed else []
+        return max(last or self.processes, key=lambda each: int(each["peaks"].get("reserved", 0)), default=None)
+
+    @property
+    def steps(self) -> int:
+        return min((len(each["steps"]) for each in self.processes), default=0)
+
+    @property
+    def _failed(self) -> bool:
+        return self.ending.exit_code != 0 or self.steps == 0
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """The allocation that ended the script; None if none did."""
+        return _fatal(self.worst) if self._failed and self.worst is not None else None
+
+    @property
+    def left_bytes(self) -> int:
+        """Memory of the card that nothing has taken, when most was reserved."""
+        reserved = 0 if self.worst is None else int(self.worst["peaks"].get("reserved", 0))
+        return self.card.memory_bytes - self.card.context_bytes - reserved
+
+    @property
+    def retries(self) -> int:
+        return max((int(each["peaks"].get("retries", 0)) for each in self.processes), default=0)
+
+    @property
+    def answer(self) -> Answer:
+        if self.failure is not None and not self.ending.interrupted:
+            return Answer.DOES_NOT_FIT
+        if self.worst is None or self.ending.exit_code or self.ending.interrupted:
+            return Answer.CANNOT_TELL
+        return Answer.TIGHT if self.retries or self._needed_besides > self.left_bytes else Answer.FITS
+
+    @property
+    def _needed_besides(self) -> int:
+        """The most that may be in use outside the allocator, beyond the context that the emulated card has."""
+        return sum(each.most for each in outside_of_allocator(len(self.processes))) - self.card.context_bytes
+
+
+def _fatal(process: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the allocation that failed after the last whole step."""
+    last: dict[str, Any] | None = process["out_of_memory"][-1] if process["out_of_memory"] else None
+    return last if last is not None and last["step"] > len(process["steps"]) else None
+
+
+def read_dry_run(folder: Path, card: Card, ending: Ending) -> DryRun:
+    """Read what the processes of a script have left in a folder."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return DryRun(card, ending, [each for each in found if each["peaks"]])
+
+
+def as_object(run: DryRun) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    worst = run.worst or {"peaks": {}, "steps": [], "out_of_memory": []}
+    failure = run.failure
+    survived = sum(len(each["out_of_memory"]) for each in run.processes) - (failure is not None)
+    return {
+        "version": VERSION,
+        "answer": str(run.answer),
+        "fits": {Answer.DOES_NOT_FIT: False, Answer.CANNOT_TELL: None}.get(run.answer, True),
+        "card": run.card.name,
+        "memory_bytes": run.card.memory_bytes,
+        "peak_allocated_bytes": worst["peaks"].get("allocated"),
+        "peak_reserved_bytes": worst["peaks"].get("reserved"),
+        "left_bytes": run.left_bytes,
+        "retries": run.retries,
+        "steps": run.steps,
+        "out_of_memory_survived": survived,
+        "failed_allocation": failure,
+        "peak": {key: value for key, value in worst.get("history", {}).items() if key != "points"},
+        "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
+        "processes": len(run.processes),
+        "exit_code": run.ending.exit_code,
+        "seconds": round(run.ending.seconds, 2),
+    }
+
+
+def in_words(run: DryRun) -> list[str]:
+    """Return the answer in lines."""
+    worst, seconds = run.worst, f"{run.ending.seconds:.0f} s"
+    steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
+    if run.answer is Answer.CANNOT_TELL:
+        lines = [f"{run.answer}: {_why_not(run)} ({steps}, {seconds})"]
+    elif run.answer is Answer.DOES_NOT_FIT and run.failure is not None:
+        lines = [f"{run.answer}: {run.card}, out of memory in step {run.failure['step']} ({seconds})"]
+        lines += _failure(run.failure)
+    else:
+        lines = [f"{run.answer}: {run.card}, {steps} ({seconds})"]
+    if worst is None:
+        return lines
+    lines += _peak(run, worst)
+    if worst["steps"]:
+        lines.append(_row("a step", _asked(worst["steps"][-1])))
+    survived = as_object(run)["out_of_memory_survived"]
+    if survived:
+        times = "once" if survived == 1 else f"{survived} times"
+        lines.append(_row("survived", f"out of memory {times}, and the script went on"))
+    if worst["trouble"]:
+        lines.append(_row("missing", f"parts of this report: {worst['trouble']}"))
+    if run.answer is Answer.TIGHT:
+        lines.append(_row("tight", _why_tight(run)))
+    return lines
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<10}{text}"
+
+
+def _why_not(run: DryRun) -> str:
+    code = run.ending.exit_code
+    if run.ending.interrupted:
+        return "interrupted"
+    if code == -signal.SIGKILL:
+        return "the script was killed, most likely because the host ran out of memory; make the model on the device"
+    if code < 0:
+        return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its last words are above"
+    if code:
+        return f"the script ended with exit code {code}, not for want of memory; its own message is above"
+    return "no process of the command used a CUDA device"
+
+
+def _failure(failure: dict[str, Any]) -> list[str]:
+    during = " in the backward pass" if failure["in_backward"] else ""
+    lines = [_row("failed", f"{memory_size(failure['asked_bytes'])} asked for{during}")]
+    stack = failure["stack"]
+    shown = [*stack[: MOST_FRAMES - 1], f"... {len(stack) - MOST_FRAMES} more", stack[-1]]
+    return lines + [_row("", f"  {line}") for line in (stack if len(stack) <= MOST_FRAMES else shown)]
+
+
+def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
+    peaks, history = worst["peaks"], worst.get("history")
+    which = f"rank {worst['rank']} of {len(run.processes)}, " if len(run.processes) > 1 else ""
+    both = f"{memory_size(peaks['allocated'])} allocated, {memory_size(peaks['reserved'])} reserved"
+    lines = [_row("peak", f"{which}{both}; {memory_size(max(run.left_bytes, 0))} of the card left")]
+    if history is None:
+        return lines
+    if not run.failure:
+        places = dict.fromkeys(filter(None, (history["peak_where"], history["peak_line"])))
+        lines.append(_row("reached", f"in step {history['peak_step']}, {', from '.join(places)}"))
+    held = ", ".join(f"{kind} {memory_size(size)}" for kind, size in history["categories"].items())
+    lines.append(_row("held by", held))
+    for each in history["holders"][:5]:
+        times = f" ({each['allocations']:,} allocations)" if each["allocations"] > 1 else ""
+        lines.append(_row("", f"{memory_size(each['bytes']):>11}  {each['category']}, {each['where']}{times}"))
+    return lines
+
+
+def _asked(step: dict[str, int]) -> str:
+    copies = sum(step[name] for name in _COPIES)
+    return ", ".join([*(f"{step[name]:,} {name}" for name in _ASKED), f"{copies:,} copies"])
+
+
+def _why_tight(run: DryRun) -> str:
+    if run.retries:
+        times = "once" if run.retries == 1 else f"{run.retries} times"
+        return f"the allocator had to empty its cache {times}, which is slow"
+    most = memory_size(run.card.context_bytes + run._needed_besides)
+    return f"CUDA's context and NCCL may take up to {most} on a real card"

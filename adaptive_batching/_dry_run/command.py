@@ -1,0 +1,178 @@
+"""``dry-run``: run a command on an emulated card, and say what it takes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
+from adaptive_batching._emulated_device import BuildError, EmulatedDevice
+from adaptive_batching._plan import find_gpus
+from adaptive_batching._values import ConfigError, MemoryAmount
+
+FOLDER, STEPS = "ADAPTIVE_BATCHING_DRY_RUN", "ADAPTIVE_BATCHING_DRY_RUN_STEPS"
+"""Variables of the environment that ``watch`` reads."""
+
+MISTAKE = 2  # exit code
+GRACE = 10  # seconds that a script has to end after an interrupt
+_EXAMPLES = """examples:
+  {prog} --gpu 4090 -- python train.py --batch-size 8
+  {prog} --gpu H100 --devices 8 -- torchrun --nproc_per_node 8 train.py
+  {prog} --gpu A100 lora_finetune_single_device --config llama3_1/8B_lora_single_device
+
+exit codes: 0 fits, 1 does not, 3 tight, 4 cannot tell, 2 a mistake on the command line"""
+
+
+CommandOfRecipe = Callable[[Sequence[str], Path, int, int | None], list[str]]
+"""Function of a recipe with its arguments, a folder, devices and tokens of a sample that returns what runs it."""
+
+
+def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) -> None:
+    """Add ``dry-run``."""
+    text = (
+        "Run a training script, or a recipe, on an emulated GPU: say whether it fits, what takes the memory, and "
+        "where. Needs Linux on x86-64, a CUDA build of torch and a C++ compiler, and no GPU."
+    )
+    parser = subparsers.add_parser(
+        "dry-run", prog=f"{prog} dry-run", help=text.split(":")[0] + ".", description=text,
+        usage="%(prog)s (--gpu NAME | --memory 24GiB) [options] -- COMMAND\n"
+        "       %(prog)s (--gpu NAME | --memory 24GiB) [options] RECIPE --config CONFIG [key=value ...]",
+        epilog=_EXAMPLES.format(prog=f"{prog} dry-run"), formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    card = parser.add_mutually_exclusive_group(required=True)
+    card.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 4090 or 'h100 80gb'")
+    card.add_argument("--memory", metavar="24GiB", help="memory of the card; a plain number such as 24 is GiB")
+    parser.add_argument("--capability", metavar="8.9", help="compute capability (default: that of --gpu, or 8.0)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="cards (default: 1)")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to run (default: 3)")
+    parser.add_argument("--sequence-length", type=int, metavar="N", help="of a recipe: tokens of each sample")
+    parser.add_argument("--json", action="store_true", help="print one JSON object; the script prints to stderr")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page of HTML about it")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="with its arguments")
+    parser.set_defaults(func=lambda args: sys.exit(_run(args, command_of_recipe)))
+
+
+def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
+    try:
+        with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
+            run = _dry_run(args, command_of_recipe, Path(folder))
+        if args.page is not None:
+            from adaptive_batching._dry_run.picture import write_page
+
+            write_page(run, args.page, args.command)
+    except (BuildError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}; name another file", file=sys.stderr)
+        return MISTAKE
+    print(json.dumps(as_object(run)) if args.json else "\n".join(["", *in_words(run)]))
+    return run.answer.value
+
+
+def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
+    device, card = _device(args)
+    if args.steps < 1:
+        raise ConfigError(f"--steps {args.steps} must be at least 1")
+    if args.page is not None and not args.page.absolute().parent.is_dir():
+        raise ConfigError(f"--page {args.page}: there is no folder {args.page.absolute().parent}")
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ConfigError("which command shall run? Write it after --, such as: -- python train.py")
+    if is_recipe := args.command[0] != "--" and shutil.which(command[0]) is None:
+        command = command_of_recipe(command, folder, args.devices, args.sequence_length)
+    found = folder / "processes"
+    found.mkdir()
+    environment = _environment(device.environment(os.environ), found, args.steps)
+    ending = _end_of(command, environment, to_stderr=args.json)
+    if is_recipe and ending.exit_code == MISTAKE:
+        raise SystemExit(MISTAKE)  # it has said which
+    return read_dry_run(found, card, ending)
+
+
+def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
+    """Return the device that the command line asks for: of a name that is several cards, the smallest."""
+    capability, processors = (8, 0), 108
+    if args.gpu is not None:
+        gpu = min(find_gpus(args.gpu), key=lambda each: each.memory_bytes)
+        name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
+    else:
+        name, memory = "card", _memory(args.memory)
+    if args.capability is not None:
+        match = re.fullmatch(r"(\d+)\.(\d)", args.capability)
+        if match is None:
+            raise ConfigError(f"--capability {args.capability} is none; write one such as 8.9")
+        capability = (int(match[1]), int(match[2]))
+    device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors)
+    return device, Card(name, memory, device.context_bytes)
+
+
+def _memory(text: str) -> int:
+    """Return bytes; a plain number below 4096 is GiB."""
+    plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
+    try:
+        if found := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
+            return found
+    except ConfigError:
+        pass
+    raise ConfigError(f"--memory {text} is not the memory of a GPU; write 24, 24GiB or bytes")
+
+
+def _environment(on_device: Mapping[str, str], found: Path, steps: int) -> dict[str, str]:
+    """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
+    hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
+    own = {
+        "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch", FOLDER: str(found), STEPS: str(steps),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
+    }  # fmt: skip
+    return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}
+
+
+def _end_of(command: list[str], environment: Mapping[str, str], *, to_stderr: bool) -> Ending:
+    """Run a command to its end, and end what it has started."""
+    begun = time.perf_counter()
+    interrupted = False
+    try:
+        child = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=sys.stderr if to_stderr else None
+        )
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run ({error.strerror}); name a program after --") from None
+    with _sigterm_as_interrupt():
+        try:
+            child.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                child.wait(GRACE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return Ending(child.returncode, interrupted, time.perf_counter() - begun)
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

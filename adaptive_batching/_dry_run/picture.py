@@ -1,0 +1,112 @@
+"""The page of a dry run: one file of HTML that asks nothing of a network, and needs no scripts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from adaptive_batching._dry_run.answer import DryRun, in_words
+from adaptive_batching._dry_run.history import CATEGORIES
+from adaptive_batching._report.page import asset
+from adaptive_batching._report.sections import Html, some, table, tag
+from adaptive_batching._values import memory_size
+
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart
+_STYLE = """
+svg.memory { width: 100%; height: auto; } svg.memory text { fill: var(--soft); font-size: 12px; }
+svg.memory .axis { stroke: var(--line); } svg.memory .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
+svg.memory .reserved { fill: none; stroke: var(--ink); stroke-width: 1.2; }
+"""
+
+
+def write_page(run: DryRun, output: Path, command: Sequence[str]) -> None:
+    """Write the page of a dry run; OSError if the file cannot be written."""
+    typed = shlex.join(command[1:] if command[:1] == ["--"] else command)
+    said = in_words(run)
+    history = (run.worst or {}).get("history") or {"points": [], "categories": {}, "holders": []}
+    parts = [
+        ("", [tag("pre", "\n".join(said))]),
+        ("Memory over the run", _chart(run, history["points"])),
+        ("What held it at the peak", _holders(history)),
+        ("Where it failed", [tag("pre", "\n".join(run.failure["stack"]), class_="error")] if run.failure else []),
+        ("What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
+    ]
+    body = [tag("section", *some("h2", heading), *contents) for heading, contents in parts if contents]
+    head = tag("title", f"{run.answer}: {run.card.name}") + tag("style", asset("page.css"), Html(_STYLE))
+    header = tag("header", tag("h1", f"Dry run: {run.answer}"), tag("p", tag("code", typed), f" on {run.card}"))
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        f'content="light dark">{head}</head><body><main>{header}{"".join(body)}</main></body></html>'
+    )
+    output.write_text(page, encoding="utf-8", errors="replace")
+
+
+def _chart(run: DryRun, points: Sequence[dict[str, Any]]) -> list[Html]:
+    """Draw memory over the allocator's events, stacked by category, with what is reserved and the card's limit."""
+    if len(points) < 2:
+        return []
+    limit = run.card.memory_bytes - run.card.context_bytes
+    first, last = points[0]["event"], points[-1]["event"]
+    top = max(*(point.get("reserved", 0) for point in points), *(point["allocated"] for point in points)) * 1.08
+    top = max(top, limit) if limit < 1.5 * top else top
+
+    def at(event: int, size: float) -> str:
+        x = _LEFT + (_WIDTH - _LEFT) * (event - first) / max(last - first, 1)
+        return f"{x:.1f},{(_HEIGHT - _BELOW) * (1 - size / top):.1f}"
+
+    below, drawn = [0.0] * len(points), []
+    shown = [category for category in CATEGORIES if any(point.get(category) for point in points)]
+    for category in shown:
+        above = [low + point.get(category, 0) for low, point in zip(below, points, strict=True)]
+        edges = [at(point["event"], size) for point, size in zip(points, above, strict=True)]
+        edges += reversed([at(point["event"], size) for point, size in zip(points, below, strict=True)])
+        colour = f"var(--c{CATEGORIES.index(category)})"
+        drawn.append(f'<polygon points="{" ".join(edges)}" fill="{colour}" fill-opacity="0.75"/>')
+        below = above
+    reserved = " ".join(at(point["event"], point.get("reserved", 0)) for point in points)
+    drawn.append(f'<polyline class="reserved" points="{reserved}"/>')
+    for size in (0.0, top / 2, top):
+        (x, y), text = at(first, size).split(","), memory_size(size)
+        drawn.append(f'<line class="axis" x1="{x}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
+        drawn.append(f'<text x="{_LEFT - 6}" y="{max(float(y), 10)}" text-anchor="end">{escape(text)}</text>')
+    if limit <= top:
+        y = at(first, limit).split(",")[1]
+        drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
+    keys = [_key(CATEGORIES.index(category), category) for category in shown]
+    notes = "Line: reserved by the allocator." + (" Dashed: the card's memory." if limit <= top else "")
+    label = f"Memory over {last - first:,} events of the allocator"
+    picture = tag("svg", Html("".join(drawn)), viewBox=f"0 0 {_WIDTH} {_HEIGHT}", class_="memory", role="img",
+                  aria_label=label)  # fmt: skip
+    below_chart = tag("p", f"{label}, from its first. {notes}", class_="hint")
+    return [tag("ul", *keys, class_="keys"), tag("figure", picture), below_chart]
+
+
+def _key(number: int, name: str) -> Html:
+    return tag("li", tag("span", class_=f"key c{number}"), tag("span", name))
+
+
+def _holders(history: dict[str, Any]) -> list[Html]:
+    whole = sum(history["categories"].values())
+    if not whole:
+        return []
+    kinds = [[kind, memory_size(size), f"{100 * size / whole:.0f} %"] for kind, size in history["categories"].items()]
+    places = [
+        [each["where"], each["category"], memory_size(each["bytes"]), f"{each['allocations']:,}"]
+        for each in history["holders"]
+    ]
+    return [
+        table(["kind", "memory", "share"], kinds, words=[0]),
+        table(["allocated by", "kind", "memory", "allocations"], places, words=[0, 1], caption="Largest holders"),
+    ]
+
+
+def _asked(steps: Sequence[dict[str, int]]) -> list[Html]:
+    if not steps:
+        return []
+    header = ["", *(f"step {number}" for number in range(1, len(steps) + 1))]
+    rows = [[name.replace("_", " "), *(f"{step[name]:,}" for step in steps)] for name in steps[0]]
+    return [table(header, rows)]

@@ -1,0 +1,260 @@
+"""Watch a process of a script on the emulated device: its steps, its peaks, and what held the memory.
+
+`start` is called when the process has imported torch; what is found goes to a file of the process, which `answer`
+reads. The script's own process group is left alone, and a process that never asks for a device writes nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from adaptive_batching._dry_run.history import (
+    GRADIENTS,
+    STATES,
+    WEIGHTS,
+    Labels,
+    line_of,
+    line_of_script,
+    place,
+    read_history,
+    step_of,
+)
+from adaptive_batching._emulated_device import control, values
+
+FOLDER, STEPS = "ADAPTIVE_BATCHING_DRY_RUN", "ADAPTIVE_BATCHING_DRY_RUN_STEPS"
+MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
+MOST_FRAMES = 40  # of a stack that are told
+_OURS = (__file__, values.__file__)
+
+
+def start() -> None:
+    """Watch this process, if the environment asks for it."""
+    if FOLDER in os.environ:
+        Watch(Path(os.environ[FOLDER]), int(os.environ[STEPS])).begin()
+
+
+def _harmless(method: Callable[..., None]) -> Callable[..., None]:
+    """Keep what goes wrong in a report from the script that it is about."""
+
+    @functools.wraps(method)
+    def reporting(self: Watch, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except Exception as error:
+            self.trouble = f"{type(error).__name__} in {method.__name__}: {error}"
+
+    return reporting
+
+
+class Watch:
+    """What has been seen of a process so far."""
+
+    def __init__(self, folder: Path, most_steps: int) -> None:
+        self._folder, self._most_steps, self._process = folder, most_steps, os.getpid()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._ends_us: list[int] = []  # of steps
+        self._counters: list[control.Counters] = []  # at the end of each step, after those of the beginning
+        self._labels: list[Labels] = []
+        self._out_of_memory: list[dict[str, Any]] = []
+        self._peaks: dict[int, dict[str, int]] = {}  # of each device, of what has been reset since
+        self.trouble: str | None = None  # why something is missing from the report
+        self._is_ending = False  # when the backward pass is over
+
+    def begin(self) -> None:
+        """Look on from the moment that the process asks for a device."""
+        torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]
+        register_module_parameter_registration_hook(lambda module, *_: self._modules.add(module))
+        register_module_module_registration_hook(lambda module, *_: self._modules.add(module))
+        before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
+        register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
+        atexit.register(self._end)
+
+    def _record(self) -> None:
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
+        torch._C._cuda_attach_out_of_memory_observer(self._note_out_of_memory)  # type: ignore[attr-defined]
+        reset = torch._C._cuda_resetPeakMemoryStats
+
+        def keep_and_reset(device: int) -> None:
+            self._keep_peaks()
+            reset(device)
+
+        torch._C._cuda_resetPeakMemoryStats = keep_and_reset
+        self._counters.append(control.counters())
+        self._write(ended=False)
+
+    @_harmless
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if _is_rehearsal(optimizer):
+            return
+        self._counts.setdefault(optimizer, 0)
+        if torch._C._current_graph_task_id() == -1:
+            self._label()
+
+    @_harmless
+    def _after_step(self, optimizer: Optimizer) -> None:
+        if not _uses_device() or os.getpid() != self._process or _is_rehearsal(optimizer):
+            return
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        if count <= len(self._ends_us) or self._is_ending:  # of several optimizers, the first to step ends a step
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._end_step()
+        else:  # an optimizer for each parameter, in the backward pass
+            self._is_ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+
+    @_harmless
+    def _end_step(self) -> None:
+        self._is_ending = False
+        self._label()
+        self._ends_us.append(_now_us())
+        self._counters.append(control.counters())
+        self._write(ended=False)
+        if len(self._ends_us) >= self._most_steps:
+            torch.cuda.synchronize()  # other processes may wait for a collective of this one
+            self._write(ended=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+    @_harmless
+    def _end(self) -> None:
+        if _uses_device() and os.getpid() == self._process:
+            self._label()
+            self._write(ended=True)
+
+    @_harmless
+    def _note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        """Keep what is known of an allocation that fails, from within it."""
+        own = _stack(sys._getframe().f_back)  # none in a backward pass's own thread
+        is_main = threading.current_thread() is threading.main_thread()
+        main = threading.main_thread().ident or 0
+        stack = own if is_main else _stack(sys._current_frames()[main])  # which waits for the backward pass
+        stats = torch.cuda.memory_stats(device)
+        self._label()
+        self._out_of_memory.append({
+            "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
+            "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
+            "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
+            "allocated_bytes": stats["allocated_bytes.all.current"],
+            "reserved_bytes": stats["reserved_bytes.all.current"],
+        })  # fmt: skip
+        self._write(ended=False)
+
+    def _label(self) -> None:
+        known: dict[int, str] = {}
+        seen: set[nn.Module] = set()
+        modules = [part for module in list(self._modules) for _, part in module.named_modules(memo=seen)]
+        of_modules = [p for module in modules for p in module.parameters(recurse=False)]
+        of_optimizers = [p for each in self._counts for group in each.param_groups for p in group["params"]]
+        for parameter in (*of_modules, *of_optimizers):
+            _add(known, parameter, WEIGHTS)
+            if parameter.is_leaf and parameter.grad is not None:
+                _add(known, parameter.grad, GRADIENTS)
+        states = [state for each in self._counts for state in each.state.values() if isinstance(state, dict)]
+        for value in (value for state in states for value in state.values()):
+            if isinstance(value, torch.Tensor):
+                _add(known, value, STATES)
+        self._labels.append(Labels(_now_us(), known))
+
+    def _keep_peaks(self) -> None:
+        for device in range(torch.cuda.device_count()):
+            stats = torch.cuda.memory_stats(device)
+            if not stats.get("reserved_bytes.all.peak"):
+                continue
+            found = self._peaks.setdefault(device, {})
+            for name, key in (("allocated", "allocated_bytes.all.peak"), ("reserved", "reserved_bytes.all.peak")):
+                found[name] = max(found.get(name, 0), int(stats[key]))
+            found["retries"] = int(stats["num_alloc_retries"])
+
+    def _write(self, *, ended: bool) -> None:
+        """Write what is known, all at once: in short while the script runs, which may be killed, in full at its end."""
+        self._keep_peaks()
+        device = max(self._peaks, key=lambda each: self._peaks[each]["reserved"], default=0)
+        steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
+        found: dict[str, Any] = {
+            "process": self._process, "rank": int(os.environ.get("RANK", 0)), "device": device, "steps": steps,
+            "peaks": self._peaks.get(device, {}), "devices": len(self._peaks), "out_of_memory": self._out_of_memory,
+            "ended": ended, "trouble": self.trouble,
+        }  # fmt: skip
+        if ended:
+            found["history"] = self._read_history(device)
+        partial = self._folder / f".{self._process}"
+        partial.write_text(json.dumps(found))
+        partial.replace(self._folder / f"{self._process}.json")
+
+    def _read_history(self, device: int) -> dict[str, Any]:
+        failed = self._out_of_memory[-1] if self._out_of_memory else None
+        events = torch.cuda.memory._snapshot()["device_traces"]
+        history = read_history(
+            events[device] if device < len(events) else [],
+            self._labels,
+            failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None,
+        )
+        frames = history.peak_frames
+        return {
+            "peak_step": step_of(history.peak_us, self._ends_us), "peak_line": line_of_script(frames),
+            "peak_where": place(frames), "categories": history.categories, "holders": history.holders,
+            "points": history.points,
+        }  # fmt: skip
+
+
+def _uses_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _is_rehearsal(optimizer: Optimizer) -> bool:
+    """True in a step of a probe of ours, which is undone and is no step of training."""
+    trial = sys.modules.get("adaptive_batching._probe.trial")
+    if trial is not None and trial.rehearsing:
+        return True
+    return any(isinstance(p, FakeTensor) for group in optimizer.param_groups[:1] for p in group["params"][:1])
+
+
+def _add(known: dict[int, str], tensor: torch.Tensor, category: str) -> None:
+    try:
+        storages = get_untyped_storages(tensor)
+    except Exception:  # whatever a subclass of tensors makes of it: what is not known has no name
+        return
+    for storage in storages:
+        if storage.device.type == "cuda":
+            known[storage.data_ptr()] = category
+
+
+def _stack(frame: Any) -> list[dict[str, Any]]:
+    """Return the stack of a frame, the innermost first, without what watches it."""
+    found = []
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename not in _OURS:
+            found.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+        frame = frame.f_back
+    return found
