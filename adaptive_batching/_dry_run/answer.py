@@ -16,6 +16,7 @@ VERSION = 1
 """Of the object that ``--json`` prints."""
 
 MOST_FRAMES = 8  # of a stack that words show
+_PLUMBING = "modules/module.py:"  # how torch calls a module
 _ASKED = ("kernels", "products", "synchronizations", "collectives")
 _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 
@@ -177,7 +178,7 @@ def _why_not(run: DryRun) -> str:
 def _failure(failure: dict[str, Any]) -> list[str]:
     during = " in the backward pass" if failure["in_backward"] else ""
     lines = [_row("failed", f"{memory_size(failure['asked_bytes'])} asked for{during}")]
-    stack = failure["stack"]
+    stack = [line for line in failure["stack"] if not line.startswith(_PLUMBING)]
     shown = [*stack[: MOST_FRAMES - 1], f"... {len(stack) - MOST_FRAMES} more", stack[-1]]
     return lines + [_row("", f"  {line}") for line in (stack if len(stack) <= MOST_FRAMES else shown)]
 
@@ -202,7 +203,7 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
 
 def _asked(step: dict[str, int]) -> str:
     copies = sum(step[name] for name in _COPIES)
-    return ", ".join([*(f"{step[name]:,} {name}" for name in _ASKED), f"{copies:,} copies"])
+    return ", ".join([*(f"{name} {step[name]:,}" for name in _ASKED), f"copies {copies:,}"])
 
 
 def _why_tight(run: DryRun) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
-from adaptive_batching._emulated_device import BuildError, EmulatedDevice
+from adaptive_batching._emulated_device import MOST_DEVICES, BuildError, EmulatedDevice
 from adaptive_batching._plan import find_gpus
 from adaptive_batching._values import ConfigError, MemoryAmount
 
@@ -84,8 +84,9 @@ def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
 
 def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
     device, card = _device(args)
-    if args.steps < 1:
-        raise ConfigError(f"--steps {args.steps} must be at least 1")
+    for name in ("steps", "sequence_length"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if args.page is not None and not args.page.absolute().parent.is_dir():
         raise ConfigError(f"--page {args.page}: there is no folder {args.page.absolute().parent}")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -115,6 +116,8 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
         if match is None:
             raise ConfigError(f"--capability {args.capability} is none; write one such as 8.9")
         capability = (int(match[1]), int(match[2]))
+    if not 1 <= args.devices <= MOST_DEVICES:
+        raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
     device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors)
     return device, Card(name, memory, device.context_bytes)
 

@@ -26,20 +26,22 @@ def write_page(run: DryRun, output: Path, command: Sequence[str]) -> None:
     """Write the page of a dry run; OSError if the file cannot be written."""
     typed = shlex.join(command[1:] if command[:1] == ["--"] else command)
     said = in_words(run)
+    failure = [tag("pre", "\n".join(run.failure["stack"]), class_="error")] if run.failure else []
     history = (run.worst or {}).get("history") or {"points": [], "categories": {}, "holders": []}
     parts = [
-        ("", [tag("pre", "\n".join(said))]),
-        ("Memory over the run", _chart(run, history["points"])),
-        ("What held it at the peak", _holders(history)),
-        ("Where it failed", [tag("pre", "\n".join(run.failure["stack"]), class_="error")] if run.failure else []),
-        ("What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
+        ("answer", "", [tag("pre", "\n".join(said))]),
+        ("memory", "Memory over the run", _chart(run, history["points"])),
+        ("holders", "What held it at the peak", _holders(history)),
+        ("failure", "Where it failed", failure),
+        ("asked", "What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
     ]
-    body = [tag("section", *some("h2", heading), *contents) for heading, contents in parts if contents]
+    body = [tag("section", *some("h2", heading), *contents, id=name) for name, heading, contents in parts if contents]
     head = tag("title", f"{run.answer}: {run.card.name}") + tag("style", asset("page.css"), Html(_STYLE))
     header = tag("header", tag("h1", f"Dry run: {run.answer}"), tag("p", tag("code", typed), f" on {run.card}"))
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        'img-src data:"><meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
         f'content="light dark">{head}</head><body><main>{header}{"".join(body)}</main></body></html>'
     )
     output.write_text(page, encoding="utf-8", errors="replace")

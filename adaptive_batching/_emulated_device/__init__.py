@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,8 +92,10 @@ def build() -> Path:
     """Return the library, `libcuda.so.1`, for the torch that is installed; compiled at the first call.
 
     It is kept in `$XDG_CACHE_HOME/adaptive_batching` (`~/.cache`), in a folder of its own for each version of torch and
-    of this source. BuildError if torch is no CUDA build, or there is no C++ compiler.
+    of this source. BuildError on another system, if torch is no CUDA build, or if there is no C++ compiler.
     """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise BuildError("the emulated device runs on Linux on x86-64 alone; 'plan' needs none")
     site, cuda = _torch()
     compiler = os.environ.get("CXX", "g++")
     sources = sorted(SOURCE.glob("*.*"))
@@ -129,7 +133,7 @@ def _torch() -> tuple[Path, str]:
     version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", (package / "version.py").read_text(), re.MULTILINE)
     if version is None:
         needed = f"the emulated device needs a CUDA build of torch, and the one in {package} is none"
-        raise BuildError(f"{needed}; install one in an environment of its own")
+        raise BuildError(f"{needed}; install one in an environment of its own, or ask 'plan', which needs none")
     return package.parent, version[1]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
+from torchtune import config as torchtune_config
 from torchtune.modules.peft import get_adapter_params
 
 import adaptive_batching.__main__
@@ -38,30 +38,28 @@ class Tokenizer:
         self.max_seq_len = max_seq_len
 
 
-def main(folder: Path, devices: int, length: int | None, command: Sequence[str]) -> None:
+def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devices: int, length: int | None) -> None:
     """Run a recipe on stand-ins, which are written to ``folder``.
 
     Args:
+        recipe: Its name.
+        config: Its name or path.
+        overrides: As after ``run``.
         folder: For the config, checkpoints of zeros, and what the run writes.
-        devices: To train on; more than one for a recipe of several.
+        devices: To train on.
         length: Tokens of each sample; None for the ``max_seq_len`` of the tokenizer.
-        command: The recipe, ``--config`` with its config, and overrides, as after ``run``.
 
     Raises:
-        ConfigError: If there is no such config, if no length is known, or if stand-ins are not enough.
+        ConfigError: If no length is known, or if stand-ins are not enough.
     """
-    recipe, name, overrides = _read(command)
     if recipe not in meta_setup.RECIPES:
         raise ConfigError(f"{recipe}: a dry run stands in for the data of {', '.join(meta_setup.RECIPES)}")
-    if recipe.endswith("single_device") != (devices == 1):
-        of = "one device" if devices > 1 else "2 or more"
-        raise ConfigError(f"--devices {devices}: {recipe} trains on {of}; set another, or name another recipe")
-    _, _, cfg = load_config(name, recipe, overrides)
+    _, _, cfg = load_config(config, recipe, overrides)
     length = length or cfg.tokenizer.get("max_seq_len")
     if length is None:
         raise ConfigError("tokenizer.max_seq_len is null, so the length of samples is unknown; give --sequence-length")
     if "vision" in str(cfg.model.get("_component_")):
-        raise ConfigError(f"{name}: models that take images are not covered; 'plan' answers for some")
+        raise ConfigError(f"{config}: models that take images are not covered; 'plan' answers for some")
     OmegaConf.set_struct(cfg, False)
     stand_in(cfg, recipe, int(length), folder)
     file = folder / "config.yaml"
@@ -69,18 +67,6 @@ def main(folder: Path, devices: int, length: int | None, command: Sequence[str])
     launched = ["--nproc_per_node", str(devices)] if devices > 1 else []
     sys.argv = ["adaptive-batching", "run", *launched, recipe, "--config", str(file)]
     adaptive_batching.__main__.main()
-
-
-def _read(command: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Return the recipe, the config and the overrides of a command."""
-    recipe, *rest = command
-    if "--config" not in rest[:-1]:
-        raise ConfigError(f"--config <name or path> is missing after {recipe}")
-    at = rest.index("--config")
-    overrides = [*rest[:at], *rest[at + 2 :]]
-    if wrong := [each for each in overrides if "=" not in each and not each.startswith("~")]:
-        raise ConfigError(f"{wrong[0]!r} is not an override; write key=value")
-    return recipe, rest[at + 1], overrides
 
 
 def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int = SAMPLES) -> None:
@@ -111,7 +97,7 @@ def load_zeros(cfg: DictConfig, folder: Path) -> None:
         at = folder / model
         if not (at / _FILE).exists():
             with torch.device("meta"):
-                made: Any = config.instantiate(cfg[model])
+                made: Any = torchtune_config.instantiate(cfg[model])
             adapters = get_adapter_params(made)
             write_zeros(at / _FILE, {n: p.shape for n, p in made.named_parameters() if n not in adapters})
         cfg[key] = {
@@ -140,7 +126,7 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     register()
     try:
-        main(Path(given["folder"]), given["devices"], given["length"], given["command"])
+        main(**{**given, "folder": Path(given["folder"])})
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -121,12 +121,27 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
         length: Tokens of each sample; None for what the config says.
 
     Raises:
-        ConfigError: If there is no such recipe.
+        ConfigError: If there is no such recipe or config, or if the recipe trains on another number of devices.
     """
     name, known = Path(command[0]).stem, [recipe.name for recipe in recipes()]
     if name not in known:
         raise ConfigError(f"{command[0]!r} is no program and no recipe{closest(name, known)}; write a command after --")
-    given = {"folder": str(folder), "devices": devices, "length": length, "command": [name, *command[1:]]}
+    if "--config" not in command[:-1]:
+        raise ConfigError(f"--config <name or path> is missing after {name}")
+    at = list(command).index("--config")
+    config, overrides = command[at + 1], [*command[1:at], *command[at + 2 :]]
+    if config not in config_files() and not Path(config).is_file():
+        raise ConfigError(f"there is no config {config!r}{closest(config, config_files())}")
+    if wrong := [each for each in overrides if "=" not in each and not each.startswith("~")]:
+        raise ConfigError(f"{wrong[0]!r} is not an override; write key=value")
+    if name.endswith("single_device") and devices > 1:
+        raise ConfigError(f"--devices {devices}: {name} trains on one device; name another recipe")
+    if name.endswith("distributed") and devices == 1:
+        raise ConfigError(f"--devices 1: {name} trains on 2 or more; set --devices 2")
+    given = {
+        "recipe": name, "config": config, "overrides": overrides,
+        "folder": str(folder), "devices": devices, "length": length,
+    }  # fmt: skip
     return [sys.executable, "-m", "adaptive_batching._torchtune.dry_run", json.dumps(given)]
 
 

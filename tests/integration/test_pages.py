@@ -75,6 +75,7 @@ MANY = "full_finetune_distributed --config llama3_1/8B_full use_maximum_batch_si
 PLAN = "adaptive-batching plan"
 REPORTS = "test_reports_are_made_as_shown"
 # One of each kind is not slow. A text is why a target of make is not run: what it would run is looked at.
+DRY_RUN = "needs a CUDA build of torch; tests/emulated/test_dry_run.py runs its like"
 COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching ls --recipe lora_finetune_single_device --adaptive": Here(
         "qwen2_5/3B_lora_single_device_adaptive"
@@ -130,6 +131,11 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
     "PYTHONPATH=. python benchmarks/growth_quality.py": Elsewhere("test_a_benchmark_is_repeated"),
     "make quickstart": Elsewhere("test_make_quickstart_shows_all_that_the_pages_say"),
+    "adaptive-batching dry-run --gpu 4090 -- python train.py --batch-size 8": DRY_RUN,
+    "adaptive-batching dry-run --gpu H100 --devices 8 -- torchrun --nproc_per_node 8 train.py": DRY_RUN,
+    "adaptive-batching dry-run --memory 24210MiB --capability 8.6 -- python train.py": DRY_RUN,
+    "adaptive-batching dry-run --gpu A100 --sequence-length 2048 lora_finetune_single_device --config "
+    "llama3_1/8B_lora_single_device use_maximum_batch_size=True": DRY_RUN,
     "make test": "this test is one of those that it runs",
     "make test-emulated": "this takes an environment of its own, with a CUDA build of torch",
     "make test-all": "this test is one of those that it runs",

@@ -28,7 +28,8 @@ class Page(HTMLParser):
         self._section = ""
         self.feed(text)
         assert not self._open, f"not closed: {self._open}"
-        self.data: Any = json.loads(self.scripts.pop(0), parse_constant=lambda name: 1 / 0)  # NaN is not JSON
+        # NaN is not JSON
+        self.data: Any = json.loads(self.scripts.pop(0), parse_constant=lambda name: 1 / 0) if self.scripts else None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value or "") for name, value in attrs]

@@ -1,0 +1,105 @@
+"""The answer of a dry run, from what its processes have left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptive_batching._dry_run.answer import Card, Ending, as_object, in_words, read_dry_run
+from adaptive_batching._dry_run.picture import write_page
+from adaptive_batching._plan import Answer
+from tests.support.html import check_that_it_asks_for_nothing, read_page
+
+GIB = 2**30
+CARD = Card("RTX 4090", 24 * GIB, GIB // 2)
+STEP = dict.fromkeys(
+    ("kernels", "products", "synchronizations", "device_allocations", "device_frees", "copies_to_device",
+     "copies_to_host", "copies_within", "collectives", "allocations"), 7,
+)  # fmt: skip
+HISTORY = {
+    "peak_step": 2, "peak_line": "train.py:7 main", "peak_where": "models/llama.py:182 forward",
+    "categories": {"weights": 3 * GIB, "activations": 7 * GIB},
+    "holders": [{"category": "weights", "where": "train.py:3 main", "bytes": 3 * GIB, "allocations": 30}],
+    "points": [
+        {"seconds": 0.0, "event": 1, "allocated": 3 * GIB, "reserved": 3 * GIB, "weights": 3 * GIB},
+        {"seconds": 1.0, "event": 9, "allocated": 10 * GIB, "reserved": 11 * GIB, "weights": 3 * GIB,
+         "activations": 7 * GIB},
+    ],
+}  # fmt: skip
+FAILED = {
+    "device": 0, "asked_bytes": 2 * GIB, "step": 1, "time_us": 5, "in_backward": True, "line": "train.py:7 main",
+    "where": "backward pass", "stack": [f"models/llama.py:{n} forward" for n in range(20)], "allocated_bytes": 1,
+    "reserved_bytes": 1,
+}  # fmt: skip
+
+
+def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any) -> dict[str, Any]:
+    return {
+        "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps, "devices": 1, "ended": True,
+        "peaks": {"allocated": 10 * GIB, "reserved": reserved * GIB, "retries": 0}, "out_of_memory": [],
+        "history": HISTORY, "trouble": None, **other,
+    }  # fmt: skip
+
+
+def read(folder: Path, *processes: dict[str, Any], code: int = 0, interrupted: bool = False) -> Any:
+    for number, each in enumerate(processes):
+        (folder / f"{number}.json").write_text(json.dumps(each))
+    return read_dry_run(folder, CARD, Ending(code, interrupted, 12.3))
+
+
+LATE = {**FAILED, "step": 4}
+
+
+@pytest.mark.parametrize(
+    ("processes", "code", "answer", "words"),
+    [
+        ([process()], 0, Answer.FITS, "3 steps"),
+        ([process(), process(1, reserved=12)], 0, Answer.FITS, "rank 1 of 2"),
+        ([process(reserved=23.4)], 0, Answer.TIGHT, "CUDA's context and NCCL may take up to"),
+        ([process(peaks={"allocated": 1, "reserved": GIB, "retries": 2})], 0, Answer.TIGHT, "empty its cache 2 times"),
+        ([process(steps=0, out_of_memory=[FAILED])], 1, Answer.DOES_NOT_FIT, "2.00 GiB asked for in the backward pass"),
+        ([process(), process(1, out_of_memory=[LATE])], 1, Answer.DOES_NOT_FIT, "out of memory in step 4"),
+        ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
+        ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "out of memory once, and the script went on"),
+        ([process(steps=0)], 0, Answer.FITS, "0 steps"),  # there is nothing to train
+        ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, not for want of memory"),
+        ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
+        ([process(steps=0)], -11, Answer.CANNOT_TELL, "signal 11 (SIGSEGV)"),
+        ([], 0, Answer.CANNOT_TELL, "used a CUDA device"),
+        ([process(trouble="KeyError in _label: 1")], 0, Answer.FITS, "KeyError in _label"),
+        ([process()], 0, Answer.FITS, "12.50 GiB of the card left"),
+    ],
+)  # fmt: skip
+def test_the_answer_is_told_with_its_reason(
+    processes: list[dict[str, Any]], code: int, answer: Answer, words: str, tmp_path: Path
+) -> None:
+    run = read(tmp_path, *processes, code=code)
+    said = "\n".join(in_words(run))
+    assert run.answer is answer and said.startswith(str(answer)) and words in said
+    shown = as_object(run)
+    assert shown["answer"] == str(answer) and shown["retries"] == run.retries and json.dumps(shown)
+    assert shown["fits"] is {Answer.DOES_NOT_FIT: False, Answer.CANNOT_TELL: None}.get(answer, True)
+
+
+def test_an_interrupted_run_tells_what_it_knows(tmp_path: Path) -> None:
+    killed = process(steps=1, out_of_memory=[])
+    del killed["history"]  # it was killed before it could write it
+    run = read(tmp_path, killed, code=-2, interrupted=True)
+    said = in_words(run)
+    assert said[0].startswith("cannot tell: interrupted (1 step") and "10.00 GiB allocated" in said[1]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_page_has_the_answer_the_curve_and_what_held_the_memory(failed: bool, tmp_path: Path) -> None:
+    given = process(steps=0, out_of_memory=[FAILED]) if failed else process()
+    page = tmp_path / "page.html"
+    write_page(read(tmp_path, given, code=int(failed)), page, ["--", "python", "<train>.py"])
+    shown = read_page(page)
+    check_that_it_asks_for_nothing(shown)
+    assert shown.codes == ["python '<train>.py'"] and "7.00 GiB" in shown.words["memory"] + shown.words["holders"]
+    assert ("failure" in shown.words) == failed and ("asked" in shown.words) != failed
+    assert [cells[0] for cells in shown.tables["holders"][0]] == ["kind", "weights", "activations"]
+    assert ("polygon", "fill", "var(--c3)") in shown.attributes

@@ -1,0 +1,256 @@
+"""Dry runs of scripts and recipes: what they take, where they fail, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+MIB = 2**20
+WIDTH = 1024
+LAYER = 4 * WIDTH * (WIDTH + 1)  # bytes of a layer's weights
+MODEL = f"""
+import torch
+from torch import nn
+def make(layers, width={WIDTH}):
+    with torch.device("cuda"):
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+"""
+TRAIN = f"""
+{MODEL}
+def main(layers=8, rows=64):
+    model = make(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for step in range(100):
+        loss = model(torch.randn(rows, {WIDTH}, device="cuda")).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("step", step, flush=True)
+"""
+
+
+def start(arguments: list[str], folder: Path, **options: Any) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EMULATED_DEVICE")}
+    environment |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    del environment["LD_PRELOAD"]
+    command = [sys.executable, "-m", "adaptive_batching", "dry-run", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def dry_run(folder: Path, *arguments: str, code: str | None = None) -> tuple[dict[str, Any], str]:
+    """Return the object that a dry run prints, of a script or of what is named, and what was said besides."""
+    if code is not None:
+        (folder / "train.py").write_text(textwrap.dedent(code))
+        arguments = (*arguments, "--", "python", "train.py")
+    process = start(["--json", *arguments], folder)
+    printed, said = process.communicate(timeout=180)
+    assert printed, said
+    found = json.loads(printed)
+    assert process.returncode == {"fits": 0, "does not fit": 1, "tight": 3, "cannot tell": 4}[found["answer"]]
+    assert [path.name for path in folder.iterdir() if path.name.startswith("dry-run")] == [], "left behind"
+    return found, said
+
+
+def test_a_script_is_stopped_after_its_steps_and_its_peak_is_that_of_the_tensors(tmp_path: Path) -> None:
+    found, said = dry_run(tmp_path, "--gpu", "4090", code=TRAIN + "main()")
+    assert (found["fits"], found["steps"], found["retries"], found["card"]) == (True, 3, 0, "RTX 4090")
+    assert said.count("step ") == 2  # it ends within the third, when the optimizer has stepped
+    kinds = found["peak"]["categories"]
+    layers = 8 * LAYER
+    assert all(abs(kinds[name] - size) <= 32 * 512 for name, size in (("weights", layers), ("gradients", layers)))
+    assert abs(kinds["optimizer states"] - 2 * layers) <= 64 * 512
+    assert 4 * layers < found["peak_allocated_bytes"] < 4 * layers + 32 * MIB  # workspaces, and one tensor of a step
+    assert found["peak_allocated_bytes"] <= found["peak_reserved_bytes"]
+    assert found["peak"]["peak_line"] in ("train.py:15 main", "train.py:16 main", "train.py:14 main")
+    assert found["asked_of_device"]["products"] == 3 * 8 - 1 and found["asked_of_device"]["synchronizations"] == 0
+
+
+def test_an_allocation_that_fails_is_named_with_its_line_and_what_held_the_memory(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    found, _ = dry_run(tmp_path, "--memory", "600MiB", "--page", str(page), code=TRAIN + "main(layers=8, rows=10000)")
+    assert found["fits"] is False and found["steps"] == 0
+    failed = found["failed_allocation"]
+    assert 0 <= failed["asked_bytes"] - 4 * 10000 * WIDTH < 2 * MIB  # which torch's allocator rounds up to
+    assert failed["step"] == 1 and not failed["in_backward"]
+    assert failed["line"] == "train.py:13 main" and failed["stack"][0] == "modules/linear.py:134 forward"
+    assert found["peak"]["categories"]["weights"] == pytest.approx(8 * LAYER, abs=32 * 512)
+    assert found["peak"]["holders"][0]["where"] == "train.py:13 main" and "Where it failed" in page.read_text()
+
+
+def test_an_allocation_that_fails_in_the_backward_pass_is_named_with_the_line_that_began_it(tmp_path: Path) -> None:
+    found, _ = dry_run(tmp_path, "--memory", "740MiB", code=TRAIN + "main(layers=40, rows=8)")
+    failed = found["failed_allocation"]
+    assert found["fits"] is False and failed["in_backward"] and failed["line"] == "train.py:14 main"
+
+
+def test_what_a_script_survives_is_no_failure(tmp_path: Path) -> None:
+    code = (
+        TRAIN
+        + f"""
+try:
+    torch.empty(10**12, device="cuda")
+except torch.OutOfMemoryError:
+    torch.cuda.reset_peak_memory_stats()
+held = torch.empty(64 * {MIB}, dtype=torch.uint8, device="cuda")
+del held
+torch.cuda.reset_peak_memory_stats()
+main(layers=1)
+"""
+    )
+    found, _ = dry_run(tmp_path, "--memory", "24", "--steps", "2", code=code)
+    assert (found["fits"], found["steps"], found["out_of_memory_survived"]) == (True, 2, 1)
+    assert found["peak_allocated_bytes"] >= 64 * MIB  # though the script has forgotten it
+
+
+def test_an_optimizer_for_each_parameter_and_workers_that_load_data_are_steps_and_no_more(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + f"""
+from torch.utils.data import DataLoader, TensorDataset
+if __name__ == "__main__":
+    model = make(4)
+    of = {{p: torch.optim.AdamW([p]) for p in model.parameters()}}
+    for p in of:
+        p.register_post_accumulate_grad_hook(lambda p: (of[p].step(), of[p].zero_grad()) and None)
+    loader = DataLoader(TensorDataset(torch.randn(100, {WIDTH})), batch_size=10, num_workers=2, pin_memory=True)
+    for (batch,) in loader:
+        print("batch", flush=True)
+        model(batch.cuda(non_blocking=True)).sum().backward()
+"""
+    )
+    found, said = dry_run(tmp_path, "--memory", "24", code=code)
+    assert (found["fits"], found["steps"], said.count("batch")) == (True, 3, 3)
+    kinds = found["peak"]["categories"]
+    assert kinds["optimizer states"] >= 8 * LAYER - 64 * 512 and kinds.get("gradients", 0) < 2 * LAYER
+
+
+def test_ranks_train_together_and_the_one_that_fails_is_named(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + f"""
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("nccl")
+torch.cuda.set_device(rank := dist.get_rank())
+model = DistributedDataParallel(make(4).to(rank))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(9):
+    rows = 10**6 if rank == 1 and step == 1 else 8
+    model(torch.randn(rows, {WIDTH}, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    (tmp_path / "train.py").write_text(code)
+    launch = ["--devices", "2", "--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
+    found, _ = dry_run(tmp_path, "--memory", "80", *launch)
+    assert (found["fits"], found["steps"], found["processes"]) == (True, 3, 2)
+    assert found["asked_of_device"]["collectives"] >= 1
+    found, _ = dry_run(tmp_path, "--memory", "4", *launch)
+    assert found["fits"] is False and found["failed_allocation"]["step"] == 2
+    assert found["failed_allocation"]["line"] == "train.py:16 <module>"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("1 / 0", "exit code 1, not for want of memory"),
+        ("pass", "no process of the command used a CUDA device"),
+        ("import torch, os; torch.zeros(1).cuda(); os.kill(os.getpid(), 9)", "the host ran out of memory"),
+        ("import torch, os; torch.zeros(1).cuda(); os.abort()", "signal 6 (SIGABRT)"),
+    ],
+)
+def test_a_script_that_ends_for_reasons_of_its_own_is_told_from_one_that_does_not_fit(
+    code: str, words: str, tmp_path: Path
+) -> None:
+    process = start(["--memory", "24", "--", "python", "-c", code], tmp_path)
+    printed, said = process.communicate(timeout=120)
+    assert process.returncode == 4 and words in printed and ("ZeroDivisionError" in said) == ("exit" in words)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Signals, tmp_path: Path) -> None:
+    code = f"""
+    import subprocess, time, torch
+    torch.zeros({MIB}, device="cuda")
+    child = subprocess.Popen(["sleep", "300"])
+    print(child.pid, flush=True)
+    time.sleep(300)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(code))
+    process = start(["--memory", "24", "--", "python", "train.py"], tmp_path)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(by)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 4 and "cannot tell: interrupted" in printed and "4.0 MiB allocated" in printed
+    for _ in range(100):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a process of the script is left behind")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--gpu 4090", "which command shall run"),
+        ("--gpu 409 -- python x", "--gpu '409' is unknown; the closest: RTX 4090"),
+        ("--memory lots -- python x", "--memory lots is not the memory of a GPU"),
+        ("--memory 24 --steps 0 -- python x", "--steps 0 must be at least 1"),
+        ("--memory 24 --sequence-length 0 -- python x", "--sequence-length 0 must be at least 1"),
+        ("--memory 24 --devices 40 -- python x", "--devices 40 must be 1 to 16"),
+        ("--memory 24 --capability new -- python x", "--capability new"),
+        ("--memory 24 --page no/such.html -- python x", "there is no folder"),
+        ("--memory 24 -- nosuchprogram", "nosuchprogram cannot be run"),
+        ("--memory 24 lora_finetune_single --config x", "did you mean 'lora_finetune_single_device'"),
+        ("--memory 24 lora_finetune_single_device", "--config <name or path> is missing"),
+        ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lor", "there is no config"),
+        ("--memory 24 --devices 2 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "--devices 2"),
+        ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "give --sequence-length"),
+        ("--memory 24 ppo_full_finetune_single_device --config mistral/7B_full_ppo_low_memory", "a dry run stands in"),
+        ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device batch", "write key=value"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(arguments: str, words: str, tmp_path: Path) -> None:
+    process = start(arguments.split(), tmp_path)
+    printed, said = process.communicate(timeout=120)
+    line = said.strip().splitlines()[-1]
+    assert process.returncode == 2 and not printed and line.startswith("error: ") and words in line, said
+
+
+def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "no-compiler")
+    _, said = (process := start(["--memory", "24", "--", "python", "x"], tmp_path)).communicate(timeout=60)
+    assert process.returncode == 2 and "'no-compiler' is not there; install g++, or set CXX" in said
+
+
+def test_a_recipe_needs_no_files_and_is_probed_for_real(tmp_path: Path) -> None:
+    recipe = [
+        "lora_finetune_single_device",
+        "--config",
+        "llama3_2/1B_lora_single_device",
+        "gradient_accumulation_steps=1",
+    ]
+    options = ["--gpu", "4090", "--sequence-length", "512", "--steps", "2"]
+    found, said = dry_run(tmp_path, *options, *recipe, "use_maximum_batch_size=True", "gradient_accumulation_steps=1")
+    assert found["fits"] is True and found["steps"] == 2 and "maximum batch size" in said
+    assert 0.5 * found["memory_bytes"] < found["peak_reserved_bytes"] < found["memory_bytes"]
+    kinds = found["peak"]["categories"]
+    assert kinds["weights"] == pytest.approx(2 * 1_278_281_728, rel=1e-3)  # bfloat16, adapters included
