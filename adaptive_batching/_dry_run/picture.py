@@ -17,7 +17,8 @@ from adaptive_batching._values import memory_size
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart
 _STYLE = """
 svg.memory { width: 100%; height: auto; } svg.memory text { fill: var(--soft); font-size: 12px; }
-svg.memory .axis { stroke: var(--line); } svg.memory .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
+svg.memory .axis { stroke: var(--line); }
+svg.memory .step { stroke: var(--soft); stroke-dasharray: 1 3; } svg.memory .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
 svg.memory .reserved { fill: none; stroke: var(--ink); stroke-width: 1.2; }
 """
 
@@ -30,7 +31,7 @@ def write_page(run: DryRun, output: Path, command: Sequence[str]) -> None:
     history = (run.worst or {}).get("history") or {"points": [], "categories": {}, "holders": []}
     parts = [
         ("answer", "", [tag("pre", "\n".join(said))]),
-        ("memory", "Memory over the run", _chart(run, history["points"])),
+        ("memory", "Memory over the run", _chart(run, history["points"], history.get("steps_end", ()))),
         ("holders", "What held it at the peak", _holders(history)),
         ("failure", "Where it failed", failure),
         ("asked", "What a step asks of the device", _asked((run.worst or {}).get("steps") or [])),
@@ -47,7 +48,7 @@ def write_page(run: DryRun, output: Path, command: Sequence[str]) -> None:
     output.write_text(page, encoding="utf-8", errors="replace")
 
 
-def _chart(run: DryRun, points: Sequence[dict[str, Any]]) -> list[Html]:
+def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[int]) -> list[Html]:
     """Draw memory over the allocator's events, stacked by category, with what is reserved and the card's limit."""
     if len(points) < 2:
         return []
@@ -69,6 +70,10 @@ def _chart(run: DryRun, points: Sequence[dict[str, Any]]) -> list[Html]:
         colour = f"var(--c{CATEGORIES.index(category)})"
         drawn.append(f'<polygon points="{" ".join(edges)}" fill="{colour}" fill-opacity="0.75"/>')
         below = above
+    for number, event in enumerate(steps_end, 1):
+        x = at(event, 0).split(",")[0]
+        drawn.append(f'<line class="step" x1="{x}" x2="{x}" y1="0" y2="{_HEIGHT - _BELOW}"/>')
+        drawn.append(f'<text x="{x}" y="{_HEIGHT - 6}" text-anchor="end">step {number}</text>')
     reserved = " ".join(at(point["event"], point.get("reserved", 0)) for point in points)
     drawn.append(f'<polyline class="reserved" points="{reserved}"/>')
     for size in (0.0, top / 2, top):

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -209,9 +210,10 @@ class Watch:
 
     def _read_history(self, device: int) -> dict[str, Any]:
         failed = self._out_of_memory[-1] if self._out_of_memory else None
-        events = torch.cuda.memory._snapshot()["device_traces"]
+        traces = torch.cuda.memory._snapshot()["device_traces"]
+        of_device = traces[device] if device < len(traces) else []
         history = read_history(
-            events[device] if device < len(events) else [],
+            of_device,
             self._labels,
             failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None,
         )
@@ -220,6 +222,7 @@ class Watch:
             "peak_step": step_of(history.peak_us, self._ends_us), "peak_line": line_of_script(frames),
             "peak_where": place(frames), "categories": history.categories, "holders": history.holders,
             "points": history.points,
+            "steps_end": [bisect(of_device, end, key=lambda event: event["time_us"]) for end in self._ends_us],
         }  # fmt: skip
 
 
