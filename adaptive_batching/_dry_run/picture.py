@@ -18,7 +18,8 @@ _WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart
 _STYLE = """
 svg.memory { width: 100%; height: auto; } svg.memory text { fill: var(--soft); font-size: 12px; }
 svg.memory .axis { stroke: var(--line); }
-svg.memory .step { stroke: var(--soft); stroke-dasharray: 1 3; } svg.memory .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
+svg.memory .step { stroke: var(--soft); stroke-dasharray: 1 3; }
+svg.memory .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
 svg.memory .reserved { fill: none; stroke: var(--ink); stroke-width: 1.2; }
 """
 
