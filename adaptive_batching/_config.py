@@ -119,23 +119,23 @@ class AdaptiveBatchingConfig:
         self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", headroom := self.headroom))
         if self.headroom.fraction == 1:
             raise ConfigError(
-                f"adaptive_batching.headroom={headroom!r} keeps all of the device free and leaves no memory to train "
-                f"in; write less, such as '2%' or '1GiB'"
+                f"adaptive_batching.headroom={headroom!r} keeps the whole device free and leaves no memory for "
+                "training; write less, such as '2%' or '1GiB'"
             )
         if (limit := self.memory_limit) is not None:
             amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
             self._set("memory_limit", amount)
             if amount.of(2**50) == 0:
                 raise ConfigError(
-                    f"adaptive_batching.memory_limit={limit!r} leaves no memory to train in; write what training may "
-                    f"take, such as '40GiB' or '90%'"
+                    f"adaptive_batching.memory_limit={limit!r} leaves no memory for training; write how much it may "
+                    "use, such as '40GiB' or '90%'"
                 )
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
         if self.keep_global_batch and self.grow_beyond_memory:
             raise ConfigError(
-                "adaptive_batching.keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True "
-                "lets it grow by accumulation; set one of them to False"
+                "adaptive_batching.keep_global_batch=True keeps the global batch, but grow_beyond_memory=True grows "
+                "it by accumulation; set one of them to False"
             )
         _check_increase_every(self.increase_every)
         _check_choice("lr_scaling", self.lr_scaling, LR_SCALINGS)

@@ -207,7 +207,7 @@ def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("checkpointer.checkpoint_dir=/no/model", ["the model cannot be loaded", "/no/model", "head of a config"]),
+        ("checkpointer.checkpoint_dir=/no/model", ["the model cannot be loaded", "/no/model", "top of a config"]),
         ("checkpointer.checkpoint_files=[no.bin]", ["the model cannot be loaded", "no.bin", "checkpointer.checkpoint"]),
         ("dataset.split=train[:0]", ["dataset cannot be loaded", "train[:0]", "dataset.source, its split"]),
         ("dataset.data_files=/no/such/file.json", ["dataset cannot be loaded", "/no/such/file.json"]),
