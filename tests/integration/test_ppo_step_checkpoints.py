@@ -157,5 +157,5 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_a_value_model_that_is_gone
     assert folders(PPORun(tmp_path / "out")) == ["step_2*"]
     assert not list((tmp_path / "out").glob("**/unfinished_checkpoint"))
     shutil.rmtree(tmp_path / "out" / "value" / "step_2")
-    with pytest.raises(SystemExit, match=r"goes on from step_2, of which value_checkpointer.output_dir=.*no value mod"):
+    with pytest.raises(SystemExit, match=r"value_checkpointer.output_dir=.*no value model of step_2, from which"):
         ppo_run(inputs, tmp_path / "out", *ALONE, RESUME)
