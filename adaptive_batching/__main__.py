@@ -24,10 +24,10 @@ from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, a
 
 PROG = "adaptive-batching"
 OF_TORCHTUNE = {
-    "quickstart": ("commands", "Make small inputs and fine-tune on them on the CPU: a first look."),
+    "quickstart": ("commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
     "plan": ("plan_command", "Say whether a config fits on a GPU, and what would help, without a GPU."),
     "probe": ("commands", "Find the largest batch of a config on this machine, and stop before training."),
-    "run": ("commands", "Run a recipe; takes all that 'tune run' takes, torchrun's options included."),
+    "run": ("commands", "Run a recipe; accepts everything that 'tune run' does, including torchrun's options."),
     "validate": ("commands", "Check a config and its overrides, without loading a model."),
     "download": ("commands", "Download a model, as 'tune download' does."),
 }
@@ -42,10 +42,10 @@ def _of_torchtune(name: str) -> Callable[[Any, str], None]:
             module = importlib.import_module(f"adaptive_batching._torchtune.{OF_TORCHTUNE[name][0]}")
             register()
         except ModuleNotFoundError as error:
-            raise SystemExit(f"error: {name} is for torchtune's recipes, and {error.name} {NOT_INSTALLED}") from None
+            raise SystemExit(f"error: {name} needs torchtune's recipes, but {error.name} {NOT_INSTALLED}") from None
         except ImportError as error:  # a name that another version has not
             remedy = "pip install 'adaptive-batching[torchtune]'"
-            raise SystemExit(f"error: {name} needs other versions ({error}); {remedy}") from None
+            raise SystemExit(f"error: {name} needs other versions of its dependencies ({error}); {remedy}") from None
         getattr(module, f"add_{name}")(subparsers, prog)
 
     return add
@@ -57,7 +57,7 @@ def add_report(subparsers: Any, prog: str) -> None:
     parser = subparsers.add_parser("report", prog=f"{prog} report", help=text, description=text)
     parser.add_argument(
         "output_dir", nargs="*", type=Path,
-        help="of a run; or the folder of its record, or the record; default: the newest run below this folder",
+        help="a run's output_dir, its record, or the record's folder; default: the newest run below this folder",
     )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument(
@@ -75,7 +75,7 @@ def add_report(subparsers: Any, prog: str) -> None:
         except OSError as error:
             parser.error(f"{error.filename or output}: {error.strerror or error}; name another file with --output")
         if args.open and not webbrowser.open(page.resolve().as_uri()):
-            parser.error(f"--open found no browser; open {page} in one")
+            parser.error(f"--open found no browser; open {page} yourself")
 
     parser.set_defaults(func=report)
 

@@ -46,73 +46,67 @@ class AdaptiveBatchingConfig:
     """
 
     use_maximum_batch_size: bool = False
-    """Probe the largest batch that fits before training, and train with it."""
+    """Find the largest batch that fits before training, and train with it."""
 
     batch_increase_function: str | Mapping[str, Any] | None = None
-    """``"pkg.module.function"``, or ``{"_component_": "pkg.module.factory", ...arguments}``; see
-    :mod:`adaptive_batching.growth`."""
+    """Decides when the batch grows, and by how much; see :mod:`adaptive_batching.growth`."""
 
     micro_batch_size: MicroBatchSize = field(default_factory=Whole)
-    """Samples of one forward and backward: the whole batch (null), a number, by length (``"auto"``: as many tokens as
-    is fastest within what fits), or the fastest of these, measured before training (``"explore"``). It changes how a
-    batch runs, not its gradient."""
+    """Samples per forward and backward; ``auto``: as many tokens as is fastest within what fits; ``explore``: whatever
+    times best before training; None: the whole batch. The gradient stays the same."""
 
     save_every_n_steps: int | None = None
-    """Optimizer steps from one checkpoint to the next, each a folder ``step_N``, from which a run goes on within the
-    epoch. None for one at the end of each epoch, ``epoch_N``, as in stock."""
+    """Optimizer steps between checkpoints. None saves one per epoch, as stock does."""
 
     search: str = "predict"
     """How the probe looks for the maximum."""
 
     round_to_power_of_two: bool = True
-    """Round the maximum down to a power of two. False keeps the exact one."""
+    """Round the maximum down to a power of two."""
 
     max_batch_size: int | None = None
-    """Upper bound on the batch size. With it, growth without ``use_maximum_batch_size`` needs no probe."""
+    """Upper bound on the batch size. With it, growth alone needs no probe."""
 
     memory_limit: MemoryAmount | None = None
-    """Memory of the device that training may take in all, context and libraries included. None for what is free, less
-    the headroom."""
+    """Device memory that training may use in total. None for what is free, less the headroom."""
 
     headroom: MemoryAmount = field(default_factory=lambda: MemoryAmount(fraction=0.02))
-    """Memory of the device to keep free. An explicit ``memory_limit`` is taken as it is."""
+    """Device memory to keep free; ignored with a ``memory_limit``."""
 
     sequence_length: int | None = None
-    """Sample length in tokens to probe at. None for the packed length, else the tokenizer's ``max_seq_len``, else the
+    """Tokens per sample in the probe. None for the packed length, else the tokenizer's ``max_seq_len``, else the
     longest sample."""
 
     keep_global_batch: bool = False
-    """Divide ``gradient_accumulation_steps`` by the factor that ``batch_size`` gains, so that the optimizer sees the
-    same."""
+    """Divide ``gradient_accumulation_steps`` by what ``batch_size`` gains."""
 
     grow_beyond_memory: bool = False
-    """Let growth continue past the maximum: a batch that does not fit in one forward runs in several."""
+    """Let the batch outgrow memory; it then runs in several forwards."""
 
     increase_every: str | float = "epoch"
-    """When ``batch_increase_function`` is asked: every ``"epoch"``, or after each fraction of one."""
+    """How often to ask ``batch_increase_function``."""
 
     grow_during_warmup: bool = True
-    """False keeps the size until the learning rate has risen to its peak."""
+    """False delays growth until the learning rate peaks."""
 
     lr_scaling: str = "none"
-    """How the learning rate follows the global batch, on top of its schedule; a value of :data:`LR_SCALINGS`."""
+    """How the learning rate follows the global batch, on top of its schedule."""
 
     max_lr_scale: float = 4.0
-    """The most that ``lr_scaling`` multiplies the learning rate by."""
+    """Largest factor that ``lr_scaling`` applies."""
 
     keep_beta2_half_life: bool = False
-    """Raise Adam's beta2 to the power of the global batch over the configured one, so that its second moment reaches
-    back over as many samples as in the configured run."""
+    """Have Adam's second moment average over as many samples as without growth."""
 
     noise_scale_every: int | None = None
-    """Optimizer steps from one measurement of the gradient noise scale to the next. None for 5 with an increase
-    function of this package that reads it, and never otherwise."""
+    """Optimizer steps between measurements of the gradient noise scale. None for 5 if one of our increase functions
+    reads it, else never."""
 
     recover_from_oom: bool = True
-    """Run the samples of a step that ran out of memory again, in smaller micro-batches."""
+    """Rerun a step that ran out of memory in smaller micro-batches."""
 
     report_dir: str | None = None
-    """Folder for the record, the page and the probe's result."""
+    """Where the record, the page and the probe's result go."""
 
     def __post_init__(self) -> None:
         _check_increase_field(self.batch_increase_function)
@@ -125,23 +119,23 @@ class AdaptiveBatchingConfig:
         self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", headroom := self.headroom))
         if self.headroom.fraction == 1:
             raise ConfigError(
-                f"adaptive_batching.headroom={headroom!r} keeps all of the device free and leaves no memory to train "
-                f"in; write less, such as '2%' or '1GiB'"
+                f"adaptive_batching.headroom={headroom!r} keeps the whole device free and leaves no memory for "
+                "training; write less, such as '2%' or '1GiB'"
             )
         if (limit := self.memory_limit) is not None:
             amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
             self._set("memory_limit", amount)
             if amount.of(2**50) == 0:
                 raise ConfigError(
-                    f"adaptive_batching.memory_limit={limit!r} leaves no memory to train in; write what training may "
-                    f"take, such as '40GiB' or '90%'"
+                    f"adaptive_batching.memory_limit={limit!r} leaves no memory for training; write how much it may "
+                    "use, such as '40GiB' or '90%'"
                 )
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
         if self.keep_global_batch and self.grow_beyond_memory:
             raise ConfigError(
-                "adaptive_batching.keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True "
-                "lets it grow by accumulation; set one of them to False"
+                "adaptive_batching.keep_global_batch=True keeps the global batch, but grow_beyond_memory=True grows "
+                "it by accumulation; set one of them to False"
             )
         _check_increase_every(self.increase_every)
         _check_choice("lr_scaling", self.lr_scaling, LR_SCALINGS)

@@ -55,7 +55,7 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads for torch"
     if torch.cuda.is_available():
         segments = cuda_segments()
-        known = "settings that no trace knows" if segments is None else f"{segments.value} segments"
+        known = "settings that the trace does not support" if segments is None else f"{segments.value} segments"
         yield "allocator", f"{torch.cuda.get_allocator_backend()}, {known}"
     for name in _VARIABLES:
         yield name, os.environ.get(name, "not set")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 # As docs/memory.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
-_WITHOUT_A_METER = "set use_maximum_batch_size: False, or give adaptive_batching.max_batch_size to grow without a probe"
+_WITHOUT_A_METER = "set use_maximum_batch_size: False, or set adaptive_batching.max_batch_size to grow without a probe"
 _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )  # fmt: skip

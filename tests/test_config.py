@@ -79,7 +79,7 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
     ("headroom", "lots", "is not a memory size"),
     ("headroom", "300%", "is more than the whole device"),
-    *(("headroom", value, "keeps all of the device free") for value in ("100%", 1.0)),
+    *(("headroom", value, "keeps the whole device free") for value in ("100%", 1.0)),
     ("report_dir", 3, "must be a path"),
 ]
 

@@ -109,7 +109,7 @@ def test_all_that_say_the_version_agree() -> None:
 
 
 def test_the_command_of_the_pages_is_installed_and_its_commands_have_a_row() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "command-line.md").read_text(), flags=re.MULTILINE)
     assert set(parser_of_commands()[1].choices) <= set(rows)
     scripts = re.search(r"^\[project.scripts\]\n(.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S | re.M)
     assert scripts and scripts[1] == 'adaptive-batching = "adaptive_batching.__main__:main"'

@@ -150,7 +150,7 @@ def in_words(run: DryRun) -> list[str]:
     survived = as_object(run)["out_of_memory_survived"]
     if survived:
         times = "once" if survived == 1 else f"{survived} times"
-        lines.append(_row("survived", f"out of memory {times}, and the script went on"))
+        lines.append(_row("survived", f"ran out of memory {times} and went on"))
     if worst["trouble"]:
         lines.append(_row("missing", f"parts of this report: {worst['trouble']}"))
     if run.answer is Answer.TIGHT:
@@ -167,11 +167,11 @@ def _why_not(run: DryRun) -> str:
     if run.ending.interrupted:
         return "interrupted"
     if code == -signal.SIGKILL:
-        return "the script was killed, most likely because the host ran out of memory; make the model on the device"
+        return "the script was killed, most likely because the host ran out of memory; create the model on the device"
     if code < 0:
-        return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its last words are above"
+        return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its output is above"
     if code:
-        return f"the script ended with exit code {code}, not for want of memory; its own message is above"
+        return f"the script ended with exit code {code}, not because of memory; its output is above"
     return "no process of the command used a CUDA device"
 
 

@@ -343,14 +343,15 @@ def plan_batch_sizes(
     maximum = samples if maximum is None else maximum
     for name, value in {"batch_size": batch_size, "epochs": epochs, "samples": samples, "maximum": maximum}.items():
         if not hasattr(value, "__index__") or value < 1:
-            raise ValueError(f"{name}={value!r} must be at least 1, a whole number")
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
     if batch_size > maximum:
-        raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start with less")
+        raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start smaller")
     name = getattr(increase, "__qualname__", repr(increase))
     controller = BatchController(batch_size, maximum, f"maximum={maximum}", increase, name)
     if not controller.decides_early:
         raise IncreaseFunctionError(
-            f"{name} reads what is known only while training, and sizes are planned before; use a function of "
-            f"(epoch, current_batch_size), or one of adaptive_batching.growth that needs neither losses nor noise"
+            f"{name} needs values that are known only during training, but sizes are planned beforehand; use a "
+            "function of (epoch, current_batch_size), or one of adaptive_batching.growth that needs neither losses "
+            "nor noise"
         )
     return [epoch.batch_sizes[0] for epoch in BatchSizeSchedule(controller, RunShape(epochs, samples)).plan()]

@@ -114,7 +114,7 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
             f"imported from the working directory or the environment"
         ) from error
     if not callable(found):
-        raise IncreaseFunctionError(f"{key} is not callable but of type {type(found).__name__}; name a function")
+        raise IncreaseFunctionError(f"{key} is not callable (type {type(found).__name__}); name a function")
     if isinstance(value, str) and getattr(found, "__module__", None) == _FACTORIES:
         raise IncreaseFunctionError(f"{key} is a factory; write {{_component_: {path}}}, with its arguments, if any")
     if not isinstance(value, str):
@@ -168,8 +168,8 @@ def check_signature(key: str, function: Callable[..., Any]) -> None:
     """Raise IncreaseFunctionError if ``function`` cannot be called as increase functions are, or is their factory."""
     if getattr(function, "__module__", None) == _FACTORIES and "<locals>" not in function.__qualname__:
         raise IncreaseFunctionError(
-            f"{key} is a factory, and what it returns is an increase function: write {function.__name__}(), with its "
-            f"arguments, if any"
+            f"{key} is a factory that returns an increase function: call it, {function.__name__}(), with its "
+            "arguments, if any"
         )
     try:
         signature = inspect.signature(function)
@@ -285,7 +285,7 @@ class BatchController:
         if not 1 <= batch_size <= maximum:
             raise ValueError(f"batch_size={batch_size} must be from 1 to maximum={maximum}")
         if (allowed := accumulation.allowed(batch_size)) != batch_size:
-            raise ValueError(f"batch_size={batch_size} does not go with {accumulation}; start with {allowed}")
+            raise ValueError(f"batch_size={batch_size} does not work with {accumulation}; start with {allowed}")
         if increase is not None:
             check_signature(f"increase={name or getattr(increase, '__qualname__', repr(increase))}", increase)
         self.batch_size, self.maximum, self.maximum_reason = batch_size, maximum, maximum_reason
@@ -325,9 +325,9 @@ class BatchController:
             reason, warning = f"kept{note}", note.strip()
         elif wanted > self.maximum:
             reason = f"kept: {wanted} would exceed {self.maximum}"
-            warning = f"{self.name} asked for {wanted}, and the maximum is {self.maximum} ({self.maximum_reason})"
+            warning = f"{self.name} asked for {wanted}, but the maximum is {self.maximum} ({self.maximum_reason})"
         elif room is not None and wanted > room:
-            reason = f"kept: {self.name} asked for {wanted}, and the rest of the epoch has samples for {room}"
+            reason = f"kept: {self.name} asked for {wanted}, but the rest of the epoch has samples for only {room}"
         else:
             reason = f"{self.name} added {wanted - previous}{note}"
             self.batch_size = wanted
@@ -337,7 +337,7 @@ class BatchController:
         """Log a decision that takes effect, and the first that gives less than was asked for."""
         if decision.batch_size != decision.previous:
             log.info(
-                "batch size grows from %d to %d at epoch %g; it may reach %d",
+                "batch size grows from %d to %d at epoch %g (maximum %d)",
                 decision.previous, decision.batch_size, decision.epoch, self.maximum,
             )  # fmt: skip
         elif decision.warning and not self._warned:

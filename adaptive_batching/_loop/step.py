@@ -81,8 +81,8 @@ class AdaptiveStep(Generic[Sample]):
     ) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
-                f"AdaptiveStep is for one process, and {dist.get_world_size()} train together; on several devices, use "
-                f"the torchtune recipes of this package"
+                f"AdaptiveStep works in one process, but {dist.get_world_size()} train together; on several devices, "
+                "use this package's torchtune recipes"
             )
         self.max_tokens = None
         self._model = model
@@ -103,7 +103,7 @@ class AdaptiveStep(Generic[Sample]):
     @max_tokens.setter
     def max_tokens(self, value: int | None) -> None:
         if value is not None and (not hasattr(value, "__index__") or value < 1):
-            raise ConfigError(f"max_tokens={value!r} must be at least 1, a whole number, or None for no limit")
+            raise ConfigError(f"max_tokens={value!r} must be a whole number of at least 1, or None for no limit")
         self._max_tokens = None if value is None else operator.index(value)
 
     @property
@@ -131,8 +131,8 @@ class AdaptiveStep(Generic[Sample]):
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError(
-                "out of memory in the optimizer's step, which may have updated some parameters and not others; go on "
-                "from the last checkpoint, and call find_maximum_batch_size before training, which makes room for it"
+                "out of memory in the optimizer's step, which may have updated only some parameters; resume from the "
+                "last checkpoint, and call find_maximum_batch_size before training to make room for it"
             ) from error
         return loss
 
@@ -232,16 +232,16 @@ class AdaptiveStep(Generic[Sample]):
     def _checked(self, samples: Sequence[Sample]) -> list[Sample]:
         if isinstance(samples, Mapping):
             raise ConfigError(
-                f"samples is a {type(samples).__name__}, as if collated already; give a list of samples, which a "
-                f"DataLoader with collate_fn=list hands out"
+                f"samples is a {type(samples).__name__}, which looks collated already; pass a list of samples, as a "
+                "DataLoader with collate_fn=list yields"
             )
         samples = list(samples)
         if not samples:
             raise ConfigError("samples is empty; a step needs at least one")
         if any(parameter.grad is not None for parameter in self._parameters()):
             raise ConfigError(
-                "gradients are left over from before this step, and would be lost if memory ran out in it; call "
-                "optimizer.zero_grad() first, and give all samples of an optimizer step at once"
+                "gradients are left over from before this step and would be lost if it ran out of memory; call "
+                "optimizer.zero_grad() first, and pass all samples of an optimizer step at once"
             )
         return samples
 
@@ -262,8 +262,8 @@ class AdaptiveStep(Generic[Sample]):
         module = self._retry.batch_dependent_module() if len(split) > 1 else None
         if module is not None:
             raise ConfigError(
-                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so that its "
-                f"parts do not add up to it; set max_tokens=None and a smaller batch size"
+                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its "
+                "parts do not add up; set max_tokens=None and a smaller batch size"
             )
         return [[samples[index] for index in part] for part in split]
 

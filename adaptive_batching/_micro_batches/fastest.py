@@ -71,7 +71,7 @@ def explore(
     start = time.perf_counter()
     for round_ in range(max_rounds):
         log.info(
-            "round %d of at most %d: %d of %d sizes to time, %.0f s so far",
+            "round %d of at most %d: timing %d of %d sizes (%.0f s so far)",
             round_ + 1, max_rounds, len(order), len(candidates), time.perf_counter() - start
         )  # fmt: skip
         for candidate in order if round_ % 2 == 0 else order[::-1]:

@@ -93,7 +93,7 @@ class ForwardTimes:
         fixed = max(less - few * per_sample, 0.0) + _UNCERTAINTY * less
         enough = max(math.ceil(fixed / (_GAIN * per_sample)), more)
         log.info(
-            "a forward and backward takes about %.0f ms and %.0f ms for each sample: beyond %d samples, larger ones "
-            "would gain less than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
+            "a forward and backward takes about %.0f ms plus %.0f ms per sample: more than %d samples would gain less "
+            "than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
         )  # fmt: skip
         return enough

@@ -71,9 +71,9 @@ class TokenLimit:
         if len(self._failed) > 1:
             wanted = min(wanted, sorted(self._failed)[1] - 1)
         elif self.max_tokens >= max(self._failed, default=0):  # the size that failed has had its second chance
-            log.info("limit on padded tokens per micro-batch lifted, was %d", self.max_tokens)
+            log.info("lifted the limit of %d padded tokens per micro-batch", self.max_tokens)
             self.max_tokens = None
             return
         if wanted > self.max_tokens:
-            log.info("limit on padded tokens per micro-batch raised to %d, was %d", wanted, self.max_tokens)
+            log.info("raised the limit on padded tokens per micro-batch from %d to %d", self.max_tokens, wanted)
             self.max_tokens = wanted

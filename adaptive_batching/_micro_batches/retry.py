@@ -144,7 +144,9 @@ class Retry(ABC, Generic[Part]):
         if failed is not None and why is None and samples == 1 and not (fitted_before and self.failures == 0):
             why = f"out of memory with {self.describe(failed)}, which cannot be split{self.shorter(failed)}"
         if self._ranks.any(why is not None):
-            raise DoesNotFitError(why or "out of memory on another rank, which says what would help") from outcome.error
+            raise DoesNotFitError(
+                why or "out of memory on another rank, whose error says what would help"
+            ) from outcome.error
         self._check_that_parts_add_up()
         # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
         found = self._ranks.gather(None if failed is None else (tokens, f"with {self.describe(failed)}"))
@@ -158,11 +160,11 @@ class Retry(ABC, Generic[Part]):
         else:
             self.limit.shrink(max(tokens for tokens, _ in failures.values()), fitted_before=fitted_before)
             self._shrank = True
-            how = f"with at most {self.limit.max_tokens} {self._unit} in a forward{self.price_of_parts()}"
+            how = f"with at most {self.limit.max_tokens} {self._unit} per forward{self.price_of_parts()}"
         is_alone = self._ranks.size == 1
         on = ", ".join(on if is_alone else f"on rank {rank} {on}" for rank, (_, on) in failures.items())
         log.warning(
-            "out of memory %s; running %s again %s (recovery number %d)", on, self.what, how, self.limit.num_recoveries
+            "out of memory %s; running %s again %s (recovery %d)", on, self.what, how, self.limit.num_recoveries
         )
         self._recovered.append((on, self.limit.max_tokens))
         self.put_back()
@@ -191,13 +193,13 @@ class Retry(ABC, Generic[Part]):
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError(
-                f"out of memory, and again in a forward of a few tokens; nothing larger will fit. What takes less: "
+                "out of memory, even in a forward of a few tokens; nothing larger will fit. To use less memory: "
                 f"{self.less_memory()}"
             ) from error
         if module is not None:
             raise DoesNotFitError(
-                f"out of memory, and smaller parts of the batch would not give the same result: {module} computes over "
-                f"the batch; {self.smaller_batch()}, or {self.less_memory()}"
+                f"out of memory, and splitting the batch would change the result: {module} computes over the batch; "
+                f"{self.smaller_batch()}, or {self.less_memory()}"
             )
 
     def _shrink_if_thrashing(self) -> bool:
@@ -213,10 +215,10 @@ class Retry(ABC, Generic[Part]):
             return False  # there is nothing to split
         self.limit.lower(tokens)
         advice = None if self._device is None else allocator_advice(self._device)
-        more = "" if advice is None else f". It may need less with the environment variable {advice}"
+        more = "" if advice is None else f". Setting the environment variable {advice} may help"
         log.warning(
-            "memory%s is so short that every step frees the allocator's cache to find room (num_alloc_retries); from "
-            "now on a forward takes at most %d %s, an eighth less than the largest%s",
+            "memory%s is so tight that every step empties the allocator's cache (num_alloc_retries); from now on a "
+            "forward holds at most %d %s, an eighth less than the largest%s",
             "" if self._device is None else f" of {self._device}", self.limit.max_tokens, self._unit, more
         )  # fmt: skip
         return True

@@ -64,9 +64,9 @@ def run_micro_batches(
         if collectives is not None:
             if not collectives.can_drain:
                 raise CannotRecoverError(
-                    "memory ran out, and the other ranks cannot be told: the collectives of a forward and backward are "
-                    "not always the same, so what they wait for is not known. Set a smaller batch_size or "
-                    "micro_batch_size, or sequences of one length (dataset.packed=True)"
+                    "memory ran out, and the other ranks cannot be told: the collectives of a forward and backward "
+                    "vary, so what they wait for is unknown. Set a smaller batch_size or micro_batch_size, or "
+                    "sequences of one length (dataset.packed=True)"
                 ) from failure
             _drain(collectives, len(micro_batches) - len(results) - 1)
     worst = 2 if failure is not None else 1 if count_retries() > retries_before else 0
@@ -90,7 +90,7 @@ def _drain(collectives: MicroBatchCollectives, num_micro_batches: int) -> None:
         failure = error
     if failure is not None:
         raise CannotRecoverError(
-            "memory ran out, and again while telling the other ranks, although this one had released its own: another "
-            "process has taken it, or there is too little for the smallest batch. Free the device, or set a smaller "
+            "memory ran out, and again while telling the other ranks, although this rank had released its memory: "
+            "another process took it, or not even the smallest batch fits. Free the device, or set a smaller "
             "batch_size"
         ) from failure

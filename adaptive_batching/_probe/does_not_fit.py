@@ -74,16 +74,16 @@ def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> 
         if config.memory_limit.of(meter.total_bytes) > taken:
             return None
         return (
-            f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step, in which "
-            f"{memory_size(taken)} are taken already; write what training may take in all, of the "
-            f"{memory_size(meter.total_bytes)} that the device has"
+            f"adaptive_batching.memory_limit={config.memory_limit} is used up before the first step: "
+            f"{memory_size(taken)} are in use already; write how much training may use in total, out of the device's "
+            f"{memory_size(meter.total_bytes)}"
         )
     headroom = config.headroom.of(meter.total_bytes)
     if free > max(headroom, added):
         return None
     return (
-        f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, and only {memory_size(free)} are "
-        f"free on the device; write less, or end what else runs there"
+        f"adaptive_batching.headroom={config.headroom} is {memory_size(headroom)}, but only {memory_size(free)} are "
+        "free on the device; write less, or stop other programs there"
     )
 
 
@@ -123,10 +123,10 @@ def explain(
     measured = next((m.peak_bytes for m in measurements if m.batch_size == 1), None)
     predicted = 0.0 if curve is None else curve.peak_bytes(1) + level
     if measured is not None:
-        message += f": it took {memory_size(measured)}, {memory_size(max(measured - budget, 0))} more"
+        message += f": it took {memory_size(measured)}, {memory_size(max(measured - budget, 0))} too much"
         level += measured - predicted
     elif curve is not None and predicted > budget:
-        message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} more"
+        message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} too much"
     elif curve is not None:
         # The step needs more than the budget, so the prediction is too low by at least the difference.
         message += f": it ran out of memory, though only about {memory_size(predicted)} was predicted"

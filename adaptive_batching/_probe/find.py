@@ -202,7 +202,10 @@ class _Search:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        return f"a batch of one sample does not fit in {memory_size(limit)}, and too little is left to say what would"
+        size = memory_size(limit)
+        return (
+            f"a batch of one sample does not fit in {size}, and too little memory is left to work out what would help"
+        )
 
     def predicted(self, sizes: SizesRun) -> list[tuple[int, int]]:
         """Return points around the sizes that ran, of the curve by which the search decided."""
@@ -308,7 +311,7 @@ def find_largest(
         moment, kinds = traced.at(settled or batch_size).at_peak()
     is_blind = traced is None and config.search == "predict"
     result = ProbeResult(
-        batch_size, "what is of use" if settled else reason, sizes.budget_bytes, meter.total_bytes,
+        batch_size, "larger forwards would gain little" if settled else reason, sizes.budget_bytes, meter.total_bytes,
         search="predict (measured, no trace)" if is_blind else config.search, seconds=time.perf_counter() - start,
         measurements=sizes.measurements, predicted=predicted, enough=settled, peak_moment=moment, peak_kinds=kinds,
         exact=None if settled else search.exact(sizes),
@@ -323,7 +326,7 @@ def _log_result(result: ProbeResult) -> None:
         peak = max((at for size, at in result.predicted if size <= result.enough), default=0)
         log.info(
             "forwards of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
-            "with %d training steps, at up to %d samples",
+            "with %d training steps of up to %d samples",
             result.enough, memory_size(peak), budget, result.seconds, result.num_steps, batch_size
         )  # fmt: skip
         return

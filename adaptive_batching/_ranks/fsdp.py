@@ -43,7 +43,10 @@ with contextlib.suppress(ImportError):  # a torch without custom collectives; se
 
 
 class CannotRecoverError(AdaptiveBatchingError, RuntimeError):
-    """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies."""
+    """Raised if a rank runs out of memory and cannot finish what its peers wait for. The message lists remedies.
+
+    It must not say "out of memory": such an error would itself count as one to recover from.
+    """
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -165,8 +168,8 @@ class MicroBatchCollectives:
         elif self._sequence != self._issued and not self._varies:
             self._varies = True
             log.warning(
-                "the collectives of a forward and backward are not always the same; from now on, a rank that runs out "
-                "of memory ends the run",
+                "the collectives of a forward and backward vary; from now on, a rank that runs out of memory ends the "
+                "run",
                 extra=ONLY_HERE,
             )
 
@@ -264,8 +267,8 @@ def _issue(issued: list[_Collective], call: Callable[..., Any], arguments: tuple
         if not is_out_of_memory(error) or _num_issued(collective) == before:
             raise
         raise CannotRecoverError(
-            "memory ran out within a collective, so that it is not known whether the other ranks have got what they "
-            "wait for, and no step can run again. Set a smaller batch_size or micro_batch_size"
+            "memory ran out inside a collective: whether the other ranks got what they wait for is unknown, so the "
+            "step cannot run again. Set a smaller batch_size or micro_batch_size"
         ) from error
 
 

@@ -190,8 +190,8 @@ def read_events(path: Path) -> Events:
     for kind, values in lines_that_count(path):
         if kind == "run" and values.get("version", VERSION) > VERSION:
             raise RecordError(
-                f"{path} is a record of version {values['version']}, and this adaptive-batching reads up to version "
-                f"{VERSION}; install the one that wrote it, or a later one"
+                f"{path} is a record of version {values['version']}, but this adaptive-batching reads only up to "
+                f"version {VERSION}; install the one that wrote it, or a later one"
             )
         events[kind].append(values)
     return events

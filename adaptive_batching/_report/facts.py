@@ -167,7 +167,7 @@ def _state(run: Run) -> str:
         return f"ended {moment(ended['time'])}"
     if run.last("run") is None:
         return ""
-    cut_off = "the record ends here: the run goes on, or was cut off"
+    cut_off = "the record ends here: the run is still going, or was killed"
     early = f"ended early, {moment(errors[0]['time'])}" if errors else cut_off
     planned = 0 if plan is None else sum(epoch["steps"] for epoch in plan["epochs"])
     return early + (f"; about {count(planned)} planned" if planned else "")
@@ -301,5 +301,5 @@ def probe_in_words(probe: Event) -> list[str]:
         words.append(f"A step of {count(too_large[0])} would take about {size(too_large[1])}.")
     if probe.get("shorter"):
         points = " and ".join(f"{count(fit)} of {count(tokens)} tokens" for tokens, fit, _ in probe["shorter"])
-        words.append(f"Of shorter samples more fit: {points}.")
+        words.append(f"More samples fit if they are shorter: {points}.")
     return [*words, how]

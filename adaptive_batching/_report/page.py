@@ -74,7 +74,7 @@ def write_page(paths: list[Path], output: Path | None = None) -> Path:
     runs = read_runs(paths)
     for run in runs:
         if not any(run.events.values()):
-            raise RecordError(f"{run.path} holds no event that can be read")
+            raise RecordError(f"{run.path} has no events that can be read")
     output = output or runs[0].path.with_name(PAGE)
     partial = output.with_name(f".{output.name}.{os.getpid()}.partial")  # others may be writing one
     try:

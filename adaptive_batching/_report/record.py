@@ -29,7 +29,7 @@ _BYTES_NEEDED = 4 * 2**20  # of disk, to begin a run: a record of some ten thous
 _SECONDS_FOR_PAGE = 60
 _LONGEST_MESSAGE = 4000
 _INCOMPLETE = "the record of this run, {path}, is incomplete ({error}); training continues"
-_NO_PAGE = "no page of this run ({error}); 'adaptive-batching report {path.parent}' makes it"
+_NO_PAGE = "the page of this run could not be made ({error}); 'adaptive-batching report {path.parent}' makes it"
 
 
 class Report(Watcher):
@@ -94,7 +94,7 @@ class Report(Watcher):
         if result.enough is not None:
             at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
             found(("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"))
-            found(("memory", f"predicted {_mib(at)} of {budget}; it was not run at its fullest"))
+            found(("memory", f"predicted {_mib(at)} of {budget}, not measured at full size"))
         else:
             larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
             beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"

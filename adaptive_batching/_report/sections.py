@@ -200,7 +200,7 @@ def training(runs: list[Run], curves: list[Curves]) -> list[Html]:
         plot = tag("div", class_="plot", data_chart=name, role="img", aria_label=f"{title}: {ends}")
         figures.append(tag("figure", tag("figcaption", *caption), plot, class_=f"chart {name}"))
     if not figures:
-        return [tag("p", "The record holds no optimizer step.")]
+        return [tag("p", "The record has no optimizer steps.")]
     marks = [
         ("epoch", "a new epoch", len(runs) == 1 and any(each.epochs for each in curves)),
         ("recovery", "a step ran out of memory, and its samples ran again", any(each.recoveries for each in curves)),
@@ -210,7 +210,7 @@ def training(runs: list[Run], curves: list[Curves]) -> list[Html]:
     notes = [f"Each point is the mean of up to {say.of(most, 'step')}."] if most > 1 else []
     trends = [each.steps_of_trend for each in curves if "trend" in each.columns]
     notes += [f"The running mean covers {say.of(max(trends), 'step')}."] if trends else []
-    notes.append("Drag over a chart to zoom into all of them; double click to see all again.")
+    notes.append("Drag over a chart to zoom into all of them; double-click to reset.")
     below = tag("p", " ".join(notes), class_="hint")
     return [tag("ul", *keys, class_="keys"), tag("div", *figures, class_="charts"), below]
 

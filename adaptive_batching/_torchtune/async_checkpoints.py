@@ -109,9 +109,9 @@ class ThroughClient:
 def check_that_state_is_there(folder: Path) -> None:
     if not (folder / _NOT_READ_BACK).exists():
         raise ConfigError(
-            f"resume_from_checkpoint=True, and the last checkpoint in output_dir={str(folder.parent)!r}, "
-            f"{folder.name}, holds weights alone; set output_dir to that of the run to resume, or "
-            f"resume_from_checkpoint=False"
+            f"resume_from_checkpoint=True, but the last checkpoint in output_dir={str(folder.parent)!r}, "
+            f"{folder.name}, has only weights; set output_dir to that of the run to resume, or "
+            "resume_from_checkpoint=False"
         )
 
 
@@ -128,7 +128,9 @@ def _supersede(folder: Path, saved: Future[Any]) -> None:
                 if name is not None and int(name[1]) < int(folder.name.rpartition("_")[2]):
                     keep_weights_alone(path)
         except OSError as error:
-            log.warning("a checkpoint before %s keeps its state (%s); training goes on", folder.name, error)
+            log.warning(
+                "the state of a checkpoint before %s could not be removed (%s); training continues", folder.name, error
+            )
 
 
 def keep_weights_alone(folder: Path) -> None:

@@ -60,8 +60,8 @@ def _undone_if_disk_is_full(
         undo()
         free, full = min((shutil.disk_usage(output_dir).free, output_dir) for output_dir in output_dirs)
         raise CheckpointError(
-            f"the checkpoint of {name} cannot be written: the disk of output_dir={str(full)!r} is full, "
-            f"with {free / 2**20:,.0f} MiB free without what had been written. {what_stands(output_dirs[0])}"
+            f"the checkpoint of {name} cannot be written: the disk of output_dir={str(full)!r} is full, with "
+            f"{free / 2**20:,.0f} MiB free after removing the incomplete checkpoint. {what_stands(output_dirs[0])}"
         ) from None
 
 
@@ -126,15 +126,15 @@ def _epoch_of(state: Path) -> int | None:
 
 def _what_stands_of_epochs(output_dir: Path) -> str:
     if any(output_dir.glob("dist_epoch_*")):
-        return "What the asynchronous checkpoints in it hold stands"
+        return "The asynchronous checkpoints in it are intact"
     epoch = _epoch_of(_state_of_epoch(output_dir))
     if epoch is None:
-        return "No checkpoint stands that training could go on from"
+        return "There is no checkpoint to resume from"
     folder = output_dir / f"epoch_{epoch}"
     files = _weights_in(folder)
     which = f" 'checkpointer.checkpoint_files=[{','.join(files)}]'" if files else ""
     return (
-        f"The checkpoint of epoch {epoch} stands, in {folder}; to go on from it, free some space and add "
+        f"The checkpoint of epoch {epoch} in {folder} is intact; to resume from it, free some space and add "
         f"resume_from_checkpoint=True{which}"
     )
 
@@ -213,10 +213,10 @@ def _states_of_steps(output_dir: Path) -> list[Path]:
 def _what_stands_of_steps(output_dir: Path) -> str:
     states = _states_of_steps(output_dir)
     if not states:
-        return "No checkpoint of a step stands that training could go on from"
+        return "There is no checkpoint of a step to resume from"
     return (
-        f"The checkpoint {states[-1].parent.name} stands; to go on from it, free some space and add "
-        f"resume_from_checkpoint=True"
+        f"The checkpoint {states[-1].parent.name} is intact; to resume from it, free some space and add "
+        "resume_from_checkpoint=True"
     )
 
 
@@ -293,16 +293,16 @@ def _state(own: DictConfig, output_dir: Path, named: Path | None) -> Path:
         if not (named / STATE_NAME).exists():
             last = f"; the last that can be resumed from is {of_steps[-1].parent.name}" if of_steps else ""
             raise ConfigError(
-                f"resume_from_checkpoint=True with a file of {named.name} in checkpointer: that folder holds weights "
-                f"alone{last}. Leave checkpointer.checkpoint_files and adapter_checkpoint as for a new run to take "
-                f"the last"
+                f"resume_from_checkpoint=True with a file of {named.name} in checkpointer: that folder has only "
+                f"weights{last}. To take the last checkpoint, leave checkpointer.checkpoint_files and "
+                "adapter_checkpoint as for a new run"
             )
         return named / STATE_NAME
     found = [path for path in (of_epoch, *of_steps) if path.is_file()]
     if not found:
         raise ConfigError(
-            f"resume_from_checkpoint=True, and checkpointer.output_dir={str(output_dir)!r} has no checkpoint to go on "
-            f"from; set output_dir to that of the run to resume, or resume_from_checkpoint=False"
+            f"resume_from_checkpoint=True, but checkpointer.output_dir={str(output_dir)!r} has no checkpoint to "
+            "resume from; set output_dir to that of the run to resume, or resume_from_checkpoint=False"
         )
     return of_epoch if named is not None else max(found, key=lambda path: path.stat().st_mtime_ns)
 
@@ -313,8 +313,8 @@ def refuse_step_checkpoints(cfg: DictConfig) -> None:
     only_steps = _states_of_steps(output_dir) and not _state_of_epoch(output_dir).exists()
     if named.name.startswith("step_") or only_steps:
         raise ConfigError(
-            f"resume_from_checkpoint=True without save_every_n_steps, and the checkpoints in {str(output_dir)!r} were "
-            f"saved within an epoch; set save_every_n_steps as in the run to resume"
+            f"resume_from_checkpoint=True without save_every_n_steps, but the checkpoints in {str(output_dir)!r} were "
+            "saved within an epoch; set save_every_n_steps as in the run to resume"
         )
 
 
@@ -328,7 +328,7 @@ def take_value_model_of(policy: DictConfig, value: DictConfig) -> None:
     found = sorted(path.name for path in (output_dir / name).glob("model-*"))
     if not found:
         raise ConfigError(
-            f"resume_from_checkpoint=True, and the policy goes on from {name}, of which value_checkpointer.output_dir="
-            f"{value.output_dir!r} has no value model; set it to that of the run to resume"
+            f"resume_from_checkpoint=True, but value_checkpointer.output_dir={value.output_dir!r} has no value model "
+            f"of {name}, from which the policy resumes; set it to that of the run to resume"
         )
     value.checkpoint_dir, value.checkpoint_files = str(output_dir / name), found

@@ -69,7 +69,7 @@ def add_probe(subparsers: Any, prog: str) -> None:
     """Add ``probe``."""
     text = (
         "Find the largest batch of a config on this machine, and stop before training. A run of the same config "
-        "takes the result from its output_dir."
+        "reuses the result in its output_dir."
     )
     _add_launch(_Probe, subparsers, prog, "probe", text)
 
@@ -127,7 +127,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
     text = "Check a config and its overrides as a run does before it loads a model."
     parser = subparsers.add_parser("validate", prog=f"{prog} validate", help=text, description=text)
     parser.add_argument("config", help="name, as 'ls' shows it, or path")
-    parser.add_argument("--recipe", metavar="NAME", help="default: the one that the config's comments launch")
+    parser.add_argument("--recipe", metavar="NAME", help="default: the one named in the config's comments")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
 
     def validate(args: argparse.Namespace) -> None:
@@ -159,7 +159,7 @@ def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> 
     except Exception as error:  # whatever is wrong with it
         parser.error(f"{path} cannot be read: {first_line(error).strip()}")
     if not isinstance(values, dict):
-        parser.error(f"{path} is no mapping of keys to values, as a config is")
+        parser.error(f"{path} is not a config: it must map keys to values")
     try:
         cfg: DictConfig = _merge_yaml_and_cli_args(argparse.Namespace(**values), overrides)  # type: ignore[arg-type]
         return cfg

@@ -53,7 +53,7 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
         ConfigError: If no length is known, or if stand-ins are not enough.
     """
     if recipe not in meta_setup.RECIPES:
-        raise ConfigError(f"{recipe}: a dry run stands in for the data of {', '.join(meta_setup.RECIPES)}")
+        raise ConfigError(f"{recipe}: a dry run knows what data to make for {', '.join(meta_setup.RECIPES)}")
     _, _, cfg = load_config(config, recipe, overrides)
     length = length or cfg.tokenizer.get("max_seq_len")
     if length is None:

@@ -62,8 +62,8 @@ class AdaptiveEvaluation:
             wrapper.settings = self._settings
         elif self._settings.enabled:
             log.warning(
-                "use_maximum_batch_size=True does nothing for a model that reads images, for which torchtune generates "
-                "one sample at a time; batch_size=%s stays", cfg.batch_size,
+                "use_maximum_batch_size=True does nothing for a model that reads images: torchtune generates one "
+                "sample at a time; batch_size stays %s", cfg.batch_size,
             )  # fmt: skip
 
     def evaluate(self) -> None:
@@ -186,7 +186,7 @@ class BatchesThatFit:
             ) from outcome.error
         before, self._batch_size = self._batch_size, max(self._batch_size // 2, 1)
         log.warning(
-            "out of memory with batch_size=%d; running the requests again, with at most %d at once",
+            "out of memory with batch_size=%d; running the requests again, at most %d at a time",
             before, self._batch_size,
         )  # fmt: skip
         return False, []

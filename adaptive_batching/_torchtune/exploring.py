@@ -49,7 +49,7 @@ def settle_micro_batch_size(
     assert most is not None, "explored without a probe"
     fits = not isinstance(chosen, int) or chosen <= most  # else the device is not that of the run that is resumed
     if chosen is not None and fits and stored.get("configured_batch_size") == run.batch_size:
-        log.info("micro_batch_size %s, explored by the run that is resumed", chosen)
+        log.info("micro_batch_size %s, found by the run being resumed", chosen)
         return _split_size(chosen)
     split_policy.cost = ForwardCost()  # where it comes from a checkpoint, the device may have been another
     meter = memory_meter(host.device)
@@ -59,7 +59,7 @@ def settle_micro_batch_size(
     path, chosen = report.directory / "explored.yaml", result.recommended.candidate
     host.ranks.on_first(lambda: _store(path, result, batch_size, meter.device_name))
     report.exploration(result)
-    log.info("micro_batch_size %s is taken; to paste into the config: %s", chosen, path)
+    log.info("using micro_batch_size %s; to paste into the config: %s", chosen, path)
     return _split_size(chosen)
 
 
@@ -107,8 +107,8 @@ def _explore(host: Host, batch_size: int, batches: int, split_policy: SplitPolic
             result = explore(sizes, measure)
     except NothingRanError as error:
         raise DoesNotFitError(
-            f"{error}, though {most} samples in a forward fitted when probed: something else has taken memory since, "
-            f"or the data have longer samples. Free the device, or set {remedy(host)}"
+            f"{error}, although {most} samples per forward fit in the probe: something else has taken memory since, "
+            f"or there are longer samples. Free the device, or set {remedy(host)}"
         ) from error
     log.info("explored\n%s", "\n".join(_table(result)))
     return result
@@ -157,10 +157,10 @@ def _table(result: Exploration) -> list[str]:
 def _store(path: Path, result: Exploration, batch_size: int, where: str) -> None:
     """Write the table, as comments, and the line to paste into a config; warn if that is not possible."""
     comments = [f"Explored at batch_size={batch_size} on {where}; seconds of forward and backward of a step.", ""]
-    comments += [*_table(result), "", "Paste this into the config, and the next run need not explore:"]
+    comments += [*_table(result), "", "Paste this into the config so that the next run need not explore:"]
     text = "".join(f"# {line}".rstrip() + "\n" for line in comments)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}micro_batch_size: {result.recommended.candidate}\n")
     except OSError as error:
-        log.warning("what was explored cannot be kept in %s (%s)", path, error)
+        log.warning("the result of exploring could not be saved to %s (%s)", path, error)

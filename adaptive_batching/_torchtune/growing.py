@@ -69,8 +69,8 @@ def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:
     if reads_noise_scale(function):
         if settings.keep_global_batch:
             raise ConfigError(
-                f"batch_increase_function={name!r} decides on the global batch, and "
-                f"adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
+                f"batch_increase_function={name!r} sets the global batch, but "
+                "adaptive_batching.keep_global_batch=True keeps it; set keep_global_batch=False"
             )
         every = every or _STEPS_BETWEEN_MEASUREMENTS
     return Increase(settings, name, function, every)
@@ -96,8 +96,8 @@ def make_controller(
         if accumulation.window(start) > 2 * run.window and increase.settings.lr_scaling == "none":
             seen, before = (window * host.num_replicas for window in (accumulation.window(start), run.window))
             log.warning(
-                "each optimizer step sees %d samples instead of %d, at the configured learning rate; to keep %d set "
-                "micro_batch_size=auto use_maximum_batch_size=False, or have the rate follow with "
+                "each optimizer step sees %d samples instead of %d, at the configured learning rate; to keep %d, set "
+                "micro_batch_size=auto use_maximum_batch_size=False, or scale the rate with "
                 "adaptive_batching.lr_scaling=auto", seen, before, before,
             )  # fmt: skip
     else:
@@ -106,11 +106,11 @@ def make_controller(
             start = int(stored["batch_size"])
         elif stored:
             log.info(
-                "batch_size=%d was %d in the run that is resumed; starting from %d, not from its last size %d",
+                "batch_size=%d was %d in the run being resumed; starting from %d, not from its last size %d",
                 configured, stored["configured_batch_size"], configured, stored["batch_size"],
             )  # fmt: skip
         if stored and stored["maximum"] != maximum:
-            log.info("the maximum was %d in the run that is resumed; now it is %d", stored["maximum"], maximum)
+            log.info("the maximum was %d in the run being resumed; now it is %d", stored["maximum"], maximum)
         start = accumulation.allowed(start)  # a stored one may be of another accumulation
         if start > maximum:
             log.warning("batch size %d is above the maximum of %d, bound by %s; starting there", start, maximum, reason)
@@ -120,9 +120,9 @@ def make_controller(
     largest = accumulation.window(maximum)
     if largest > run.window and get_adapter_params(host.model):
         log.warning(
-            "the batch grows to as much as %.3g times the configured one, and LoRA loses more to a large batch than "
-            "training all weights does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the loss on "
-            "held-out samples with that of a run at the configured size",
+            "the batch may grow to %.3g times the configured one, and LoRA tolerates large batches less than full "
+            "fine-tuning does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the held-out loss "
+            "with that of a run at the configured size",
             largest / run.window,
         )
     return BatchController(start, maximum, reason, function, increase.name, accumulation)
@@ -224,7 +224,7 @@ class Growth:
         if self._resumes_epoch:
             self._resumes_epoch = False
             log.info(
-                "epoch %d goes on after %d of %d samples; batch size %d",
+                "resuming epoch %d after %d of %d samples; batch size %d",
                 number, self.course.seen_in_epoch, self.course.shape.samples, self.course.controller.batch_size,
             )  # fmt: skip
             self._follow()
@@ -300,7 +300,7 @@ class Growth:
         self.course.controller.announce(decision)
         self._follow()
         if decision.batch_size != decision.previous and not self.course.controller.decides_early:
-            log.info("about %d optimizer steps are left, if the size stays", self.course.steps_left())
+            log.info("about %d optimizer steps left if the size stays", self.course.steps_left())
         return decision
 
     def _follow(self) -> None:

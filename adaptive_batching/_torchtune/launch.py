@@ -124,13 +124,13 @@ def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None
     with mistakes_in_one_line("batch"):
         _check_device(cfg)
         if ONLY_PROBES in flags:
-            raise ConfigError("probe finds the batch of a training run, and this recipe evaluates; take 'run'")
+            raise ConfigError("probe finds the batch size of a training run, but this recipe evaluates; use 'run'")
         read_evaluation(cfg, warns=False)
         _set_up(recipe_class, cfg, flags).evaluate()
 
 
 def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
-    with mistakes_in_one_line("forward or backward", "; a checkpoint that was saved before stands"):
+    with mistakes_in_one_line("forward or backward", "; checkpoints saved before are intact"):
         if ONLY_PROBES in flags:
             cfg.use_maximum_batch_size = True
         _check_device(cfg)
@@ -186,18 +186,18 @@ def mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
             line = str(error)
         elif isinstance(error, OmegaConfBaseException):
             line = (
-                f"the config lacks something, or is one of another recipe ({first_line(error).rstrip('.')}); add it, "
-                f"or take a config that 'adaptive-batching ls' lists with the recipe"
+                f"the config lacks a key, or belongs to another recipe ({first_line(error).rstrip('.')}); add it, or "
+                "use a config that 'adaptive-batching ls' lists with this recipe"
             )
         elif is_lost_rank(error):
             line = (
-                "the connection to another rank is lost: it has ended, and its own last line says why. If it is still "
-                "there, look at the network between the hosts"
+                "lost the connection to another rank: it has ended, and its last line says why. If it is still "
+                "running, check the network between the hosts"
             )
         elif is_out_of_memory(error):
             line = (
-                f"out of memory outside of a {recovered}, where nothing can run again ({first_line(error)}){kept}. "
-                f"Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
+                f"out of memory outside a {recovered}, where nothing can run again ({first_line(error)}){kept}. Leave "
+                "more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
             )
         else:
             raise

@@ -160,7 +160,7 @@ def check_that_beta2_can_follow(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam)):
             raise ConfigError(
-                f"adaptive_batching.keep_beta2_half_life=True is for Adam, AdamW and NAdam of torch.optim, and the "
-                f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}; take one of these, or set "
-                f"keep_beta2_half_life=False"
+                "adaptive_batching.keep_beta2_half_life=True works with Adam, AdamW and NAdam of torch.optim, but the "
+                f"optimizer is {type(optimizer).__module__}.{type(optimizer).__name__}; use one of these, or set "
+                "keep_beta2_half_life=False"
             )

@@ -101,7 +101,7 @@ class Loop(ABC):
         with self._schedule.unscaled():
             save(number, is_last=is_last)
         self._note_time("checkpoint", epoch, start)
-        go_on = "; to go on from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
+        go_on = "; to resume from it, add resume_from_checkpoint=True" if self._schedule.adapts and not is_last else ""
         log.info("checkpoint of %s %d saved in %.1f s%s", what, number, time.perf_counter() - start, go_on)
 
     def _note_time(self, what: str, epoch: int, start: float) -> None:

@@ -81,17 +81,17 @@ def record_collectives(
     why = _why_not_possible(host)
     if why and settings.probes:
         raise ConfigError(
-            f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False, and "
-            f"adaptive_batching.max_batch_size to grow"
+            f"the largest batch cannot be probed on several devices: {why}. Set use_maximum_batch_size=False and, to "
+            "grow, adaptive_batching.max_batch_size"
         )
     if why and measures_noise:
         raise ConfigError(
             f"the gradient noise scale cannot be measured on several devices: {why}. Leave noise_scale_every unset, "
-            f"and take an increase function that does not need it"
+            "and use an increase function that does not need it"
         )
     if why:
         if settings.recover_from_oom:
-            log.warning("recovery from running out of memory is off: %s", why)
+            log.warning("recovery from out-of-memory errors is off: %s", why)
         return None, why
     if not settings.recover_from_oom and not settings.probes and not measures_noise:
         return None, ""
@@ -99,7 +99,7 @@ def record_collectives(
         # What asks for more than stock does cannot go on without; this can.
         why = str(GroupError(failure))
         if host.ranks.is_first:
-            log.warning("recovery from running out of memory is off: %s", why)
+            log.warning("recovery from out-of-memory errors is off: %s", why)
         return None, why
     # Those of a forward and backward of a few tokens, which leaves nothing behind.
     collectives = MicroBatchCollectives(host.models)
@@ -113,7 +113,7 @@ def record_collectives(
         if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
-            f"out of memory in a first forward and backward, of a single short sample; nothing larger will fit. Use "
+            "out of memory in the first forward and backward, of a single short sample; nothing larger will fit. Use "
             f"more devices, or {remedy(host)}"
         ) from error
     for parameter in host.model.parameters():
@@ -124,7 +124,7 @@ def record_collectives(
 
 def _why_not_possible(host: Host) -> str:
     if host.steps_in_backward:
-        return "optimizer_in_bwd=True has updated parameters before a rank knows that another ran out of memory"
+        return "optimizer_in_bwd=True updates parameters before a rank knows that another ran out of memory"
     if host.tensor_parallel:
         return "tensor_parallel_dim above 1 has collectives within each layer, which cannot be issued again"
     if not all(map(is_sharded, host.models)):

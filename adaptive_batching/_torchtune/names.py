@@ -44,7 +44,7 @@ def recipes() -> tuple[Any, ...]:
     """
     spec = find_spec("torchtune")
     if spec is None or spec.origin is None:
-        raise SystemExit(f"error: torchtune, whose recipes and configs this is about, {NOT_INSTALLED}")
+        raise SystemExit(f"error: torchtune, which has the recipes and configs, {NOT_INSTALLED}")
     stock = Path(spec.origin).parent
     registry = runpy.run_path(str(stock / "_recipe_registry.py"))
     folder, found = recipes_folder(), []
@@ -85,7 +85,7 @@ def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
         return path
     if name not in files:
         if name in [recipe.name for recipe in recipes()]:
-            parser.error(f"{name!r} is a recipe, and a config is needed; 'ls --recipe {name}' lists its configs")
+            parser.error(f"{name!r} is a recipe, not a config; 'ls --recipe {name}' lists its configs")
         parser.error(f"there is no config {name!r}{closest(name, files)}")
     return files[name]
 
@@ -149,8 +149,8 @@ def add_ls(subparsers: Any, prog: str) -> None:
     """Add ``ls``, which lists recipes, each with its configs."""
     text = "List recipes, each with the configs that work with it."
     parser = subparsers.add_parser("ls", prog=f"{prog} ls", help=text, description=text)
-    parser.add_argument("--recipe", metavar="NAME", help="list the configs of this recipe alone")
-    parser.add_argument("--adaptive", action="store_true", help="list the configs of this package alone")
+    parser.add_argument("--recipe", metavar="NAME", help="list only the configs of this recipe")
+    parser.add_argument("--adaptive", action="store_true", help="list only the configs of this package")
     parser.add_argument("--json", action="store_true", help="print a JSON object: recipe -> its configs")
 
     def ls(args: argparse.Namespace) -> None:
@@ -195,10 +195,10 @@ def add_cp(subparsers: Any, prog: str) -> None:
     """Add ``cp``, which copies a recipe or a config."""
     text = "Copy a recipe or a config to a path of yours, to change it."
     parser = subparsers.add_parser("cp", prog=f"{prog} cp", help=text, description=text)
-    parser.add_argument("name", help="of a recipe or a config, as 'ls' shows it")
+    parser.add_argument("name", help="a recipe or a config, as 'ls' shows it")
     parser.add_argument("destination", type=Path, help="file or folder")
-    parser.add_argument("-n", "--no-clobber", action="store_true", help="leave a file that is there as it is")
-    parser.add_argument("--make-parents", action="store_true", help="make the folders of the destination")
+    parser.add_argument("-n", "--no-clobber", action="store_true", help="keep an existing file")
+    parser.add_argument("--make-parents", action="store_true", help="create the destination's folders")
 
     def cp(args: argparse.Namespace) -> None:
         known = {recipe.name: Path(recipe.file_path) for recipe in recipes()} | config_files()
@@ -207,7 +207,7 @@ def add_cp(subparsers: Any, prog: str) -> None:
         source, to = known[args.name], args.destination
         to = to / source.name if to.is_dir() else to if to.suffix == source.suffix else to.with_suffix(source.suffix)
         if args.no_clobber and to.exists():
-            print(f"{to} is there, and is left as it is")
+            print(f"{to} exists and was left as it is")
             return
         try:
             if args.make_parents:

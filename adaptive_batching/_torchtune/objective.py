@@ -221,7 +221,9 @@ def worst_case_sample(
         length = len(objective.tokens(sample))
     if model_max is not None and length > model_max:
         source = "the longest sample has" if sequence_length is None else "adaptive_batching.sequence_length asks for"
-        raise ConfigError(f"{source} {length} tokens, and the model takes {model_max}; set tokenizer.max_seq_len")
+        raise ConfigError(
+            f"{source} {length} tokens, but the model takes at most {model_max}; set tokenizer.max_seq_len"
+        )
     return sample
 
 

@@ -69,7 +69,7 @@ def answer(asked: Asked, *, as_json: bool) -> int:
         found, unknown = planning.over_lengths(question), Answer.CANNOT_TELL
         shown: dict[str, Any] = {"version": VERSION, "config": asked.config, "answer": str(unknown), "fits": None}
         shown |= {"reason": f"length unknown: {asked.length_unknown}", "lengths": found}
-        show(f"{unknown}: length unknown, as {asked.length_unknown}; give --sequence-length", *_lengths(found))
+        show(f"{unknown}: length unknown, because {asked.length_unknown}; give --sequence-length", *_lengths(found))
         code = unknown
     else:
         start = time.perf_counter()
@@ -227,7 +227,7 @@ def _epochs(made: TracedPlan) -> tuple[list[dict[str, Any]] | None, list[str]]:
         sizes, windows = (" -> ".join(map(str, each)) for each in (epoch.batch_sizes, epoch.global_batch_sizes))
         rows.append([str(epoch.epoch), sizes, windows, str(epoch.steps), str(epoch.dropped_samples)])
     head = f"Epochs, with batches of at most {probed.maximum} ({probed.reason})"
-    head += "" if is_decided else "; training decides on growth, which is not shown"
+    head += "" if is_decided else "; growth is decided during training and not shown"
     return [asdict(epoch) for epoch in epochs], [head, *_table(rows)]
 
 
@@ -246,7 +246,7 @@ def _work(asked: Asked, made: TracedPlan, epoch_flops: float | None, hours: floa
     need, length = made.need, made.length
     line = f"Work: {_flops(need.flops - need.recomputed_flops)} a forward and backward"
     if need.recomputed_flops:
-        line += f", and {_flops(need.recomputed_flops)} to compute activations again"
+        line += f", and {_flops(need.recomputed_flops)} to recompute activations"
     lines = [line + f" ({need.batch_size} x {length:,} tokens, per device)"]
     if epoch_flops is not None:
         tokens = f", {sum(asked.lengths):,} tokens" if asked.lengths else f" of {length:,} tokens"

@@ -55,9 +55,9 @@ def add_plan(subparsers: Any, prog: str) -> None:
     parser.add_argument("--samples", type=int, metavar="N", help="samples of an epoch")
     parser.add_argument("--devices", "--nproc_per_node", type=int, metavar="N", help="number of GPUs")
     parser.add_argument("--mfu", type=float, metavar="0.4", help="share of the GPU's peak that training reaches")
-    parser.add_argument("--table", action="store_true", help="show what forwards of other shapes need")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what a step takes over the batch size")
-    parser.add_argument("--no-levers", action="store_true", help="leave out what would help")
+    parser.add_argument("--table", action="store_true", help="show memory for other lengths and batch sizes")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory over the batch size")
+    parser.add_argument("--no-levers", action="store_true", help="skip 'What would help'")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "overrides", nargs="*", metavar="[recipe] config [key=value ...]",
@@ -110,7 +110,7 @@ def _read(args: argparse.Namespace) -> Asked:
     length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
     length = length or (max(lengths) if lengths else None)
-    unknown = f"tokenizer.max_seq_len is null and the data are not at hand ({why})"
+    unknown = f"tokenizer.max_seq_len is null and the data could not be read ({why})"
     question = PlanRequest(recipe, cfg, devices, args.samples or (len(lengths) if lengths else None), memory_bytes)
     return Asked(
         name, question, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
@@ -128,7 +128,7 @@ def _memory(text: str | None) -> int | None:
             return found
     except ConfigError:
         pass
-    raise ConfigError(f"--memory {text} is not the memory of a GPU; write 24, 24GiB or bytes")
+    raise ConfigError(f"--memory {text} is not a memory size; write 24, 24GiB or bytes")
 
 
 def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
@@ -150,7 +150,7 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
         config, *names = names
     if config is None:
         raise ConfigError(
-            "no config is named; 'ls' lists them; for instance: plan llama3_2/1B_lora_single_device --gpu 4090"
+            "name a config ('ls' lists them), for example: plan llama3_2/1B_lora_single_device --gpu 4090"
         )
     if is_recipe and recipe not in RECIPES:
         raise NotPlannedError(_not_covered(config, str(recipe)))
@@ -170,7 +170,7 @@ def _check_plot(path: Path) -> None:
 
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
-        raise ConfigError(f"--plot {path} is not a kind of picture; write one of .{', .'.join(known)}")
+        raise ConfigError(f"--plot {path} is not an image format; use one of .{', .'.join(known)}")
 
 
 def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tuple[str, Path, DictConfig]:
@@ -228,7 +228,7 @@ def _on_so_many(recipe: str, devices: int) -> str:
 
 
 def _not_covered(config: str, recipe: str) -> str:
-    return f"{config} is a config of {recipe}; plans are made of {', '.join(RECIPES)}"
+    return f"{config} is a config of {recipe}; plan supports {', '.join(RECIPES)}"
 
 
 def _read_lengths(cfg: DictConfig) -> tuple[list[int] | None, str]:

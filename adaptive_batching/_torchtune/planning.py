@@ -109,7 +109,9 @@ def sketch(question: PlanRequest, length: int) -> TracedPlan:
         set_up = allocations.so_far(empties_cache=question.devices > 1 or settings.probes)
         most = min(int(getattr(model, "max_seq_len", length)) for model in host.models)
         if length > most:
-            raise TooLongError(f"samples have {length} tokens, and the model takes {most}; set tokenizer.max_seq_len")
+            raise TooLongError(
+                f"samples have {length} tokens, but the model takes at most {most}; set tokenizer.max_seq_len"
+            )
         data: Data = host.loader.dataset
         in_parts = accumulates(host, run, settings, measures_noise=False)
         step = replace(training_step(host, data[0], accumulates=in_parts, traces_both=True), on_cuda=True)
@@ -170,18 +172,20 @@ def _check_covered(question: PlanRequest) -> None:
     cfg = question.cfg
     collate = str(cfg.get("collate_fn", ""))
     if "image" in collate and collate != COLLATE:
-        raise NotPlannedError(f"collate_fn={collate} makes batches of images that are not known; {COLLATE} is")
+        raise NotPlannedError(f"collate_fn={collate} makes batches of images that plan does not know; use {COLLATE}")
     tensor_parallel = cfg.get("tensor_parallel_dim", 1)
     if tensor_parallel == 1 or not question.recipe.startswith("full_finetune"):
         return
     ends = f"with tensor_parallel_dim={tensor_parallel} training would end in its first step"
     if cfg.get("clip_grad_norm") is not None:
-        raise NotPlannedError(f"{ends}: torch takes no norm of gradients on several meshes; set clip_grad_norm=null")
+        raise NotPlannedError(
+            f"{ends}: torch cannot compute a gradient norm over several meshes; set clip_grad_norm=null"
+        )
     of_torch = str(cfg.optimizer["_component_"]).startswith("torch.optim.")
     if tensor_parallel == question.devices and of_torch and cfg.optimizer.get("foreach") is not False:
         raise NotPlannedError(
-            f"{ends}: on as many devices, norms are no distributed tensors, and torch's foreach optimizers take no "
-            f"mixture; set optimizer.foreach=False, or train on more devices"
+            f"{ends}: on this many devices, norms are not distributed tensors, and torch's foreach optimizers cannot "
+            "mix the two; set optimizer.foreach=False, or train on more devices"
         )
 
 

@@ -219,7 +219,7 @@ def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason:
     maximum, bound, size = found.maximum, found.reason, found.micro_batch_size
     if isinstance(size, Fixed):
         if size.samples > maximum:
-            log.warning("micro_batch_size=%d does not fit, the maximum is %d; taking that", size.samples, maximum)
+            log.warning("micro_batch_size=%d does not fit; using the maximum, %d", size.samples, maximum)
             size = Fixed(maximum)
         maximum = maximum // size.samples * size.samples  # so that micro-batches come out even
     elif settings.fills_memory and settings.round_to_power_of_two:  # the probe has not rounded
@@ -304,7 +304,7 @@ def cached_probe(
             log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
             return stored
         log.info(
-            "stored probe result ignored: it needs %s, and only %s are left", memory_size(peak), memory_size(available)
+            "stored probe result ignored: it needs %s, but only %s are left", memory_size(peak), memory_size(available)
         )
     result = find(settings, meter)
     ranks.on_first(lambda: store_result(path, key, result))
@@ -371,4 +371,4 @@ def store_result(path: Path, key: dict[str, Any], result: ProbeResult) -> None:
         unfinished.write_text(json.dumps({"key": key, "result": result.to_dict()}, indent=2) + "\n")
         unfinished.replace(path)
     except OSError as error:
-        log.warning("the probe's result cannot be kept in %s (%s); the next run will probe again", path, error)
+        log.warning("the probe's result could not be saved to %s (%s); the next run will probe again", path, error)

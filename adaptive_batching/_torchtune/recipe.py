@@ -78,8 +78,8 @@ class AdaptiveBatching:
         for base in cls.__mro__[: cls.__mro__.index(AdaptiveBatching)]:
             if FTRecipeInterface in base.__mro__ and not issubclass(base, AdaptiveBatching):
                 raise TypeError(
-                    f"class {cls.__name__}: {base.__name__} stands before AdaptiveBatching in the list of bases, so "
-                    f"that its setup and train would run in place of ours; name AdaptiveBatching first"
+                    f"class {cls.__name__}: {base.__name__} comes before AdaptiveBatching in the bases, so its setup "
+                    "and train would run instead of ours; put AdaptiveBatching first"
                 )
             if "_loss_step" in vars(base):
                 raise TypeError(
@@ -180,7 +180,7 @@ class AdaptiveBatching:
             if not self._settings.enabled:
                 raise
             if not self._warned_of_logger:
-                log.warning("metrics are not logged (%s); training goes on", error)
+                log.warning("metrics could not be logged (%s); training continues", error)
             self._warned_of_logger = True
 
     def save_epoch(self, epoch: int, *, is_last: bool) -> None:
@@ -209,7 +209,7 @@ class AdaptiveBatching:
         except OSError as error:
             if not self._settings.enabled:
                 raise
-            log.warning("the logger of metrics cannot be closed (%s); training has ended, and is saved", error)
+            log.warning("the metric logger could not be closed (%s); training is complete and saved", error)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -218,8 +218,8 @@ class AdaptiveBatching:
             if self._resume_from_checkpoint:
                 raise
             raise ConfigError(
-                f"the model cannot be loaded: {_in_short(error)}. Check checkpointer.checkpoint_dir and its files; the "
-                f"head of a config says how to get them"
+                f"the model cannot be loaded: {_in_short(error)}. Check checkpointer.checkpoint_dir and its files; "
+                "the comments at the top of a config say how to get them"
             ) from error
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,8 +255,8 @@ class AdaptiveBatching:
             epochs = getattr(self, "total_epochs", None)  # in PPO those of the run that is resumed hold
             if epochs is not None and self.epochs_run >= epochs:
                 raise ConfigError(
-                    f"epochs={epochs} leaves nothing to train: {self.epochs_run} of the run that is resumed "
-                    f"are behind. Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
+                    f"epochs={epochs} leaves nothing to train: the run being resumed has finished {self.epochs_run}. "
+                    f"Set epochs to at least {self.epochs_run + 1}, or resume_from_checkpoint=False"
                 )
             self._stored = (ckpt_dict.get(training.DATALOADER_KEY) or {}).get(STATE_KEY, {})
 

@@ -87,8 +87,8 @@ class Session:
         host, settings, increase = self.host, self.settings, self.increase
         if increase.noise_scale_every is not None and not host.objective.sums_gradients:
             raise ConfigError(
-                f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; take an "
-                f"increase function that does not read it, and leave noise_scale_every unset"
+                f"the gradient noise scale, which {increase.reader} needs, is not measured in {host.name}; use an "
+                "increase function that does not read it, and leave noise_scale_every unset"
             )
         if settings.keep_beta2_half_life:
             check_that_beta2_can_follow(host.optimizers)
@@ -214,8 +214,7 @@ def check_that_splitting_is_exact(
     module = batch_dependent()
     if module is not None:
         raise ConfigError(
-            f"{what} would change the result: {module} computes over the batch, so that its parts do not add up to "
-            f"it; {remedy}"
+            f"{what} would change the result: {module} computes over the batch, so its parts do not add up; {remedy}"
         )
 
 
@@ -229,7 +228,7 @@ def _warn_of_another_order(before: Mapping[str, Any], now: Mapping[str, Any]) ->
         if before.get(key, value) != value:
             what = f"{value} samples in dataset, where" if key == "dataset" else f"{key}={value}, where it was"
             log.warning(
-                "%s %s in the run that is resumed: the epoch goes on in another order, repeating some samples and "
-                "missing others; set %s back to keep the order",
+                "%s %s in the run being resumed: the epoch continues in another order, repeating some samples and "
+                "skipping others; set %s back to keep the order",
                 what, f"there were {before[key]}" if key == "dataset" else before[key], key,
             )  # fmt: skip

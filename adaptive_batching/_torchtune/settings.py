@@ -63,8 +63,8 @@ def read_settings(cfg: DictConfig, *, warns: bool = True) -> AdaptiveBatchingCon
         _check_against_optimizer_in_backward(cfg, settings)
     if settings.enabled and settings.keep_global_batch and cfg.get("gradient_accumulation_steps", 1) == 1:
         raise ConfigError(
-            "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to "
-            "gain; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
+            "adaptive_batching.keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to "
+            "grow; raise gradient_accumulation_steps and lower batch_size, or set keep_global_batch=False"
         )
     if warns:
         _warn_of_what_does_nothing(settings)
@@ -103,8 +103,8 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
     parts = dataset if isinstance(dataset, ListConfig) else [] if dataset is None else [dataset]
     if any(not isinstance(part, DictConfig) or "_component_" not in part for part in parts):
         raise ConfigError(
-            f"dataset_val={_plain(cfg, 'dataset_val')!r} is no component; write it as dataset is written, with "
-            f"dataset_val._component_"
+            f"dataset_val={_plain(cfg, 'dataset_val')!r} is not a component; write it like dataset, with "
+            "dataset_val._component_"
         )
     if every is None:
         for key, value in zip(VALIDATION, (dataset, batch_size), strict=False):
@@ -113,8 +113,8 @@ def read_validation(cfg: DictConfig, *, warns: bool = True) -> ValidationSetting
         return None
     if not parts:
         raise ConfigError(
-            f"run_val_every_n_steps={every} has no data to validate on; set dataset_val, a component as dataset is, or "
-            f"run_val_every_n_steps=null"
+            f"run_val_every_n_steps={every} has no data to validate on; set dataset_val, a component like dataset, or "
+            "run_val_every_n_steps=null"
         )
     return ValidationSettings(dataset, every, batch_size)
 
@@ -175,13 +175,13 @@ def check_ppo_settings(cfg: DictConfig) -> None:
     size = settings.micro_batch_size
     if isinstance(size, Explore):
         raise ConfigError(
-            "micro_batch_size=explore is not for PPO, whose trajectories all have one length; write auto, for as many "
-            "as fit, or a number"
+            "micro_batch_size=explore does not work with PPO, whose trajectories all have the same length; write "
+            "auto, for as many as fit, or a number"
         )
     if settings.keep_global_batch:
         raise ConfigError(
-            "adaptive_batching.keep_global_batch=True is not for PPO: ppo_batch_size, which the optimizer sees, grows "
-            "with batch_size; set keep_global_batch=False"
+            "adaptive_batching.keep_global_batch=True does not work with PPO: ppo_batch_size, which the optimizer "
+            "sees, grows with batch_size; set keep_global_batch=False"
         )
     policy_dir, value_dir = cfg.checkpointer.output_dir, cfg.value_checkpointer.output_dir
     if settings.save_every_n_steps is not None and Path(policy_dir).resolve() == Path(value_dir).resolve():
@@ -192,8 +192,8 @@ def check_ppo_settings(cfg: DictConfig) -> None:
     increase = resolve_increase(settings)
     if increase.noise_scale_every is not None:
         raise ConfigError(
-            f"the gradient noise scale, which {increase.reader} needs, is not measured in PPO; take an increase "
-            f"function that does not read it, and leave noise_scale_every unset"
+            f"the gradient noise scale, which {increase.reader} needs, is not measured in PPO; use an increase "
+            "function that does not read it, and leave noise_scale_every unset"
         )
     rows = cfg.ppo_batch_size // cfg.gradient_accumulation_steps
     constant = not settings.use_maximum_batch_size and not settings.grows

@@ -154,7 +154,7 @@ class Splitter:
             if len(sizes_of_pieces) > 1 and not self._said_that_sizes_are_few:
                 self._said_that_sizes_are_few = True
                 log.info(
-                    "%d packs run as %s: attention is compiled for %d numbers of packs already, and not again for "
+                    "running %d packs as %s: attention is already compiled for %d numbers of packs, and not again for "
                     "every new one", len(part), sizes_of_pieces, len(known),
                 )  # fmt: skip
             for size in sizes_of_pieces:
@@ -288,7 +288,7 @@ class Recovery(Retry[MicroBatch]):
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
             log.warning(
-                "every step runs out of memory first: training crawls. Set a smaller batch_size or micro_batch_size, "
+                "every step first runs out of memory: training crawls. Set a smaller batch_size or micro_batch_size, "
                 "or %s", self.less_memory(),
             )  # fmt: skip
 
@@ -305,8 +305,8 @@ class Recovery(Retry[MicroBatch]):
             if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError(
-                f"out of memory in the optimizer's step, which may have updated some parameters and not others; resume "
-                f"from the last checkpoint, with use_maximum_batch_size=True, or a batch_size below "
+                "out of memory in the optimizer's step, which may have updated only some parameters; resume from the "
+                "last checkpoint, with use_maximum_batch_size=True, or a batch_size below "
                 f"{self._host.loader.batch_size}, or {self.less_memory()}"
             ) from error
 
@@ -324,7 +324,7 @@ class Recovery(Retry[MicroBatch]):
     def shorter(self, part: MicroBatch) -> str:
         held = ""
         if self._host.steps_in_backward and self.limit.max_tokens is not None:
-            held = f", on top of {size_of_gradients(self._host)} of gradients, which a batch in parts has to hold"
+            held = f", on top of {size_of_gradients(self._host)} of gradients that a split batch has to hold"
         sample = part.samples[0]
         tokens = self._host.objective.tokens(sample)
         start = [int(token) for token in tokens[:12]]
@@ -343,9 +343,9 @@ class Recovery(Retry[MicroBatch]):
         what = f"out of memory in a forward or backward of {self.describe(part)}"
         if self._host.backward_optimizers is not None and self._host.backward_optimizers.updated:
             return (
-                f"{what}, after its backward had updated parameters, as optimizer_in_bwd=True has it, so that it "
-                f"cannot run again; resume from the last checkpoint, with a batch_size below "
-                f"{self._host.loader.batch_size}, or {self.less_memory()}"
+                f"{what}, after its backward had updated parameters (optimizer_in_bwd=True), so it cannot run again; "
+                f"resume from the last checkpoint, with a batch_size below {self._host.loader.batch_size}, or "
+                f"{self.less_memory()}"
             )
         if not self._recovers:
             return f"{what}; set adaptive_batching.recover_from_oom=True to run it in smaller parts"

@@ -115,7 +115,7 @@ def without_kernels(optimizer: DictConfig) -> DictConfig:
     match = re.fullmatch(r"(Paged)?([A-Za-z]+?)(8bit|32bit)?", component.split(".")[-1])
     if match is None or match[2] not in _STATES:
         raise ConfigError(
-            f"optimizer._component_={component} is not known to the plan; known are those of bitsandbytes called "
+            f"optimizer._component_={component} is not supported by plan; of bitsandbytes, these are: "
             f"{', '.join(_STATES)}, also Paged..., ...8bit"
         )
     return OmegaConf.create(

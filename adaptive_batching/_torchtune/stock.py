@@ -73,7 +73,9 @@ def load_stock_evaluation() -> ModuleType:
         installed = importlib.metadata.version("lm-eval")
         if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST_HARNESS:
             oldest = ".".join(map(str, _OLDEST_HARNESS))
-            raise SystemExit(f"error: eleuther_eval needs lm_eval {oldest} or later, and {installed} is here; {remedy}")
+            raise SystemExit(
+                f"error: eleuther_eval needs lm_eval {oldest} or later, but {installed} is installed; {remedy}"
+            )
         return load_stock("eleuther_eval")
     except importlib.metadata.PackageNotFoundError:
         raise SystemExit(f"error: eleuther_eval needs lm_eval, which is not installed; {remedy}") from None

@@ -76,8 +76,8 @@ def hold_out(settings: ValidationSettings, loader: SampleLoader, objective: Obje
     most = min(int(getattr(each, "max_seq_len", lengths[longest])) for each in (model, *objective.frozen_models))
     if lengths[longest] > most:
         raise ConfigError(
-            f"dataset_val has a sample of {lengths[longest]} tokens, number {longest} (the first is 0), and the model "
-            f"takes {most}; set tokenizer.max_seq_len={most}"
+            f"dataset_val has a sample of {lengths[longest]} tokens, number {longest} (the first is 0), but the model "
+            f"takes at most {most}; set tokenizer.max_seq_len={most}"
         )
     return HeldOut(loader, objective, settings.every, settings.batch_size, longest)
 
@@ -86,8 +86,8 @@ def check_validation(settings: ValidationSettings | None, increase: Increase, re
     """Refuse validation where a recipe has none, and what reads its loss where it is not configured."""
     if settings is not None and recipe is not None and not getattr(recipe, "validates", True):
         raise ConfigError(
-            f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is no mean "
-            f"over target tokens; set run_val_every_n_steps=null"
+            f"run_val_every_n_steps={settings.every} cannot be used with {recipe.__name__}, whose loss is not a mean "
+            "over target tokens; set run_val_every_n_steps=null"
         )
     if settings is None and increase.function is not None and reads_val_loss(increase.function):
         raise ConfigError(

@@ -63,9 +63,9 @@ LATE = {**FAILED, "step": 4}
         ([process(steps=0, out_of_memory=[FAILED])], 1, Answer.DOES_NOT_FIT, "2.00 GiB asked for in the backward pass"),
         ([process(), process(1, out_of_memory=[LATE])], 1, Answer.DOES_NOT_FIT, "out of memory in step 4"),
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
-        ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "out of memory once, and the script went on"),
+        ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
         ([process(steps=0)], 0, Answer.FITS, "0 steps"),  # there is nothing to train
-        ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, not for want of memory"),
+        ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, not because of memory"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
         ([process(steps=0)], -11, Answer.CANNOT_TELL, "signal 11 (SIGSEGV)"),
         ([], 0, Answer.CANNOT_TELL, "used a CUDA device"),

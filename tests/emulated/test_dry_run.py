@@ -167,7 +167,7 @@ for step in range(9):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("1 / 0", "exit code 1, not for want of memory"),
+        ("1 / 0", "exit code 1, not because of memory"),
         ("pass", "no process of the command used a CUDA device"),
         ("import torch, os; torch.zeros(1).cuda(); os.kill(os.getpid(), 9)", "the host ran out of memory"),
         ("import torch, os; torch.zeros(1).cuda(); os.abort()", "signal 6 (SIGABRT)"),
@@ -223,7 +223,7 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Sig
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lor", "there is no config"),
         ("--memory 24 --devices 2 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "--devices 2"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "give --sequence-length"),
-        ("--memory 24 ppo_full_finetune_single_device --config mistral/7B_full_ppo_low_memory", "a dry run stands in"),
+        ("--memory 24 ppo_full_finetune_single_device --config mistral/7B_full_ppo_low_memory", "a dry run knows"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device batch", "write key=value"),
     ],
 )

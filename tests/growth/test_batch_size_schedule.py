@@ -288,7 +288,7 @@ def controls(**settings: Any) -> BatchController:
     ("make", "settings", "error", "message"),
     [
         (controls, {"maximum": 3}, ValueError, "batch_size=4 must be from 1 to maximum=3"),
-        (controls, {"accumulation": KeepGlobal(10)}, ValueError, "batch_size=4 does not go with .*; start with 2"),
+        (controls, {"accumulation": KeepGlobal(10)}, ValueError, "batch_size=4 does not work with .*; start with 2"),
         (RunShape, {"epochs": 2, "samples": 0}, ValueError, "samples=0 must be at least 1"),
         (FixedAccumulation, {"batches": 0}, ValueError, "batches=0 must be at least 1"),
         (KeepGlobal, {"samples": 0}, ValueError, "samples=0 must be at least 1"),
@@ -296,10 +296,10 @@ def controls(**settings: Any) -> BatchController:
           for name in ("batch_size", "epochs", "samples", "maximum")),
         (planned, {"increase": step(), "epochs": 1.5}, ValueError, "epochs=1.5"),
         (planned, {"increase": step(), "maximum": 3}, ValueError, "maximum=3"),
-        *((make, {"increase": step}, IncreaseFunctionError, r"increase=step is a factory.*write step\(\)")
+        *((make, {"increase": step}, IncreaseFunctionError, r"increase=step is a factory.*call it, step\(\)")
           for make in (planned, controls)),
         (controls, {"increase": lambda epoch: 1}, IncreaseFunctionError, "increase=.*cannot be called with"),
-        *((planned, {"increase": each}, IncreaseFunctionError, "reads what is known only while training")
+        *((planned, {"increase": each}, IncreaseFunctionError, "needs values that are known only during training")
           for each in (growth.on_plateau(), growth.gradient_noise_scale())),
         (planned, {"increase": lambda epoch, size: 0.5}, IncreaseFunctionError,
          r"<lambda>\(epoch=0, current_batch_size=4\) returned 0.5"),

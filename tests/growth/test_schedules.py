@@ -169,7 +169,7 @@ def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
         ("no_such_package.f", None, "cannot be imported"),
         (f"{HERE}.no_such_function", None, "cannot be imported"),
         ("not a path", None, "cannot be imported"),
-        (f"{HERE}.HERE", None, "not callable but of type str"),
+        (f"{HERE}.HERE", None, r"not callable \(type str\)"),
         (f"{HERE}.one_argument", None, r"cannot be called with \(epoch, current_batch_size\)"),
         (f"{OURS}.step", None, r"a factory.*_component_"),
         (f"{HERE}.broken_factory", {"every": 2}, "failed with the arguments"),

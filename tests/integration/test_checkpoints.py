@@ -120,7 +120,7 @@ def test_a_size_that_the_user_changes_goes_on_at_the_same_sample(
     cut_off(tune_run, monkeypatch, "full", *GROW)
     first = [index for batch in seen[19:20] for index in batch]
     seen.clear()
-    with pytest.raises(SystemExit, match=r"^error: epochs=1 leaves nothing to train: 1 of .* Set epochs to at least 2"):
+    with pytest.raises(SystemExit, match=r"^error: epochs=1 leaves nothing to train: .* 1. Set epochs to at least 2"):
         tune_run("full", *GROW, RESUME, "epochs=1")
     resumed = tune_run("full", *GROW, RESUME, "batch_size=10")
     assert [s["batch_size"] for s in resumed.metrics][-8:] == [10] * 8
@@ -143,9 +143,9 @@ def test_another_size_that_leaves_no_room_for_a_step_begins_the_next_epoch(
 
 def test_a_checkpoint_without_state_is_refused(tune_run: TuneRun, baseline: TuneRun) -> None:
     whole = baseline("full", *GROW, *NOISE)
-    with pytest.raises(SystemExit, match=r"of step_8 in checkpointer: that folder holds weights alone; .* is step_24"):
+    with pytest.raises(SystemExit, match=r"of step_8 in checkpointer: that folder has only weights; .* is step_24"):
         tune_run("full", *GROW, *NOISE, RESUME, f"output_dir={whole.output_dir}", WEIGHTS_OF.format("step_8"))
-    with pytest.raises(SystemExit, match="has no checkpoint to go on from; set output_dir"):
+    with pytest.raises(SystemExit, match="has no checkpoint to resume from; set output_dir"):
         tune_run("full", *GROW, *NOISE, RESUME, name="nowhere")
 
 
@@ -180,8 +180,8 @@ def test_a_resumed_run_knows_what_has_fitted_when_memory_runs_out_once(tune_run:
 @pytest.mark.parametrize(
     ("changed", "warning"),
     [
-        ("shuffle=False", "shuffle=False, where it was True in the run that is resumed: the epoch goes on in another "),
-        ("dataset.split=train[:21]", "21 samples in dataset, where there were 20 in the run that is resumed"),
+        ("shuffle=False", "shuffle=False, where it was True in the run being resumed: the epoch continues in another "),
+        ("dataset.split=train[:21]", "21 samples in dataset, where there were 20 in the run being resumed"),
         ("epochs=2", ""),
     ],
 )
@@ -239,11 +239,13 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(
     assert f"error: the checkpoint of {of_gone} cannot be written: the disk of output_dir=" in message
     assert not (output_dir / gone).exists() and not (output_dir / "unfinished_checkpoint").exists()
     if case == "steps":
-        assert "The checkpoint step_4 stands; to go on from it, free some space and add resume_from_check" in message
+        assert (
+            "The checkpoint step_4 is intact; to resume from it, free some space and add resume_from_check" in message
+        )
         with pytest.raises(SystemExit, match="were saved within an epoch; set save_every_n_steps as in the run"):
             tune_run("full", RESUME, weights)
     else:
-        assert "The checkpoint of epoch 0 stands" in message and weights in message
+        assert "The checkpoint of epoch 0 in " in message and weights in message
     resumed = tune_run("full", *fields, RESUME, *([weights] if case != "steps" else []))
     assert_same_weights(resumed.weights_in(last), whole.weights_in(last))
     assert [path.name for path in output_dir.glob("*/*.*") if "state" in path.name] == ["recipe_state.pt"]
@@ -333,7 +335,7 @@ def test_another_error_after_a_complete_checkpoint_leaves_it(
 
 def test_a_first_checkpoint_that_cannot_be_written_says_so(tune_run: TuneRun) -> None:
     full = full_disk_from(1, _checkpointer.save_file)
-    said = pytest.raises(SystemExit, match=r"the checkpoint of epoch 0 cannot be written: .* No checkpoint stands")
+    said = pytest.raises(SystemExit, match=r"the checkpoint of epoch 0 cannot be written: .* There is no checkpoint")
     with mock.patch.object(_checkpointer, "save_file", full), said:
         tune_run("full", "max_steps_per_epoch=1")
 
@@ -351,9 +353,9 @@ def test_a_full_disk_under_reports_and_metrics_ends_nothing(
     assert run.weights(0)
     warnings = [record.getMessage() for record in caplog.records if "No space left on device" in record.getMessage()]
     about = (
-        "probe's result cannot be kept",
+        "probe's result could not be saved",
         "record of this run",
-        "metrics are not logged",
-        "logger of metrics cannot",
+        "metrics could not be logged",
+        "metric logger could not",
     )
     assert [sum(text in warning for warning in warnings) for text in about] == [1] * 4 == [1] * len(warnings)

@@ -207,7 +207,7 @@ def test_with_the_field_unset_a_batch_that_does_not_fit_runs_in_parts(
     unset = evaluation()
     in_a_forward(unset, Room(rows=3, is_short=True), monkeypatch)
     assert_same(unset.responses(), one_by_one)
-    assert "out of memory with batch_size=8; running the requests again, with at most 4 at once" in caplog.text
+    assert "out of memory with batch_size=8; running the requests again, at most 4 at a time" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,6 @@ def test_a_resumed_run_takes_what_the_first_one_has_explored(
     caplog.clear()
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.safetensors]"
     resumed = tune_run("full", *common, "resume_from_checkpoint=True", files, name="run")
-    assert "explored by the run that is resumed" in caplog.text
+    assert "found by the run being resumed" in caplog.text
     assert not any("exploring" in record.getMessage() for record in caplog.records)
     assert [e["batch_size"] for e in events(resumed, "epoch")] == [4, 8, 16]

@@ -63,9 +63,7 @@ def test_a_maximum_is_a_multiple_of_the_micro_batch_size(
     common = ["batch_size=2", "use_maximum_batch_size=True", "adaptive_batching.max_batch_size=16", "epochs=1"]
     run = tune_run("full", *common, f"micro_batch_size={micro_batch_size}", "adaptive_batching.memory_limit=8GiB")
     assert {step["batch_size"] for step in run.metrics} == {batch_size}
-    assert ("micro_batch_size=40 does not fit, the maximum is 16; taking that" in caplog.text) == (
-        micro_batch_size == 40
-    )
+    assert ("micro_batch_size=40 does not fit; using the maximum, 16" in caplog.text) == (micro_batch_size == 40)
 
 
 def test_a_configured_size_that_is_no_power_of_two_stays_if_it_fits(tune_run: TuneRun) -> None:
@@ -169,4 +167,4 @@ def test_a_size_that_the_user_changes_is_not_overridden_by_the_stored_one(
     caplog.set_level(logging.INFO, "adaptive_batching")
     resumed = tune_run("full", *common, *RESUME, FIRST, "batch_size=5", name="broken")
     assert [s["batch_size"] for s in resumed.metrics[-5:]] == [10] * 5
-    assert "batch_size=5 was 4 in the run that is resumed" in caplog.text
+    assert "batch_size=5 was 4 in the run being resumed" in caplog.text

@@ -77,7 +77,7 @@ def test_the_command_line_lists_recipes_and_configs_and_names_what_is_missing(
         (["probe", "lora_finetune_single_devic"], "did you mean 'lora_finetune_single_device'"),
         (["ls", "--recipe", "lora_finetune_single"], "did you mean 'lora_finetune_single_device'"),
         (["cat", "quickstart/lora_single"], "did you mean 'quickstart/lora_single_device'"),
-        (["cat", "qat_distributed"], "'qat_distributed' is a recipe, and a config is needed"),
+        (["cat", "qat_distributed"], "'qat_distributed' is a recipe, not a config"),
         (["cp", "lora_finetune_single_devic", "x.py"], "did you mean 'lora_finetune_single_device'"),
         (["cp", "quickstart/lora_single_device", "/no/such/x.yaml"], "make it, or add --make-parents"),
         (["validate", "lora_single_device"], "there is no config 'lora_single_device'"),

@@ -165,9 +165,9 @@ def test_every_config_that_is_listed_is_valid(name: str, capsys: pytest.CaptureF
     [
         ("lora_dpo", f"{VAL} run_val_every_n_steps=5", ["run_val_every_n_steps=5 cannot be used with",
          "LoRADPORecipeSingleDevice", "set run_val_every_n_steps=null"]),
-        ("full", "~optimizer_in_bwd", ["the config lacks", "Missing key optimizer_in_bwd", "of another recipe", "ls"]),
-        ("full", "~batch_size", ["the config lacks something", "Missing key batch_size"]),
-        ("lora", "~dtype", ["the config lacks something", "Missing key dtype"]),
+        ("full", "~optimizer_in_bwd", ["the config lacks", "Missing key optimizer_in_bwd", "to another recipe", "ls"]),
+        ("full", "~batch_size", ["the config lacks a key", "Missing key batch_size"]),
+        ("lora", "~dtype", ["the config lacks a key", "Missing key dtype"]),
     ],
 )  # fmt: skip
 def test_a_mistake_in_a_config_of_a_recipe_ends_in_one_line(
@@ -181,7 +181,7 @@ def test_a_mistake_in_a_config_of_a_recipe_ends_in_one_line(
     [
         (None, ["there is no config", "did you mean 'quickstart/lora_single_device'"]),
         ("a: [1,\n b: }", ["cannot be read", "flow node"]),
-        ("- 1\n- 2", ["is no mapping"]),
+        ("- 1\n- 2", ["it must map keys to values"]),
         ("loss: {_component_: torch.nn.NoLoss}", ["NoLoss", "config.yaml"]),
         ("loss: {_component_: torch.nn.CrossEntropyLoss, ignore: 1}", ["CrossEntropyLoss", "ignore"]),
     ],
@@ -207,7 +207,7 @@ def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ("checkpointer.checkpoint_dir=/no/model", ["the model cannot be loaded", "/no/model", "head of a config"]),
+        ("checkpointer.checkpoint_dir=/no/model", ["the model cannot be loaded", "/no/model", "top of a config"]),
         ("checkpointer.checkpoint_files=[no.bin]", ["the model cannot be loaded", "no.bin", "checkpointer.checkpoint"]),
         ("dataset.split=train[:0]", ["dataset cannot be loaded", "train[:0]", "dataset.source, its split"]),
         ("dataset.data_files=/no/such/file.json", ["dataset cannot be loaded", "/no/such/file.json"]),

@@ -153,9 +153,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_a_value_model_that_is_gone
     with mock.patch.object(_checkpointer, "save_file", full), pytest.raises(SystemExit) as error:
         ppo_run(inputs, tmp_path / "out", *ALONE)
     assert "the checkpoint of step 4 cannot be written" in str(error.value)
-    assert "The checkpoint step_2 stands" in str(error.value)
+    assert "The checkpoint step_2 is intact" in str(error.value)
     assert folders(PPORun(tmp_path / "out")) == ["step_2*"]
     assert not list((tmp_path / "out").glob("**/unfinished_checkpoint"))
     shutil.rmtree(tmp_path / "out" / "value" / "step_2")
-    with pytest.raises(SystemExit, match=r"goes on from step_2, of which value_checkpointer.output_dir=.*no value mod"):
+    with pytest.raises(SystemExit, match=r"value_checkpointer.output_dir=.*no value model of step_2, from which"):
         ppo_run(inputs, tmp_path / "out", *ALONE, RESUME)

@@ -149,7 +149,7 @@ def test_what_has_fitted_before_runs_again_as_it_was(
     assert last.pop("oom_retries") == 1
     assert last == undisturbed.metrics[-1]
     assert_same_weights(recovered.weights(0), undisturbed.weights(0))
-    assert "running the step's samples again as they were (recovery number 1)" in caplog.text
+    assert "running the step's samples again as they were (recovery 1)" in caplog.text
 
 
 @pytest.mark.parametrize("fits", [1, 2])
@@ -328,7 +328,7 @@ def test_a_model_that_computes_over_the_batch_trains_whole_and_is_not_recovered(
     common = [DEPENDENT, "epochs=1"]
     assert len(tune_run("full", *common, name="whole").metrics) == 12
     plan.update(times=1, call=plan["calls"] + 3)
-    message = r"smaller parts of the batch would not give the same result: layers.1.mlp_norm \(NormalisedOverTheBatch\)"
+    message = r"splitting the batch would change the result: layers.1.mlp_norm \(NormalisedOverTheBatch\)"
     with pytest.raises(SystemExit, match=message):
         tune_run("full", *common, name="broken")
 

@@ -222,7 +222,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_device(launched: tuple[Path, str
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("in_backward", "recovery from running out of memory is off: optimizer_in_bwd=True"),
+        ("in_backward", "recovery from out-of-memory errors is off: optimizer_in_bwd=True"),
         ("tensor_parallel", "is off: tensor_parallel_dim above 1"),
     ],
 )

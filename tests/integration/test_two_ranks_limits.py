@@ -123,11 +123,11 @@ def test_what_a_rank_cannot_recover_from_ends_the_run_on_all_in_one_line(
     case: FailingCollective, step: int, launched: tuple[Path, str]
 ) -> None:
     """Whether a collective has reached the other ranks is not known; or memory runs out again, while recovering."""
-    lost = "the connection to another rank is lost"
+    lost = "lost the connection to another rank"
     said = {
         "draining": "memory ran out, and again while telling the other ranks",
-        "recovering": "out of memory, and again in a forward of a few tokens",
-    }.get(case[1], "memory ran out within a collective, so that it is not known whether the other ranks have got")
+        "recovering": "out of memory, even in a forward of a few tokens",
+    }.get(case[1], "memory ran out inside a collective: whether the other ranks got")
     for rank in range(2):
         error = (launched[0] / name_of(*case) / f"error_{rank}.txt").read_text()
         assert error.startswith(f"error: {said if rank in case[3] else lost}")

@@ -167,7 +167,7 @@ def one_longer_than_the_model_takes(tokenizer: Any) -> Any:
         ({"_component_": "torchtune.datasets.instruct_dataset", "source": "json", "data_files": "/no/file.json"},
          "dataset_val cannot be loaded: .*Check dataset_val.source"),
         ({"_component_": "tests.integration.test_validation.one_longer_than_the_model_takes"},
-         r"dataset_val has a sample of 513 tokens, number 2 .*and the model takes 512; set tokenizer.max_seq_len=512"),
+         r"dataset_val has a sample of 513 tokens, number 2 .*takes at most 512; set tokenizer.max_seq_len=512"),
     ],
 )  # fmt: skip
 def test_data_without_a_loss_are_refused_before_training(

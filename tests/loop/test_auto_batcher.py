@@ -76,7 +76,7 @@ def test_parts_after_one_that_ran_out_of_memory(
     assert [len(part) for part in device.ran] == ran
     if has_fitted:
         assert "out of memory with 16 rows of up to 10 tokens; running them again as they were" in caplog.text
-        assert "with at most 140 padded tokens in a forward (recovery number 2)" in caplog.text
+        assert "with at most 140 padded tokens per forward (recovery 2)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_an_allocator_that_starts_over_in_every_step_makes_parts_smaller(
         torch.testing.assert_close(step(SAMPLES), plain.step(SAMPLES, 0.5))
     assert model.forwards[:3] == [(8, 30)] * 3
     assert len(model.forwards[3:]) == 6 and all(b * s <= 210 for b, s in model.forwards[3:])
-    assert caplog.text.count("from now on a forward takes at most 210 padded tokens, an eighth less") == 1
+    assert caplog.text.count("from now on a forward holds at most 210 padded tokens, an eighth less") == 1
     assert step.num_recoveries == 0
 
 
@@ -318,7 +318,7 @@ def test_a_loss_that_computes_over_the_batch_is_not_cut(wrong: Any) -> None:
     for max_tokens, expected in ((None, DoesNotFitError), (64, ConfigError)):
         model, step = make(wrong, max_tokens=max_tokens)
         always(model)
-        told = "max_tokens=64 would change the result" if max_tokens else "would not give the same result"
+        told = "max_tokens=64 would change the result" if max_tokens else "splitting the batch would change the result"
         with pytest.raises(expected, match=rf"{told}: loss(, which is .*,)? computes over"):
             step(SAMPLES)
     assert make(wrong)[1](SAMPLES).isfinite(), "whole it may be used"
@@ -402,12 +402,14 @@ def test_mistakes_are_told_before_anything_runs() -> None:
     model, step = make()
     with pytest.raises(ConfigError, match="samples is empty"):
         step([])
-    with pytest.raises(ConfigError, match=r"samples is a dict, as if collated already; give a list.* collate_fn=list"):
+    with pytest.raises(
+        ConfigError, match=r"samples is a dict, which looks collated already; pass a list.* collate_fn=list"
+    ):
         step(collate(SAMPLES))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="upper=0 must be at least 1"):
         step.find_maximum_batch_size(SAMPLES[0], upper=0)
     for wrong in (0, 2.5, "8"):
-        with pytest.raises(ConfigError, match=f"max_tokens={wrong!r} must be at least 1, a whole number"):
+        with pytest.raises(ConfigError, match=f"max_tokens={wrong!r} must be a whole number of at least 1"):
             step.max_tokens = wrong  # type: ignore[assignment]
     step.max_tokens = np.int64(4)  # type: ignore[assignment]
     assert type(step.max_tokens) is int

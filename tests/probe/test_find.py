@@ -273,7 +273,11 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
         patch.setattr(does_not_fit, "trace_peak_memory", lambda step, change: Traced(replace(device, length=1024)))
         find_largest(device.training_step(), config, device, ProbeRequest(8, remedies=lambda: [less]))
     message = str(error.value)
-    why = r"it took 2\.\d+ GiB, \d+ MiB more\." if is_measured else r"it ran out of memory, though only about 1.\d+ GiB"
+    why = (
+        r"it took 2\.\d+ GiB, \d+ MiB too much\."
+        if is_measured
+        else r"it ran out of memory, though only about 1.\d+ GiB"
+    )
     assert re.search(r"does not fit in 2.00 GiB: " + why, message), message
     assert " 0 MiB more" not in message
     assert "half the length: about" in message and "would fit" in message

@@ -31,7 +31,7 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_version_is_ref
     assert [len(events[kind]) for kind in ("run", "probe", "epoch", "step", "end")] == [0, 1, 3, 84, 0]
     path = tmp_path / "report.jsonl"
     path.write_text(json.dumps({"event": "run", "version": VERSION + 1}) + "\n")
-    with pytest.raises(RecordError, match=f"version {VERSION + 1}, .* reads up to version {VERSION}; install"):
+    with pytest.raises(RecordError, match=f"version {VERSION + 1}, .* reads only up to version {VERSION}; install"):
         read_events(path)
 
 

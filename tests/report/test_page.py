@@ -160,7 +160,7 @@ def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     record = run / "report.jsonl"
     record.write_bytes(record.read_bytes()[:-900])
     page = page_of(run)
-    assert "the record ends here: the run goes on, or was cut off; about 12 planned" in page.words["summary"]
+    assert "the record ends here: the run is still going, or was killed; about 12 planned" in page.words["summary"]
     assert page.facts["Optimizer steps"] == str(len(read_events(record)["step"])) != "12"
 
 
@@ -287,8 +287,8 @@ ENDED = '{"event": "end", "time": "2026-01-01T00:00:00+00:00"}\n'
     ("content", "output", "message"),
     [
         (None, "x.html", "there is no record of a run in "),
-        ('{"event": "run", "version": 99}\n', "x.html", "is a record of version 99, and this adaptive-batching reads"),
-        ("", "x.html", "holds no event that can be read"),
+        ('{"event": "run", "version": 99}\n', "x.html", "is a record of version 99, but this adaptive-batching reads"),
+        ("", "x.html", "has no events that can be read"),
         (ENDED, "/nowhere/x.html", "name another file with --output"),
     ],
 )

@@ -153,9 +153,9 @@ def test_a_page_that_cannot_be_made_is_one_warning(
     report.finish()
     here, without_python = warnings(caplog)
     assert "what was decided, and why" in caplog.text
-    assert "no page of this run (IsADirectoryError" in here
+    assert "the page of this run could not be made (IsADirectoryError" in here
     assert f"'adaptive-batching report {report.directory}' makes it" in here
-    assert "no page of this run ([Errno 2] No such file" in without_python
+    assert "the page of this run could not be made ([Errno 2] No such file" in without_python
     assert len(read_events(other.path)["step"]) == 6
     assert f"the page of this run: {page}" in caplog.text
 

@@ -17,20 +17,20 @@ from adaptive_batching._torchtune.settings import FIELDS
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 _START, _END = "<!-- from AdaptiveBatchingConfig -->\n", "<!-- end -->"
 
-_NUMBER = "a whole number of at least 1"
-_MEMORY = 'bytes, `"40GiB"`, `"512 MB"`, `"90%"`, or a fraction of the device (`"0.9"`)'
+_NUMBER = "1 or more"
+_MEMORY = '`"40GiB"`, `"90%"`, bytes'
 _VALUES = {
-    "batch_increase_function": '`"pkg.module.function"`, or `{_component_: pkg.module.factory, ...arguments}`',
+    "batch_increase_function": '`"pkg.module.function"`, `{_component_: pkg.module.factory, ...arguments}`',
     "micro_batch_size": f"{_NUMBER}, `auto`, `explore`",
     "save_every_n_steps": _NUMBER,
-    "search": ", ".join(f"`{name}`" for name in SEARCHES),
+    "search": ", ".join(f"`{name}`" for name in SEARCHES if name != AdaptiveBatchingConfig.search),
     "max_batch_size": _NUMBER,
     "memory_limit": _MEMORY,
     "headroom": _MEMORY,
     "sequence_length": _NUMBER,
-    "increase_every": "`epoch`, or a fraction of an epoch that divides it, such as `0.25`",
-    "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS) + " (`linear` for SGD, else `sqrt`)",
-    "max_lr_scale": "a number of at least 1",
+    "increase_every": "a part of one, such as `0.25`",
+    "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS[1:]) + " (`linear` for SGD, else `sqrt`)",
+    "max_lr_scale": _NUMBER,
     "noise_scale_every": _NUMBER,
     "report_dir": "a path",
 }
@@ -39,13 +39,13 @@ _DEFAULTS = {"report_dir": "${output_dir}/adaptive_batching"}  # of the recipes
 
 def table() -> str:
     """Return the table in Markdown, one row for each setting."""
-    rows = ["| setting | default | values | what it does |", "|---|---|---|---|"]
+    rows = ["| setting | values, default first | what it does |", "|---|---|---|"]
     docstrings = _docstrings()
     for name, default in vars(AdaptiveBatchingConfig()).items():
         setting = name if name in FIELDS else f"adaptive_batching.{name}"
-        values = "`True`, `False`" if isinstance(default, bool) else _VALUES[name]
+        others = f"`{not default}`" if isinstance(default, bool) else _VALUES[name]
         shown = _DEFAULTS.get(name) or ("null" if default is None else default)
-        rows.append(f"| `{setting}` | `{shown}` | {values} | {_markdown(docstrings[name])} |")
+        rows.append(f"| `{setting}` | `{shown}`, {others} | {_markdown(docstrings[name])} |")
     return "\n".join(rows) + "\n"
 
 

@@ -57,9 +57,9 @@ def test_the_worst_case_is_as_long_as_asked_for_else_as_truncated_to_else_as_the
     assert length(tokenizer_max=12) == 12
     assert length(tokenizer_max=12, model_max=11) == 11
     assert length() == length(model_max=9) == 9
-    with pytest.raises(ConfigError, match="longest sample has 9 tokens, and the model takes 8"):
+    with pytest.raises(ConfigError, match="longest sample has 9 tokens, but the model takes at most 8"):
         length(model_max=8)
-    with pytest.raises(ConfigError, match="sequence_length asks for 20 tokens, and the model takes 8"):
+    with pytest.raises(ConfigError, match="sequence_length asks for 20 tokens, but the model takes at most 8"):
         length(model_max=8, sequence_length=20)
     images: list[dict[str, Any]] = [{**sample, "encoder_input": object()} for sample in DATA]
     assert worst_case(images, tokenizer_max=100) == images[1], "not stretched"

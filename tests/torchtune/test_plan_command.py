@@ -105,7 +105,9 @@ def test_without_a_length_there_is_a_table_over_lengths_and_no_guess(plan: Any) 
     unknown = ["tokenizer.max_seq_len=null", "model.max_seq_len=4096"]
     code, out, _ = plan("--config", CONFIG, "--memory", "24GiB", *SMALL, *unknown)
     assert code == 4
-    assert out.startswith("cannot tell: length unknown, as tokenizer.max_seq_len is null and the data are not at hand")
+    assert out.startswith(
+        "cannot tell: length unknown, because tokenizer.max_seq_len is null and the data could not be read"
+    )
     lengths = [line.split()[0] for line in out.splitlines()[3:]]
     assert lengths == ["512", "1,024", "2,048", "4,096"], "and no more than the model takes"
 
@@ -141,14 +143,17 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
         (["--config", "llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
         (["llama3_2/1B_ful_single_device"], "did you mean 'llama3_2/1B_full_single_device'"),
         (["full_finetune_singel_device", CONFIG], "did you mean 'full_finetune_single_device'"),
-        (["--gpu", "4090"], "no config is named; 'ls' lists them; for instance: plan"),
+        (["--gpu", "4090"], "name a config ('ls' lists them), for example: plan"),
         *(
-            ([CONFIG, "--memory", size], f"--memory {size} is not the memory of a GPU; write 24, 24GiB or bytes")
+            ([CONFIG, "--memory", size], f"--memory {size} is not a memory size; write 24, 24GiB or bytes")
             for size in ("lots", "90%", "0", "24XB")
         ),
         ([CONFIG, "--gpu", "RTX 4091"], "--gpu 'RTX 4091' is unknown; the closest: "),
         (["--config", CONFIG, "--sequence-length", "0"], "--sequence-length 0 must be at least 1"),
-        ([*ASKED, "--sequence-length", "513"], "513 tokens, and the model takes 512; set tokenizer.max_seq_len"),
+        (
+            [*ASKED, "--sequence-length", "513"],
+            "513 tokens, but the model takes at most 512; set tokenizer.max_seq_len",
+        ),
         *(
             ([CONFIG, "--mfu", "0.4", *gpus], "name that GPU with --gpu")
             for gpus in ([], ["--gpu", "4090", "--gpu", "t4"], ["--gpu", "a100"])
@@ -159,7 +164,7 @@ def test_the_table_has_what_a_plan_of_each_shape_needs(found: Any) -> None:
         (["full_finetune_single_device", "lora_dpo_single_device", "--config", CONFIG], "write key=value"),
         (["--config", "llama3/8B_qat_full", "--devices", "1"], "torchtune has no qat_single_device"),
         (["--config", CONFIG, "--plot", "/nowhere/plan.png"], "there is no folder /nowhere"),
-        (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx is not a kind of picture"),
+        (["--config", CONFIG, "--plot", "plan.docx"], "plan.docx is not an image format"),
         ([*ASKED, "micro_batch_size=3"], "micro_batch_size"),
         ([*ASKED, "model.num_heads=5"], "torchtune refuses the config"),
         ([*ASKED, "optimizer._component_=torch.optim.Nadam"], "Nadam"),
@@ -190,7 +195,7 @@ PPO = "ppo_full_finetune_single_device"
 def test_what_is_not_covered_is_named(plan: Any, arguments: list[str], recipe: str) -> None:
     code, out, _ = plan(*arguments)
     assert code == 4
-    assert out.startswith("cannot tell: ") and f" of {recipe}; plans are made of" in out
+    assert out.startswith("cannot tell: ") and f" of {recipe}; plan supports" in out
 
 
 def test_the_epochs_are_those_that_the_run_plans(inputs: Path, tmp_path: Path) -> None:

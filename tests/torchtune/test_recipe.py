@@ -21,7 +21,7 @@ def as_it_is(parts: Any) -> Any:
     ("name", "bases", "message"),
     [
         ("Wrong", (stock.FullFinetuneRecipeSingleDevice, AdaptiveBatching),
-         "class Wrong: FullFinetuneRecipeSingleDevice stands before AdaptiveBatching"),
+         "class Wrong: FullFinetuneRecipeSingleDevice comes before AdaptiveBatching"),
         ("Own", (FullFinetuneRecipeSingleDevice,),
          "class Own: _loss_step of Own would not be called; .*make_objective"),
     ],

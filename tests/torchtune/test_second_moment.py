@@ -64,5 +64,7 @@ def test_what_is_resumed_goes_on_or_back_as_the_setting_says(follows: bool) -> N
 
 
 def test_an_optimizer_without_such_a_moment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"keep_beta2_half_life=True is for Adam.* is torch\.optim\.sgd\.SGD; take"):
+    with pytest.raises(
+        ConfigError, match=r"keep_beta2_half_life=True works with Adam.* is torch\.optim\.sgd\.SGD; use"
+    ):
         check_that_beta2_can_follow([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)])

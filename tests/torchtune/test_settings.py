@@ -31,7 +31,7 @@ OF_BOTH = [
     ("adaptive_batching.memory_limit=lots", "memory_limit='lots' is not a memory size; write 24GiB, 90% or bytes"),
     ("adaptive_batching.max_batch_size=3", "max_batch_size=3 is below batch_size=4; raise"),
     ("adaptive_batching.keep_global_batch=True adaptive_batching.grow_beyond_memory=True",
-     "keep_global_batch=True keeps what the optimizer sees, and grow_beyond_memory=True lets it grow"),
+     "keep_global_batch=True keeps the global batch, but grow_beyond_memory=True grows it"),
     ("batch_size=0", "batch_size=0 must be a whole number"),
     ("collate_fn=torchtune.data.left_pad_sequence", "left_pad_sequence' pads on the left"),
 ]  # fmt: skip
@@ -39,7 +39,7 @@ OF_TRAINING = [
     ("micro_batch_size=3", r"micro_batch_size=3 does not divide batch_size=4; these do: \[1, 2, 4\]"),
     ("micro_batch_size=most", "micro_batch_size='most' must be a whole number, auto, explore or null"),
     ("use_maximum_batch_size=True adaptive_batching.keep_global_batch=True",
-     "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size nothing to gain"),
+     "keep_global_batch=True with gradient_accumulation_steps=1 leaves batch_size no room to grow"),
     ("save_every_n_steps=2.5", r"save_every_n_steps=2\.5 must be a whole number of at least 1"),
 ]  # fmt: skip
 OF_EVALUATION = [

@@ -16,7 +16,7 @@ MODULE = "_torchtune_stock_eleuther_eval"
     ("installed", "message"),
     [
         (None, "eleuther_eval needs lm_eval, which is not installed"),
-        ("0.4.7", r"eleuther_eval needs lm_eval 0\.4\.8 or later, and 0\.4\.7 is here"),
+        ("0.4.7", r"eleuther_eval needs lm_eval 0\.4\.8 or later, but 0\.4\.7 is installed"),
         ("0.4.13", r"lm_eval 0\.4\.13 cannot be imported \(import of .*\)"),
     ],
 )
