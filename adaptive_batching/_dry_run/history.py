@@ -23,7 +23,7 @@ MOST_POINTS = 400  # of the picture
 
 _HERE = Path(__file__).parents[1]
 _DEVICE = str(_HERE / "_emulated_device")
-_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _OPTIMIZERS = (f"{_TORCH}optim{os.sep}", f"{os.sep}bitsandbytes{os.sep}optim{os.sep}")
 
@@ -182,7 +182,7 @@ def step_of(time_us: int, ends_us: Sequence[int]) -> int:
 def line_of(frame: Frame) -> str:
     """Return a frame as ``file:line function``, with as much of the path as people look for."""
     path = Path(frame["filename"])
-    parent = f"{path.parent.name}/" if str(path).startswith(_INSTALLED) else ""
+    parent = f"{path.parent.name}/" if _is_installed(frame) else ""
     return f"{parent}{path.name}:{frame['line']} {frame['name']}"
 
 
@@ -196,6 +196,11 @@ def place(frames: Sequence[Frame]) -> str:
 
 def line_of_script(frames: Sequence[Frame]) -> str | None:
     """Return the innermost line of code that is not installed: the user's own."""
-    own = (f for f in frames if not f["filename"].startswith((*_INSTALLED, "<", str(_HERE))))
+    own = (f for f in frames if not _is_installed(f) and not f["filename"].startswith(("<", str(_HERE))))
     found = next(own, None)
     return None if found is None else line_of(found)
+
+
+def _is_installed(frame: Frame) -> bool:
+    file = str(frame["filename"])
+    return f"{os.sep}site-packages{os.sep}" in file or file.startswith(_STANDARD)
