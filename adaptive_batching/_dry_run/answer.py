@@ -49,6 +49,7 @@ class DryRun:
     card: Card
     ending: Ending
     processes: Sequence[dict[str, Any]]  # as `watch` writes them, those alone that asked for a device
+    errors: Sequence[dict[str, Any]] = ()  # that ended processes
 
     @property
     def worst(self) -> dict[str, Any] | None:
@@ -102,7 +103,8 @@ def _fatal(process: dict[str, Any]) -> dict[str, Any] | None:
 def read_dry_run(folder: Path, card: Card, ending: Ending) -> DryRun:
     """Read what the processes of a script have left in a folder."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return DryRun(card, ending, [each for each in found if each["peaks"]])
+    errors = [each["error"] for each in found if each["error"] is not None]
+    return DryRun(card, ending, [each for each in found if each["peaks"]], errors)
 
 
 def as_object(run: DryRun) -> dict[str, Any]:
@@ -126,6 +128,7 @@ def as_object(run: DryRun) -> dict[str, Any]:
         "peak": {key: value for key, value in worst.get("history", {}).items() if key != "points"},
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
         "processes": len(run.processes),
+        "error": run.errors[0]["text"] if run.errors else None,
         "exit_code": run.ending.exit_code,
         "seconds": round(run.ending.seconds, 2),
     }
@@ -166,12 +169,15 @@ def _why_not(run: DryRun) -> str:
     code = run.ending.exit_code
     if run.ending.interrupted:
         return "interrupted"
-    if code == -signal.SIGKILL:
-        return "the script was killed, most likely because the host ran out of memory; create the model on the device"
+    if code == -signal.SIGKILL or any(error["is_of_host_memory"] for error in run.errors):
+        how = "killed, most likely because the host ran" if code == -signal.SIGKILL else "ended because the host ran"
+        return f"the script was {how} out of memory; create the model on the device"
     if code < 0:
         return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its output is above"
+    if run.errors and code:
+        return f"the script failed, but not for want of the card's memory: {run.errors[0]['text']}"
     if code:
-        return f"the script ended with exit code {code}, not because of memory; its output is above"
+        return f"the script ended with exit code {code}, but not for want of the card's memory; its output is above"
     return "no process of the command used a CUDA device"
 
 

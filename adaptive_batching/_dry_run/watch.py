@@ -46,6 +46,7 @@ from adaptive_batching._emulated_device import control, values
 
 FOLDER, STEPS = "ADAPTIVE_BATCHING_DRY_RUN", "ADAPTIVE_BATCHING_DRY_RUN_STEPS"
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
+MOST_TEXT = 300  # of an error
 MOST_FRAMES = 40  # of a stack that are told
 _OURS = (__file__, values.__file__)
 
@@ -82,6 +83,7 @@ class Watch:
         self._out_of_memory: list[dict[str, Any]] = []
         self._peaks: dict[int, dict[str, int]] = {}  # of each device, of what has been reset since
         self.trouble: str | None = None  # why something is missing from the report
+        self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
 
     def begin(self) -> None:
@@ -93,6 +95,13 @@ class Watch:
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
         atexit.register(self._end)
+        of_script = sys.excepthook
+
+        def keep_and_call(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            self._note_error(error)
+            of_script(kind, error, trace)
+
+        sys.excepthook = keep_and_call
 
     def _record(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
@@ -143,6 +152,15 @@ class Watch:
             os._exit(0)
 
     @_harmless
+    def _note_error(self, error: BaseException) -> None:
+        """Keep the error that ends the script, also of one that has not come to use the device."""
+        on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+        lines = str(error).strip().splitlines()
+        self._error = {"text": ": ".join([type(error).__name__, *lines[:1]])[:MOST_TEXT], "is_of_host_memory": on_host}
+        if os.getpid() == self._process and not _uses_device():
+            self._write(ended=False)
+
+    @_harmless
     def _end(self) -> None:
         if _uses_device() and os.getpid() == self._process:
             self._label()
@@ -183,6 +201,8 @@ class Watch:
         self._labels.append(Labels(_now_us(), known))
 
     def _keep_peaks(self) -> None:
+        if not _uses_device():
+            return
         for device in range(torch.cuda.device_count()):
             stats = torch.cuda.memory_stats(device)
             if not stats.get("reserved_bytes.all.peak"):
@@ -200,7 +220,7 @@ class Watch:
         found: dict[str, Any] = {
             "process": self._process, "rank": int(os.environ.get("RANK", 0)), "device": device, "steps": steps,
             "peaks": self._peaks.get(device, {}), "devices": len(self._peaks), "out_of_memory": self._out_of_memory,
-            "ended": ended, "trouble": self.trouble,
+            "ended": ended, "error": self._error, "trouble": self.trouble,
         }  # fmt: skip
         if ended:
             found["history"] = self._read_history(device)

@@ -36,11 +36,15 @@ FAILED = {
 }  # fmt: skip
 
 
+def error(text: str, is_of_host_memory: bool = False) -> dict[str, Any]:
+    return {"text": text, "is_of_host_memory": is_of_host_memory}
+
+
 def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any) -> dict[str, Any]:
     return {
         "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps, "devices": 1, "ended": True,
         "peaks": {"allocated": 10 * GIB, "reserved": reserved * GIB, "retries": 0}, "out_of_memory": [],
-        "history": HISTORY, "trouble": None, **other,
+        "history": HISTORY, "trouble": None, "error": None, **other,
     }  # fmt: skip
 
 
@@ -65,8 +69,10 @@ LATE = {**FAILED, "step": 4}
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
         ([process(steps=0)], 0, Answer.FITS, "0 steps"),  # there is nothing to train
-        ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, not because of memory"),
+        ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
+        ([process(steps=0, error=error("KeyError: 'x'"))], 1, Answer.CANNOT_TELL, "the card's memory: KeyError: 'x'"),
+        ([process(peaks={}, error=error("MemoryError", True))], 1, Answer.CANNOT_TELL, "because the host ran out"),
         ([process(steps=0)], -11, Answer.CANNOT_TELL, "signal 11 (SIGSEGV)"),
         ([], 0, Answer.CANNOT_TELL, "used a CUDA device"),
         ([process(trouble="KeyError in _label: 1")], 0, Answer.FITS, "KeyError in _label"),
