@@ -248,7 +248,9 @@ def decisions(run: Run) -> list[Html]:
         return []
     header = [name for name in cells[0] if any(row[name] for row in cells)]
     shown = [[row[name] for name in header] for row in cells]
-    return [table(header, shown, words=[len(header) - 1], class_="decisions")]
+    probed = run.last("probe")
+    cost = say.cost_of_growth(probed) if probed is not None and say.grows(config) else ""
+    return [table(header, shown, words=[len(header) - 1], class_="decisions"), *some("p", cost[:1].upper() + cost[1:])]
 
 
 def recoveries(run: Run) -> list[Html]:
