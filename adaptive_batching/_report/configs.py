@@ -18,9 +18,21 @@ _READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return (key, value in each run) where configs differ, but for the folders that files are put in."""
+    return _differences([(run.last("run") or {}).get("config") for run in runs])
+
+
+def from_stock(run: Run) -> tuple[str, list[tuple[str, list[str]]]] | None:
+    """Return the name of torchtune's config of a run's name, and (key, value there and here) where they differ."""
+    begun = run.last("run") or {}
+    if (stock := begun.get("stock")) is None:
+        return None
+    return str(stock["name"]), _differences([stock["config"], begun.get("config")])
+
+
+def _differences(configs: list[Any]) -> list[tuple[str, list[str]]]:
     flat = []
-    for run in runs:
-        config = dict(_flattened((run.last("run") or {}).get("config")))
+    for each in configs:
+        config = dict(_flattened(each))
         folder = config.pop("output_dir", "")
         flat.append({key: value.replace(folder, "${output_dir}") if folder else value for key, value in config.items()})
     if not all(flat):

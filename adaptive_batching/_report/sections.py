@@ -356,4 +356,14 @@ def config(run: Run) -> list[Html]:
         "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
     )
     whole = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
-    return [tag("p", spares), copied, tag("details", tag("summary", "The whole config of this run"), whole)]
+    more = tag("details", tag("summary", "The whole config of this run"), whole)
+    return [tag("p", spares), copied, *_from_stock(run), more]
+
+
+def _from_stock(run: Run) -> list[Html]:
+    if (found := configs.from_stock(run)) is None:
+        return []
+    name, differ = found
+    rows = [[key, *values] for key, values in differ]
+    table = table(["", "torchtune's", "this run's"], rows, words=[0, 1, 2])
+    return [tag("details", tag("summary", f"What differs from torchtune's {name} ({len(rows)})"), table)]

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.growing import resolve_increase
+from adaptive_batching._torchtune.names import config_on_command_line
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.recipe_classes import EVALUATION, recipe
 from adaptive_batching._torchtune.settings import check_ppo_settings, read_evaluation, read_settings, read_validation
@@ -72,7 +72,7 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
 
 def _what_cannot_be_read() -> str:
     """Name the first override on the command line that cannot be read by itself, or what else it may be."""
-    config_path = next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+    config_path = config_on_command_line()
     try:
         values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
     except Exception:  # whatever is wrong with it

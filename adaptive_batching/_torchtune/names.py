@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,22 @@ def register() -> None:
 def config_files() -> dict[str, Path]:
     """Return the file of each config that has a name."""
     return {config.name: Path(config.file_path) for recipe in recipes() for config in recipe.configs}
+
+
+def config_on_command_line() -> str:
+    """Return what ``--config`` names on the command line of this process; empty if it is not there."""
+    return next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+
+
+def stock_config(path: Path) -> str | None:
+    """Return the name of torchtune's config that a file is named after, ``_adaptive`` aside; None if that is not clear.
+
+    Where several are called like the file, it is the one whose folder is called like the file's.
+    """
+    stem, ours = path.stem.removesuffix("_adaptive"), recipes_folder()
+    found = [name for name, file in config_files().items() if file.stem == stem and not file.is_relative_to(ours)]
+    found = [name for name in found if name == f"{path.parent.name}/{stem}"] or found
+    return found[0] if len(found) == 1 else None
 
 
 def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
