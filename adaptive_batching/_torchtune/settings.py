@@ -212,7 +212,9 @@ def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
 
 def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
     stock = stock_config(Path(config_on_command_line()))
-    of_stock = {} if stock is None else {"stock": {"name": stock, "config": _whole(OmegaConf.load(config_files()[stock]))}}
+    of_stock = (
+        {} if stock is None else {"stock": {"name": stock, "config": _whole(OmegaConf.load(config_files()[stock]))}}
+    )
     module = torch.get_device_module(device)
     has_name = device.type != "cpu" and hasattr(module, "get_device_name")
     versions = {name: version(name) for name in ("torch", "torchtune")}

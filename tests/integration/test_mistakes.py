@@ -180,7 +180,7 @@ def test_a_mistake_in_a_config_of_a_recipe_ends_in_one_line(
     ("text", "words"),
     [
         (None, ["there is no config", "did you mean 'quickstart/lora_single_device'"]),
-        ("a: [1,\n b: }", ["cannot be read", "flow node"]),
+        ("a: [1,\n b: }", ["cannot be read", "in line 2"]),
         ("- 1\n- 2", ["it must map keys to values"]),
         ("loss: {_component_: torch.nn.NoLoss}", ["NoLoss", "config.yaml"]),
         ("loss: {_component_: torch.nn.CrossEntropyLoss, ignore: 1}", ["CrossEntropyLoss", "ignore"]),
