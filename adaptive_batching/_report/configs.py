@@ -69,7 +69,9 @@ def snippet(run: Run) -> tuple[str, str] | None:
         (settings if key in _FIELDS else section)[key] = value
     if section:
         settings["adaptive_batching"] = section
-    said = "Nothing to change: the probe's result is kept next to the record, and the next run reuses it."
+    said = "Nothing to change: these are the settings of this run."
+    if run.last("probe") is not None:
+        said = "Nothing to change: the probe's result is kept next to the record, and the next run reuses it."
     if found:
         spared = ["explores nothing"] * bool(explored) + ["needs no probe"] * bool(probed)
         said = f"With these settings the next run {' and '.join(spared)}."

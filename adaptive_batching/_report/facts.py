@@ -159,7 +159,7 @@ def _peak(run: Run) -> Fact:
     limit, more = memory_limit(run), ""
     if limit is not None:
         more = f"of {size(limit[0])}, {limit[1]}"
-        if max(peaks) > limit[0]:
+        if max(peaks) > limit[0] and any(each["what"] == "checkpoint" for each in run.events["took"]):
             more += "; checkpoints are saved outside of it"
     return Fact("Peak memory", size(max(peaks)), more, max(peaks))
 
@@ -221,7 +221,7 @@ def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
         length = count(probe["sequence_length"])
         return count(probe["batch_size"]), f"samples of {length} tokens, bound by {bound(probe)}"
     if maximum is not None:
-        return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
+        return "not probed", f"at most {count(maximum['batch_size'])}: {maximum['reason']}"
     return NOT_RECORDED, ""
 
 

@@ -77,9 +77,7 @@ def _add_launch(command: type[_Run], subparsers: Any, prog: str, name: str, text
     texts = {"usage": f"{prog} {name} {_LAUNCH}", "epilog": _EXAMPLES.format(prog=f"{prog} {name}")}
     parser = command.create(_Subparsers(subparsers, prog, name, help=text, description=text, **texts))._parser
     how_much = parser.add_mutually_exclusive_group()
-    how_much.add_argument(
-        QUIET, dest="flags", action="append_const", const=QUIET, help="log warnings alone, without progress bars"
-    )
+    how_much.add_argument(QUIET, dest="flags", action="append_const", const=QUIET, help="show warnings alone")
     how_much.add_argument(
         VERBOSE, dest="flags", action="append_const", const=VERBOSE, help="log details, and the resolved config"
     )

@@ -196,7 +196,7 @@ def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tupl
     except Exception as error:  # whatever is wrong with it
         raise ConfigError(f"{name} cannot be read: {why_not_read(error)}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{name} is no mapping of keys to values, as a config is")
+        raise ConfigError(f"{name} is not a config: it must map keys to values")
     try:
         cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]
     except Exception as error:  # whatever torchtune and omegaconf raise

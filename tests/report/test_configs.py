@@ -79,7 +79,16 @@ def test_what_has_to_know_the_memory_is_left_as_it_is(config: dict[str, Any], tm
     values, _, spares = pasted(tmp_path, **config)
     before = {**about()["config"], **config}
     assert settings(values) == settings({key: before[key] for key in values})
-    assert spares.startswith("Nothing to change")
+    assert spares.startswith("Nothing to change: the probe's result")
+
+
+def test_what_was_not_probed_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about())
+    report.maximum(16, "max_batch_size=16")
+    write_run(report, range(1), 1, all_there_is=False)
+    page = read_page(write_page([tmp_path]))
+    assert "Nothing to change: these are the settings of this run" in page.words["config"]
+    assert page.facts["Largest that fits"] == "not probed" and "at most 16: max_batch_size=16" in page.words["summary"]
 
 
 @pytest.mark.parametrize(
