@@ -365,5 +365,5 @@ def _from_stock(run: Run) -> list[Html]:
         return []
     name, differ = found
     rows = [[key, *values] for key, values in differ]
-    table = table(["", "torchtune's", "this run's"], rows, words=[0, 1, 2])
-    return [tag("details", tag("summary", f"What differs from torchtune's {name} ({len(rows)})"), table)]
+    heading = tag("summary", f"What differs from torchtune's {name} ({len(rows)})")
+    return [tag("details", heading, table(["", "torchtune's", "this run's"], rows, words=[0, 1, 2]))]
