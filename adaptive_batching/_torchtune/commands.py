@@ -147,7 +147,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
                 if name is not None:
                     check_names(cfg, _known_keys(name) | {*FIELDS, *VALIDATION})
                 check_settings(cfg, name)
-                if name in RECIPES:
+                if name is not None and name in RECIPES:
                     with refused_in_one_line():
                         make_on_paper(name, cfg)
         except SystemExit as end:
