@@ -112,7 +112,7 @@ def find_recipe(name: str, parser: argparse.ArgumentParser) -> Any:
     named = {recipe.name: recipe for recipe in recipes()}
     if name in config_files():
         listing = [recipe.name for recipe in recipes() if name in [config.name for config in recipe.configs]]
-        parser.error(f"{name!r} is a config, and a recipe is needed: {' or '.join(listing)}")
+        parser.error(f"{name!r} is a config, not a recipe; run it with {' or '.join(listing)}")
     if name not in named:
         parser.error(f"there is no recipe {name!r}{closest(name, named)}")
     return named[name]
