@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 import webbrowser
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from adaptive_batching._report.page import PAGE, write_page
 from adaptive_batching._torchtune.names import NOT_INSTALLED, add_cat, add_cp, add_ls, command_of_recipe, register
 
 PROG = "adaptive-batching"
+_NO_PROGRESS_BARS = {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # read when tqdm is imported
 OF_TORCHTUNE = {
     "quickstart": ("commands", "Make a small model and data, and fine-tune on the CPU: a first look."),
     "plan": ("plan_command", "Say whether a config fits on a GPU, and what would help, without a GPU."),
@@ -98,6 +100,8 @@ def main() -> None:
     parser.set_defaults(func=lambda args: parser.print_help())
     subparsers = parser.add_subparsers(title="commands", metavar="command")
     named = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
+    if named in ("run", "probe") and "-q" in sys.argv:
+        os.environ.update(_NO_PROGRESS_BARS)
     if named is not None and named not in COMMANDS:
         match = difflib.get_close_matches(named, COMMANDS, n=1)
         parser.error(f"there is no command {named!r}" + (f"; did you mean {match[0]!r}?" if match else ""))

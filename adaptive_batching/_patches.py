@@ -79,6 +79,7 @@ PROCESS_WIDE = {
     "torchtune._recipe_registry._ALL_RECIPES": "has the recipes and configs of this package",
     "logging filter of torchao, warnings.filters": "keep messages off that a user can do nothing about",
     "sys.argv, PYTHONPATH": "are what a recipe is launched with",
+    "TQDM_DISABLE, HF_DATASETS_DISABLE_PROGRESS_BARS": "hide progress bars, by -q",
     "warnings.filters, logging.disable, torch.set_num_threads": "are set in processes that plan; logging is by -q, too",
     # Of a process of somebody's script in a dry run, which is there for nothing else
     "torch._C._cuda_resetPeakMemoryStats": "keeps peaks that are about to be forgotten",

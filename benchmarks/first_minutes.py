@@ -1,4 +1,4 @@
-"""What a new user waits for: the quickstart, and the set-up of ``micro_batch_size: auto``.
+"""What a new user waits for and reads: the quickstart, ``--help``, the set-up of ``micro_batch_size: auto``, and words.
 
     pip install -e .[bench]
     python benchmarks/first_minutes.py               # about 10 minutes on 2 cores
@@ -24,17 +24,35 @@ from common import measure_in_fresh_process, write_report
 from epoch_time import BOUND, FULLY, NEAR, OURS, of_auto
 
 ROOT = Path(__file__).parent.parent
+PROGRAM = [sys.executable, "-m", "adaptive_batching"]
 FIRST_DECISION = "maximum batch size"
+
+
+def words(*pages: Path) -> int:
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def help_seconds(folder: Path) -> float:
+    """Return the seconds that ``--help`` takes in a fresh process: the least of five, as the first reads the disk."""
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([*PROGRAM, "--help"], cwd=folder, env=environment(), stdout=subprocess.DEVNULL, check=True)
+        seconds.append(time.perf_counter() - start)
+    return round(min(seconds), 3)
 
 
 def quickstart(folder: Path) -> dict[str, float]:
     """Run the quickstart in ``folder``; return the seconds to its first decision and to its end."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "adaptive_batching", "quickstart"]
     start = time.perf_counter()
     decided: float | None = None
     process = subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        [*PROGRAM, "quickstart"], cwd=folder, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -58,6 +76,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {way: [] for way in (OURS, NEAR, FULLY, BOUND)}
     script = str(Path(__file__).with_name("epoch_time.py"))
     with tempfile.TemporaryDirectory() as directory:
+        answered = help_seconds(Path(directory))
         for repeat in range(args.repeats):
             folder = Path(directory) / str(repeat)
             folder.mkdir()
@@ -76,7 +95,9 @@ def main() -> None:
         "quickstart_seconds_after_install": median("end"),
         "first_decision_seconds": median("first_decision"),
         **of_auto(results),
-        "readme_words": len((ROOT / "README.md").read_text().split()),
+        "help_seconds": answered,
+        "readme_words": words(ROOT / "README.md"),
+        "docs_words": words(*(ROOT / "docs").glob("*.md")),
     }
     rows = ["| what | measured |", "|---|---|", *(f"| {key} | {value} |" for key, value in figures.items())]
     facts = [f"medians of {args.repeats}; `auto`: 1280 samples, 64 in each optimizer step"]

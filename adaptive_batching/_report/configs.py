@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from adaptive_batching._report.events import Run
-from adaptive_batching._report.facts import bound
+from adaptive_batching._report.facts import bound, grows
 
 _FIELDS = ("batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
 # Scalars that YAML reads back as the text that they are.
@@ -18,9 +18,21 @@ _READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
 
 def differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
     """Return (key, value in each run) where configs differ, but for the folders that files are put in."""
+    return _differences([(run.last("run") or {}).get("config") for run in runs])
+
+
+def from_stock(run: Run) -> tuple[str, list[tuple[str, list[str]]]] | None:
+    """Return the name of torchtune's config of a run's name, and (key, value there and here) where they differ."""
+    begun = run.last("run") or {}
+    if (stock := begun.get("stock")) is None:
+        return None
+    return str(stock["name"]), _differences([stock["config"], begun.get("config")])
+
+
+def _differences(configs: list[Any]) -> list[tuple[str, list[str]]]:
     flat = []
-    for run in runs:
-        config = dict(_flattened((run.last("run") or {}).get("config")))
+    for each in configs:
+        config = dict(_flattened(each))
         folder = config.pop("output_dir", "")
         flat.append({key: value.replace(folder, "${output_dir}") if folder else value for key, value in config.items()})
     if not all(flat):
@@ -49,16 +61,17 @@ def snippet(run: Run) -> tuple[str, str] | None:
     config: Mapping[str, Any] = begun["config"]
     settings = {key: config[key] for key in _FIELDS if config.get(key) is not None}
     section = {key: value for key, value in settings.pop("adaptive_batching", {}).items() if value is not None}
-    function = settings.get("batch_increase_function")
-    if isinstance(function, Mapping) and function.get("_component_") is None:  # as a command line says null
-        del settings["batch_increase_function"]
+    if not grows(settings):
+        settings.pop("batch_increase_function", None)
     explored, probed = _explored(run), _probed(run, settings, section)
     found = {**explored, **probed}
     for key, (value, _) in found.items():
         (settings if key in _FIELDS else section)[key] = value
     if section:
         settings["adaptive_batching"] = section
-    said = "Nothing to change: the probe's result is kept next to the record, and the next run reuses it."
+    said = "Nothing to change: these are the settings of this run."
+    if run.last("probe") is not None:
+        said = "Nothing to change: the probe's result is kept next to the record, and the next run reuses it."
     if found:
         spared = ["explores nothing"] * bool(explored) + ["needs no probe"] * bool(probed)
         said = f"With these settings the next run {' and '.join(spared)}."
@@ -77,14 +90,14 @@ def _probed(run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]) -
     """Return the settings that the run has probed for, each with what to say of it."""
     probed, epochs = run.last("probe"), run.events["epoch"]
     micro_batch_size, _ = _explored(run).get("micro_batch_size", (settings.get("micro_batch_size"), ""))
-    grows, maximum = settings.get("batch_increase_function") is not None, settings.get("use_maximum_batch_size")
+    maximum = settings.get("use_maximum_batch_size")
     kept = section.get("grow_beyond_memory") or section.get("keep_global_batch")
     if probed is None or not epochs or micro_batch_size == "auto" or kept:
         return {}  # forwards are filled by what fits, which a probe has to say
     found: dict[str, tuple[Any, str]] = {}
-    if not grows and maximum:
+    if not grows(settings) and maximum:
         found["batch_size"] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get('batch_size')}"
-    elif grows and settings.get("micro_batch_size") is None:
+    elif grows(settings) and settings.get("micro_batch_size") is None:
         found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {bound(probed)}"
     if found and maximum:
         found["use_maximum_batch_size"] = False, "was True"

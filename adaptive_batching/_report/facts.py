@@ -14,6 +14,10 @@ from adaptive_batching._values import ConfigError, MemoryAmount
 _KIB, _MIB, GIB = 2**10, 2**20, 2**30
 NOT_RECORDED = "not recorded"
 
+# Factor by which a step may take longer for each doubling of the batch where growth can pay, and from which on it does
+# not: the rule of docs/grow-the-batch.md.
+_CAN_PAY, _DOES_NOT_PAY = 1.25, 1.5
+
 # When the functions of this package grow the batch; an argument takes the place of its name.
 _GROWTH = {
     "step": "every {every} epochs", "multistep": "at a milestone", "staged": "at a stage",
@@ -155,7 +159,7 @@ def _peak(run: Run) -> Fact:
     limit, more = memory_limit(run), ""
     if limit is not None:
         more = f"of {size(limit[0])}, {limit[1]}"
-        if max(peaks) > limit[0]:
+        if max(peaks) > limit[0] and any(each["what"] == "checkpoint" for each in run.events["took"]):
             more += "; checkpoints are saved outside of it"
     return Fact("Peak memory", size(max(peaks)), more, max(peaks))
 
@@ -217,7 +221,7 @@ def _largest(probe: Event | None, maximum: Event | None) -> tuple[str, str]:
         length = count(probe["sequence_length"])
         return count(probe["batch_size"]), f"samples of {length} tokens, bound by {bound(probe)}"
     if maximum is not None:
-        return count(maximum["batch_size"]), f"not probed: {maximum['reason']}"
+        return "not probed", f"at most {count(maximum['batch_size'])}: {maximum['reason']}"
     return NOT_RECORDED, ""
 
 
@@ -266,6 +270,34 @@ def where(run: Run) -> str:
         *(f"{name} {version}" for name, version in begun.get("versions", {}).items()),
     ]
     return ", ".join(filter(None, said))
+
+
+def grows(config: Mapping[str, Any]) -> bool:
+    """Return True if a config names an increase function, which a command line takes away as a null component."""
+    function = config.get("batch_increase_function")
+    return function is not None and not (isinstance(function, Mapping) and function.get("_component_") is None)
+
+
+def cost_of_growth(probe: Mapping[str, Any]) -> str:
+    """Return how much longer a step took for each doubling of the batch in a probe, and whether growth pays by that.
+
+    It compares the first step at the smallest and at the largest size that ran, d doublings apart: the factor is the
+    d-th root of their times. Empty where fewer than two sizes ran to their end, a doubling apart. The verdict is the
+    rule of docs/grow-the-batch.md, "Does it help?", which rests on one small model.
+    """
+    ran = {each["batch_size"]: each["seconds"] for each in probe["measurements"] if each["peak_bytes"] is not None}
+    small, large = min(ran, default=1), max(ran, default=1)
+    if large < 2 * small or min(ran[small], ran[large]) <= 0:
+        return ""
+    longer = (ran[large] / ran[small]) ** (1 / math.log2(large / small))
+    verdict = "whether growing it saves time is open"
+    if longer <= _CAN_PAY:
+        verdict = "growing it can save time"
+    elif longer >= _DOES_NOT_PAY:
+        verdict = "growing it costs more than it saves"
+    times = f"the probe's steps: {duration(ran[small])} at {count(small)}, {duration(ran[large])} at {count(large)}"
+    rule = 'rule: docs/grow-the-batch.md, "Does it help?"'
+    return f"doubling the batch makes a step {longer:.2f} times as long here ({times}): {verdict} ({rule})"
 
 
 def first_too_large(predicted: Iterable[Sequence[int]], fits: int, budget_bytes: int) -> Sequence[int] | None:

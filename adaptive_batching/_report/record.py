@@ -19,7 +19,7 @@ from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import RECORD, VERSION, Row, StepCost, Watcher, lines_that_count, written
-from adaptive_batching._report.facts import first_too_large
+from adaptive_batching._report.facts import cost_of_growth, first_too_large, grows
 from adaptive_batching._report.page import finish_page, start_page, stop_page
 from adaptive_batching._values import ConfigError
 
@@ -106,6 +106,8 @@ class Report(Watcher):
                 found(("shorter samples", points))
         runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
         found(("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"))
+        if grows(self._about.get("config") or {}) and (cost := cost_of_growth(result.to_dict())):
+            found(("growth", cost))
 
     def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
         """Record the result of a probe of rollouts, after that of training steps."""

@@ -248,7 +248,9 @@ def decisions(run: Run) -> list[Html]:
         return []
     header = [name for name in cells[0] if any(row[name] for row in cells)]
     shown = [[row[name] for name in header] for row in cells]
-    return [table(header, shown, words=[len(header) - 1], class_="decisions")]
+    probed = run.last("probe")
+    cost = say.cost_of_growth(probed) if probed is not None and say.grows(config) else ""
+    return [table(header, shown, words=[len(header) - 1], class_="decisions"), *some("p", cost[:1].upper() + cost[1:])]
 
 
 def recoveries(run: Run) -> list[Html]:
@@ -354,4 +356,14 @@ def config(run: Run) -> list[Html]:
         "div", tag("button", "Copy", type="button", class_="copy"), tag("pre", tag("code", yaml), tabindex="0")
     )
     whole = tag("pre", tag("code", configs.whole_config(run)), tabindex="0")
-    return [tag("p", spares), copied, tag("details", tag("summary", "The whole config of this run"), whole)]
+    more = tag("details", tag("summary", "The whole config of this run"), whole)
+    return [tag("p", spares), copied, *_from_stock(run), more]
+
+
+def _from_stock(run: Run) -> list[Html]:
+    if (found := configs.from_stock(run)) is None:
+        return []
+    name, differ = found
+    rows = [[key, *values] for key, values in differ]
+    heading = tag("summary", f"What differs from torchtune's {name} ({len(rows)})")
+    return [tag("details", heading, table(["", "torchtune's", "this run's"], rows, words=[0, 1, 2]))]

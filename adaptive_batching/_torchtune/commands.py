@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config
 from torchtune._cli.run import Run
-from torchtune.config._errors import ConfigError as NotWellFormed
-from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
 import adaptive_batching
@@ -30,8 +27,10 @@ from adaptive_batching._torchtune.names import (
     recipe_of,
     recipes,
     recipes_folder,
+    why_not_read,
 )
 from adaptive_batching._torchtune.settings import FIELDS, VALIDATION, check_names
+from adaptive_batching._torchtune.stock_keys import check_components, check_kinds, refused_in_one_line
 from adaptive_batching._values import first_line
 
 _LAUNCH = "[torchrun's options] RECIPE --config CONFIG [key=value ...]"
@@ -78,7 +77,7 @@ def _add_launch(command: type[_Run], subparsers: Any, prog: str, name: str, text
     texts = {"usage": f"{prog} {name} {_LAUNCH}", "epilog": _EXAMPLES.format(prog=f"{prog} {name}")}
     parser = command.create(_Subparsers(subparsers, prog, name, help=text, description=text, **texts))._parser
     how_much = parser.add_mutually_exclusive_group()
-    how_much.add_argument(QUIET, dest="flags", action="append_const", const=QUIET, help="log warnings alone")
+    how_much.add_argument(QUIET, dest="flags", action="append_const", const=QUIET, help="show warnings alone")
     how_much.add_argument(
         VERBOSE, dest="flags", action="append_const", const=VERBOSE, help="log details, and the resolved config"
     )
@@ -98,10 +97,14 @@ class _Run(Run):
         if "--config" not in args.recipe_args[:-1]:
             self._parser.error("--config <name or path> is missing after the recipe")
         config = args.recipe_args[args.recipe_args.index("--config") + 1]
-        find_config(config, self._parser)
+        _read(find_config(config, self._parser), [], self._parser)
         # Processes that torchrun starts find this package, and modules in the working directory, on the path.
         paths = [str(Path(adaptive_batching.__file__).parents[1]), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if not re.fullmatch("auto|gpu|cpu|xpu|[1-9][0-9]*", str(args.nproc_per_node)):
+            self._parser.error(
+                f"--nproc_per_node {args.nproc_per_node} must be a number of processes, at least 1, or auto"
+            )
         flags = args.flags or []
         # torchtune takes what stands before the recipe for torchrun's
         sys.argv = [self._parser.prog, *(each for each in sys.argv[1:] if each not in flags)]
@@ -130,24 +133,25 @@ def add_validate(subparsers: Any, prog: str) -> None:
     parser.add_argument("--recipe", metavar="NAME", help="default: the one named in the config's comments")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the config")
 
+    from adaptive_batching._torchtune.meta_setup import RECIPES, make_on_paper  # takes seconds
+
     def validate(args: argparse.Namespace) -> None:
         sys.path.append(str(Path.cwd()))  # as a run does, for an increase function that lies there
         path = find_config(args.config, parser)
         name = find_recipe(args.recipe, parser).name if args.recipe else recipe_of(args.config, path)
         cfg = _read(path, args.overrides, parser)
         try:
-            # An increase function is imported below, where a mistake has its remedy.
-            config.validate(OmegaConf.create({key: value for key, value in cfg.items() if key not in FIELDS}))
             with mistakes_in_one_line("step"):
+                check_kinds(cfg)
+                check_components(cfg)
                 if name is not None:
                     check_names(cfg, _known_keys(name) | {*FIELDS, *VALIDATION})
                 check_settings(cfg, name)
+                if name is not None and name in RECIPES:
+                    with refused_in_one_line():
+                        make_on_paper(name, cfg)
         except SystemExit as end:
             parser.error(f"{path}: {str(end).removeprefix('error: ')}")
-        except NotWellFormed as error:
-            parser.error(f"{path}: " + "; ".join(f"{type(each).__name__}: {each}" for each in error.errors))
-        except (InstantiationError, TypeError) as error:  # a component that is not there, or takes no such argument
-            parser.error(f"{path}: {' '.join(str(error).split())}")
         print("Config is well-formed!")
 
     parser.set_defaults(func=validate)
@@ -157,7 +161,7 @@ def _read(path: Path, overrides: list[str], parser: argparse.ArgumentParser) -> 
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # whatever is wrong with it
-        parser.error(f"{path} cannot be read: {first_line(error).strip()}")
+        parser.error(f"{path} cannot be read: {why_not_read(error)}")
     if not isinstance(values, dict):
         parser.error(f"{path} is not a config: it must map keys to values")
     try:
@@ -200,6 +204,8 @@ def add_quickstart(subparsers: Any, prog: str) -> None:
             quickstart.build(args.data_dir)
         except FileExistsError as error:
             parser.error(str(error))
+        except OSError as error:
+            parser.error(f"--data_dir {args.data_dir}: {error.strerror or error}; name another folder")
         overrides = [f"data_dir={args.data_dir}", *_SHORT, *args.overrides]
         command = f"{program} run full_finetune_single_device --config quickstart/full_single_device"
         print(f"Running this command:\n  {command} \\\n    {shlex.join(overrides)}\n\n{_STAGED}", flush=True)

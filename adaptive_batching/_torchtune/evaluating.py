@@ -199,7 +199,8 @@ class BatchesThatFit:
         ``at_worst`` runs as many rows as ``forward``, from the first on, in as much memory as they can take.
         """
         self.model.requires_grad_(False)  # stock has a graph made of what it scores
-        shown = tqdm(total=len(lengths), desc=f"Running {kind} requests", disable=disable_tqdm)
+        hidden = {"disable": True} if disable_tqdm else {}  # else as the environment says
+        shown = tqdm(total=len(lengths), desc=f"Running {kind} requests", **hidden)
         in_parts: Any = {"_batch_size": self._batch_size, "_in_parts": True}
         with replaced_in(self, **in_parts), shown as bar:
 

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,17 @@ from adaptive_batching._ranks.agree import is_lost_rank
 from adaptive_batching._torchtune import compiling
 from adaptive_batching._torchtune.evaluating import AdaptiveEvaluation
 from adaptive_batching._torchtune.growing import resolve_increase
+from adaptive_batching._torchtune.names import config_on_command_line
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.recipe_classes import EVALUATION, recipe
 from adaptive_batching._torchtune.settings import check_ppo_settings, read_evaluation, read_settings, read_validation
+from adaptive_batching._torchtune.stock_keys import (
+    check_components,
+    check_keys,
+    check_kinds,
+    refused_in_one_line,
+    set_up_in_one_line,
+)
 from adaptive_batching._torchtune.validating import check_validation
 from adaptive_batching._values import AdaptiveBatchingError, ConfigError, first_line
 
@@ -72,7 +79,7 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
 
 def _what_cannot_be_read() -> str:
     """Name the first override on the command line that cannot be read by itself, or what else it may be."""
-    config_path = next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+    config_path = config_on_command_line()
     try:
         values = argparse.Namespace(**OmegaConf.to_container(OmegaConf.load(config_path), resolve=False))  # type: ignore[arg-type]
     except Exception:  # whatever is wrong with it
@@ -125,6 +132,8 @@ def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None
         _check_device(cfg)
         if ONLY_PROBES in flags:
             raise ConfigError("probe finds the batch size of a training run, but this recipe evaluates; use 'run'")
+        check_kinds(cfg)
+        check_components(cfg)
         read_evaluation(cfg, warns=False)
         _set_up(recipe_class, cfg, flags).evaluate()
 
@@ -154,14 +163,20 @@ def check_settings(cfg: DictConfig, name: str | None) -> None:
         AdaptiveBatchingError: On the first mistake.
     """
     if name == EVALUATION:
+        check_kinds(cfg)
+        check_components(cfg)
         read_evaluation(cfg, warns=False)
         return
+    if name is not None:
+        check_keys(cfg, name)
     _check_training(cfg, None if name is None else recipe(name))
     if name == "ppo_full_finetune_single_device":
         check_ppo_settings(cfg)
 
 
 def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
+    check_kinds(cfg)
+    check_components(cfg)
     increase = resolve_increase(read_settings(cfg, warns=False))
     if increase.noise_scale_every is not None:
         check_that_noise_can_be_measured(cfg, increase.reader)
@@ -171,8 +186,10 @@ def _check_training(cfg: DictConfig, recipe_class: type[Any] | None) -> None:
 def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
     if VERBOSE in flags:
         config.log_config(recipe_name=recipe_class.__name__, cfg=cfg)
-    made = recipe_class(cfg=cfg)
-    made.setup(cfg=cfg)
+    with refused_in_one_line():
+        made = recipe_class(cfg=cfg)
+    with set_up_in_one_line(cfg):
+        made.setup(cfg=cfg)
     return made
 
 

@@ -179,7 +179,8 @@ class TrainingLoop(Loop):
         if self._schedule.adapts:
             self._window_start = time.perf_counter()  # the last epoch's checkpoint is no part of a step
         total, before = course.steps_per_epoch, course.steps_in_epoch
-        with tqdm(total=total, initial=before, dynamic_ncols=True, disable=not host.ranks.is_first) as progress:
+        shown = {} if host.ranks.is_first else {"disable": True}  # else as the environment says
+        with tqdm(total=total, initial=before, dynamic_ncols=True, **shown) as progress:
             for index, batch in enumerate(self._schedule.batches()):
                 with recorded_memory(run.memory_history if host.ranks.is_first else None, epoch, index):
                     batches += 1

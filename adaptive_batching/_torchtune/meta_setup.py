@@ -28,7 +28,6 @@ from torchtune import training, utils
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import RotaryPositionalEmbeddings
 from torchtune.modules.peft import DoRALinear, get_adapter_params
-from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import _activation_offloading
 
 from adaptive_batching._ranks.agree import Ranks
@@ -46,7 +45,7 @@ from adaptive_batching._torchtune.losses import (
 )
 from adaptive_batching._torchtune.objective import Objective, StockParts
 from adaptive_batching._torchtune.settings import read_settings
-from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune
+from adaptive_batching._torchtune.stock import load_stock, replaced_in_torchtune, stock_recipe
 from adaptive_batching._trace.reserved import SetUp
 
 RECIPES: Mapping[str, Callable[[StockParts], Objective]] = {
@@ -97,8 +96,7 @@ def set_up(
 
     A ``device`` other than ``cpu`` in the config stands for CUDA. Several ``devices`` need a group: :func:`on_devices`.
     """
-    stock, make_objective = load_stock(recipe), RECIPES[recipe]
-    [base] = [c for c in vars(stock).values() if isinstance(c, type) and FTRecipeInterface in c.__mro__[1:]]
+    stock, base, make_objective = load_stock(recipe), stock_recipe(recipe), RECIPES[recipe]
     planned = type(base.__name__, (_OnPaper, base), {})
     cfg = _without_files(cfg, replace(data, pairs=make_objective is preferences))
     accept_configs_of_torchao()
@@ -352,3 +350,11 @@ def _without_device(stock: ModuleType, allocations: Allocations) -> Iterator[Non
             if owner is not stock or hasattr(stock, name):
                 stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
+
+
+def make_on_paper(recipe: str, cfg: DictConfig) -> None:
+    """Make a stock recipe of :data:`RECIPES`, not set up; what stock raises about the config comes through."""
+    devices = max(2, cfg.get("tensor_parallel_dim", 1)) if recipe.endswith("distributed") else 1
+    on_paper = _without_device(load_stock(recipe), Allocations())
+    with torch.random.fork_rng(devices=[]), quiet(), on_devices(devices), on_paper:
+        stock_recipe(recipe)(copy.deepcopy(cfg))

@@ -16,11 +16,12 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import adaptive_batching
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import ConfigError, first_line
 
 _PACKAGE = Path(adaptive_batching.__file__).parent
 LAUNCHED = r"(?m)^#.*?(\w+)(?:\.py)? --config "
@@ -78,6 +79,22 @@ def config_files() -> dict[str, Path]:
     return {config.name: Path(config.file_path) for recipe in recipes() for config in recipe.configs}
 
 
+def config_on_command_line() -> str:
+    """Return what ``--config`` names on the command line of this process; empty if it is not there."""
+    return next((after for name, after in pairwise(sys.argv) if name == "--config"), "")
+
+
+def stock_config(path: Path) -> str | None:
+    """Return the name of torchtune's config that a file is named after, ``_adaptive`` aside; None if that is not clear.
+
+    Where several are called like the file, it is the one whose folder is called like the file's.
+    """
+    stem, ours = path.stem.removesuffix("_adaptive"), recipes_folder()
+    found = [name for name, file in config_files().items() if file.stem == stem and not file.is_relative_to(ours)]
+    found = [name for name in found if name == f"{path.parent.name}/{stem}"] or found
+    return found[0] if len(found) == 1 else None
+
+
 def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
     """Return the file of the config that a name or a path stands for; without one, end with the closest name."""
     files, path = config_files(), Path(name)
@@ -93,6 +110,9 @@ def find_config(name: str, parser: argparse.ArgumentParser) -> Path:
 def find_recipe(name: str, parser: argparse.ArgumentParser) -> Any:
     """Return the recipe of that name; without one, end with the closest name."""
     named = {recipe.name: recipe for recipe in recipes()}
+    if name in config_files():
+        listing = [recipe.name for recipe in recipes() if name in [config.name for config in recipe.configs]]
+        parser.error(f"{name!r} is a config, not a recipe; run it with {' or '.join(listing)}")
     if name not in named:
         parser.error(f"there is no recipe {name!r}{closest(name, named)}")
     return named[name]
@@ -102,7 +122,17 @@ def recipe_of(name: str, path: Path) -> str | None:
     """Return the recipe that a config is for: the one that lists it, or else the first that its comments launch."""
     listed = [recipe.name for recipe in recipes() if name in [config.name for config in recipe.configs]]
     known = {recipe.name for recipe in recipes()}
-    return next((each for each in [*listed, *re.findall(LAUNCHED, path.read_text())] if each in known), None)
+    return next(
+        (each for each in [*listed, *re.findall(LAUNCHED, path.read_text(errors="replace"))] if each in known), None
+    )
+
+
+def why_not_read(error: Exception) -> str:
+    """Return in one line why a config cannot be read, with the line that YAML stumbles over."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return first_line(error).strip()
+    return f"{getattr(error, 'problem', '') or 'not YAML'}, in line {mark.line + 1}"
 
 
 def closest(name: str, known: Iterable[str]) -> str:
@@ -181,11 +211,15 @@ def add_cat(subparsers: Any, prog: str) -> None:
     parser.add_argument("--sort", action="store_true", help="sort the keys, which leaves out the comments")
 
     def cat(args: argparse.Namespace) -> None:
-        written = find_config(args.config, parser).read_text(encoding="utf-8")
-        if args.sort:
-            import yaml  # type: ignore[import-untyped]
+        path = find_config(args.config, parser)
+        try:
+            written = path.read_text(encoding="utf-8")
+            if args.sort:
+                import yaml  # type: ignore[import-untyped]
 
-            written = yaml.dump(yaml.safe_load(written), default_flow_style=False, allow_unicode=True)
+                written = yaml.dump(yaml.safe_load(written), default_flow_style=False, allow_unicode=True)
+        except Exception as error:  # whatever is wrong with it
+            parser.error(f"{path} cannot be read: {why_not_read(error)}")
         print(written, end="")
 
     parser.set_defaults(func=cat)
@@ -213,9 +247,9 @@ def add_cp(subparsers: Any, prog: str) -> None:
             if args.make_parents:
                 to.parent.mkdir(parents=True, exist_ok=True)
             print(f"Copied file to {shutil.copyfile(source, to)}")
-        except FileNotFoundError:
-            parser.error(f"there is no folder {str(to.parent)!r}; make it, or add --make-parents")
         except OSError as error:
+            if not to.parent.is_dir():
+                parser.error(f"there is no folder {str(to.parent)!r}; make it, or add --make-parents")
             parser.error(f"{to}: {error.strerror or error}; name another destination")
 
     parser.set_defaults(func=cp)

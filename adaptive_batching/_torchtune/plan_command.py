@@ -29,9 +29,10 @@ from adaptive_batching._growth.increase import IncreaseFunctionError
 from adaptive_batching._plan import Answer, find_gpus
 from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._torchtune.meta_setup import RECIPES
-from adaptive_batching._torchtune.names import LAUNCHED, closest
+from adaptive_batching._torchtune.names import LAUNCHED, closest, why_not_read
 from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, PlanRequest
+from adaptive_batching._torchtune.stock_keys import check_kinds
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._values import ConfigError, MemoryAmount, first_line
 
@@ -102,7 +103,7 @@ def _read(args: argparse.Namespace) -> Asked:
     if args.plot is not None:
         _check_plot(args.plot)
     recipe, path, cfg = load_config(name, recipe, overrides)
-    said = re.search(r"--nproc_per_node (\d+)", path.read_text())
+    said = re.search(r"--nproc_per_node (\d+)", path.read_text(errors="replace"))
     devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
     recipe = _on_so_many(recipe, devices)
     memory_bytes = min(gpu.memory_bytes for gpu in gpus) if gpus else _memory(args.memory)
@@ -157,6 +158,8 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
     for name in names:
         if not is_recipe and config not in configs and not Path(config).is_file():  # it stands where a recipe would
             raise ConfigError(f"there is no recipe {config!r}{closest(config, known)}")
+        if args.config is not None and not is_recipe:
+            raise ConfigError(f"there is no recipe {name!r}{closest(name, known)}")
         raise ConfigError(f"{name!r} is not an override; write key=value")
     return config, recipe, [each for each in args.overrides if is_override(each)]
 
@@ -190,9 +193,15 @@ def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tupl
         raise ConfigError(f"there is no config {name!r}{closest(name, [known_as for known_as, *_ in known])}")
     try:
         values = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # whatever is wrong with it
+        raise ConfigError(f"{name} cannot be read: {why_not_read(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} is not a config: it must map keys to values")
+    try:
         cfg = _merge_yaml_and_cli_args(argparse.Namespace(**values), list(overrides))  # type: ignore[arg-type]
-    except Exception as error:  # whatever YAML, omegaconf and torchtune raise
-        raise ConfigError(f"{name} {' '.join(overrides)} cannot be read: {first_line(error)}") from error
+    except Exception as error:  # whatever torchtune and omegaconf raise
+        raise ConfigError(f"{' '.join(overrides)} cannot be read ({first_line(error)}); write key=value") from error
+    check_kinds(cfg)
     if "model" not in cfg:
         raise ConfigError(f"{name} has no model; is it a config of a recipe?")
     return recipe or _recipe_of(path, cfg), path, cfg

@@ -21,6 +21,7 @@ from torchtune import training
 import adaptive_batching
 from adaptive_batching._config import SECTION, TOP_LEVEL, AdaptiveBatchingConfig
 from adaptive_batching._torchtune.growing import resolve_increase
+from adaptive_batching._torchtune.names import config_files, config_on_command_line, stock_config
 from adaptive_batching._values import ConfigError, Explore, Fixed, Whole, divisors_of, require_positive_int
 
 log = logging.getLogger(__name__)
@@ -210,10 +211,10 @@ def report_dir(cfg: DictConfig, settings: AdaptiveBatchingConfig) -> Path:
 
 
 def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int) -> dict[str, Any]:
-    try:
-        whole = OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for
-        whole = OmegaConf.to_container(cfg, resolve=False)
+    stock = stock_config(Path(config_on_command_line()))
+    of_stock = (
+        {} if stock is None else {"stock": {"name": stock, "config": _whole(OmegaConf.load(config_files()[stock]))}}
+    )
     module = torch.get_device_module(device)
     has_name = device.type != "cpu" and hasattr(module, "get_device_name")
     versions = {name: version(name) for name in ("torch", "torchtune")}
@@ -224,8 +225,16 @@ def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int)
         "processor": _processor(),
         "versions": {"Python": platform.python_version(), **versions},
         "ranks": num_ranks,
-        "config": whole,
+        "config": _whole(cfg),
+        **of_stock,
     }
+
+
+def _whole(cfg: Any) -> Any:
+    try:
+        return OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for
+        return OmegaConf.to_container(cfg, resolve=False)
 
 
 def _processor() -> str:

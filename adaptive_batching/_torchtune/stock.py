@@ -15,6 +15,7 @@ from typing import Any
 
 import torchtune
 from torchtune import training
+from torchtune.recipe_interfaces import FTRecipeInterface
 
 _OLDEST_HARNESS = (0, 4, 8)
 """Version of lm_eval from which on the harness runs the windows of all texts together."""
@@ -44,6 +45,13 @@ def load_stock(name: str) -> ModuleType:
         del sys.modules[module_name]
         raise
     return module
+
+
+def stock_recipe(name: str) -> type[Any]:
+    """Return the class of a stock recipe that trains."""
+    defined = vars(load_stock(name)).values()
+    [found] = [each for each in defined if isinstance(each, type) and FTRecipeInterface in each.__mro__[1:]]
+    return found
 
 
 @contextlib.contextmanager

@@ -132,6 +132,7 @@ def test_what_a_run_shows(inputs: Path, tmp_path: Path) -> None:
     assert "resolved config" in shown["-v"] and "what was decided" in shown["-v"]
     assert "resolved config" not in shown["-q"] and "is initialized" not in shown["-q"]
     assert "what was decided" not in shown["-q"]
+    assert "it/s" in shown["-v"] and not any(bar in shown["-q"] for bar in ("it/s", "s/it", "examples/s"))
     assert not any(noise in text for text in shown.values() for noise in ("cpp extensions", "set_vital"))
     # A recipe by the path of the installed package, from a checkout; a probe trains nothing.
     recipe = ["adaptive_batching/recipes/full_finetune_single_device.py", "--config"]

@@ -91,6 +91,17 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     (f"{FUNCTION}.evry=2", ["adaptive_batching.growth.step", "evry"]),
     (f"{FUNCTION}.every=0", ["adaptive_batching.growth.step", "every"]),
     (f"{FUNCTION}.gamma=1", ["adaptive_batching.growth.step", "gamma"]),
+    # what stock reads
+    ("dtype=fp17", ["dtype='fp17' must be one of", "bf16"]),
+    ("dtype=fp16", ["torchtune refuses this config", "use bf16 or fp32"]),
+    ("device=gpu", ["device='gpu' must be a device"]),
+    ("epochs=two", ["epochs='two' must be a whole number"]),
+    ("gradient_accumulation_steps=0", ["gradient_accumulation_steps=0 must be", "at least 1"]),
+    ("optimizer.lr=fast", ["optimizer.lr='fast' must be a number"]),
+    ("optimizer.lrr=1", ["optimizer", "unexpected keyword argument 'lrr'"]),
+    ("optimizer=torch.optim.Adm", ["optimizer=torch.optim.Adm", "'Adm'"]),
+    ("model.num_layerss=4", ["model: llama2 got an unexpected keyword argument 'num_layerss'"]),
+    ("model=null", ["model=null names no component"]),
     # the command line itself
     ("use_maximum_batch_size", ["key=value", "use_maximum_batch_size"]),
     ("--use_maximum_batch_size=True", ["key=value", "--use_maximum_batch_size=True"]),
@@ -180,7 +191,7 @@ def test_a_mistake_in_a_config_of_a_recipe_ends_in_one_line(
     ("text", "words"),
     [
         (None, ["there is no config", "did you mean 'quickstart/lora_single_device'"]),
-        ("a: [1,\n b: }", ["cannot be read", "flow node"]),
+        ("a: [1,\n b: }", ["cannot be read", "in line 2"]),
         ("- 1\n- 2", ["it must map keys to values"]),
         ("loss: {_component_: torch.nn.NoLoss}", ["NoLoss", "config.yaml"]),
         ("loss: {_component_: torch.nn.CrossEntropyLoss, ignore: 1}", ["CrossEntropyLoss", "ignore"]),
@@ -209,6 +220,8 @@ def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -
     [
         ("checkpointer.checkpoint_dir=/no/model", ["the model cannot be loaded", "/no/model", "top of a config"]),
         ("checkpointer.checkpoint_files=[no.bin]", ["the model cannot be loaded", "no.bin", "checkpointer.checkpoint"]),
+        ("tokenizer.path=/no/tokenizer", ["tokenizer.path='/no/tokenizer' is not there"]),
+        ("model.num_layers=5", ["the checkpoint is not of this model", "Missing key", "check model and checkpointer"]),
         ("dataset.split=train[:0]", ["dataset cannot be loaded", "train[:0]", "dataset.source, its split"]),
         ("dataset.data_files=/no/such/file.json", ["dataset cannot be loaded", "/no/such/file.json"]),
         ("adaptive_batching.report_dir=/dev/null use_maximum_batch_size=True", ["report_dir='/dev/null'", "set it to"]),

@@ -140,3 +140,18 @@ def test_it_can_be_read_without_javascript(window: Browser, pages: dict[str, Pat
     window.run_scripts(on=True)
     assert window.complaints == [] and "The curves need JavaScript" in words
     assert "max_batch_size: 8" in words and "A step of 16 would take about 2 MiB" in words
+
+
+def test_a_run_of_one_step_is_drawn_as_points(window: Browser, tmp_path: Path) -> None:
+    write_run(Report(tmp_path, about=about()), range(1), 1, all_there_is=False, ends=False)
+    window.open(write_page([tmp_path]), DESK)
+    blue = """(() => {
+        const canvas = document.querySelector(".loss canvas"), {width, height} = canvas;
+        const {data} = canvas.getContext("2d").getImageData(0, 0, width, height);
+        let count = 0;
+        for (let at = 0; at < data.length; at += 4) {
+            count += data[at + 3] > 200 && data[at + 2] > 150 && data[at] < 100;
+        }
+        return count;
+    })()"""
+    assert window.run(blue) > 20

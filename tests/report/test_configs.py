@@ -11,8 +11,11 @@ from omegaconf import OmegaConf
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._report.configs import snippet
 from adaptive_batching._report.events import read_runs
+from adaptive_batching._report.page import write_page
 from adaptive_batching._report.record import Report
-from tests.support.runs import about, write_run
+from adaptive_batching._torchtune.names import stock_config
+from tests.support.html import read_page
+from tests.support.runs import CONFIG, about, write_run
 
 FUNCTION = {"_component_": "adaptive_batching.growth.staged", "stages": {0: 4, 2: 8}}
 
@@ -76,7 +79,16 @@ def test_what_has_to_know_the_memory_is_left_as_it_is(config: dict[str, Any], tm
     values, _, spares = pasted(tmp_path, **config)
     before = {**about()["config"], **config}
     assert settings(values) == settings({key: before[key] for key in values})
-    assert spares.startswith("Nothing to change")
+    assert spares.startswith("Nothing to change: the probe's result")
+
+
+def test_what_was_not_probed_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about())
+    report.maximum(16, "max_batch_size=16")
+    write_run(report, range(1), 1, all_there_is=False)
+    page = read_page(write_page([tmp_path]))
+    assert "Nothing to change: these are the settings of this run" in page.words["config"]
+    assert page.facts["Largest that fits"] == "not probed" and "at most 16: max_batch_size=16" in page.words["summary"]
 
 
 @pytest.mark.parametrize(
@@ -91,3 +103,28 @@ def test_a_record_that_does_not_hold_its_config_has_nothing_to_paste(tmp_path: P
     write_run(Report(tmp_path))
     [run] = read_runs([tmp_path])
     assert snippet(run) is None
+
+
+def test_what_differs_from_stocks_config_of_the_same_name_is_shown(tmp_path: Path) -> None:
+    stock = {**CONFIG, "output_dir": "/tmp/stock", "batch_size": 2, "log": "/tmp/stock/log", "seed": None}
+    write_run(Report(tmp_path, about={**about(log="outputs/run/log"), "stock": {"name": "a/b", "config": stock}}))
+    page = read_page(write_page([tmp_path]))
+    assert page.tables["config"] == [[["", "torchtune's", "this run's"], ["batch_size", "2", "4"],
+                                      ["seed", "null", "not set"]]]  # fmt: skip
+    assert "What differs from torchtune's a/b (2)" in page.words["config"]
+
+
+@pytest.mark.parametrize(
+    ("path", "stock"),
+    [
+        ("recipes/configs/llama3_2/1B_lora_single_device.yaml", "llama3_2/1B_lora_single_device"),
+        ("recipes/configs/llama3_1/8B_lora_single_device_adaptive.yaml", "llama3_1/8B_lora_single_device"),
+        ("my/70B_qlora.yaml", None),  # llama3_3 has one and llama3_1 as well
+        ("llama3_3/70B_qlora.yaml", "llama3_3/70B_qlora"),
+        ("my/0.6B_other.yaml", None),
+        ("quickstart/full_single_device.yaml", None),
+        ("", None),
+    ],
+)
+def test_stocks_config_is_found_by_the_name_of_a_file(path: str, stock: str | None) -> None:
+    assert stock_config(Path(path)) == stock

@@ -156,6 +156,41 @@ def test_a_peak_is_compared_with_what_the_whole_run_may_take(
     assert (found and found[0]) == limit
 
 
+@pytest.mark.parametrize(
+    ("ran", "said"),
+    [
+        ([(8, 1.0), (16, 1.93)], "a step 1.93 times as long here (the probe's steps: 1.0 s at 8, 1.9 s at 16): growing "
+         "it costs more than it saves"),
+        ([(8, 1.0), (16, None), (4, 1.0), (32, 27.0)], "3.00 times"),  # three doublings; what failed does not count
+        ([(8, 1.0), (16, 1.5)], "costs more than it saves"),
+        ([(8, 1.0), (16, 1.4)], "1.40 times as long here (the probe's steps: 1.0 s at 8, 1.4 s at 16): whether"),
+        ([(8, 1.0), (16, 1.25)], "growing it can save time"),
+        ([(8, 1.0), (15, 1.9)], None),  # not twice as large
+        ([(8, 1.0)], None),
+        ([(8, None)], None),
+    ],
+)  # fmt: skip
+def test_what_doubling_costs_is_told_by_the_steps_of_the_probe(
+    ran: list[tuple[int, float | None]], said: str | None
+) -> None:
+    measurements = [{"batch_size": n, "seconds": t or 9.0, "peak_bytes": None if t is None else 1} for n, t in ran]
+    told = facts.cost_of_growth({"measurements": measurements})
+    assert said in told if said else told == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [({"_component_": "a.b"}, True), ("a.b", True), ({"_component_": None, "every": 1}, False), (None, False)],
+)
+def test_what_doubling_costs_is_told_where_the_batch_grows(
+    function: Any, says: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = Report(tmp_path, about=about(batch_increase_function=function))
+    write_run(report)
+    line = "oubling the batch makes a step 1.41 times as long here"  # 0.1 s at 2 samples, 0.2 s at 8
+    assert (line in "\n".join(report.table())) == (line in page_of(tmp_path).words["decisions"]) == says
+
+
 def test_the_page_of_a_run_that_was_killed_says_so(run: Path) -> None:
     record = run / "report.jsonl"
     record.write_bytes(record.read_bytes()[:-900])

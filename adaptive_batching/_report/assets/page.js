@@ -97,7 +97,7 @@
 
   // Training
 
-  function lineOf(line, run, name, isMain) {
+  function lineOf(line, run, name, isMain, isLine) {
     const style = { label: name, spanGaps: true, value: (_, value) => number(value), points: { show: false } };
     style.stroke = colour(data.runs.length > 1 ? `c${run % COLOURS}` : isMain ? "c0" : "c1");
     style.width = data.runs.length > 1 && !run ? 5 : 2;
@@ -109,7 +109,9 @@
     }
     if (line.column === "validation") {
       style.stroke = colour("c1");
-      style.points = { show: true, size: 7, width: 1, stroke: colour("c1"), fill: colour("c1") };
+    }
+    if (line.column === "validation" || !isLine) {
+      style.points = { show: true, size: 7, width: 1, stroke: style.stroke, fill: style.stroke };
     }
     return style;
   }
@@ -130,13 +132,15 @@
       there.forEach((line, place) => {
         const isFaint = line.column === "loss" && there.length > 1;
         const isMain = name === "loss" ? true : place === 0;
-        series.push(lineOf({ ...line, isFaint }, index, data.runs.length > 1 ? run.name : line.label, isMain));
+        const isLine = run.columns[line.column].filter((value) => value != null).length > 1;
+        series.push(lineOf({ ...line, isFaint }, index, data.runs.length > 1 ? run.name : line.label, isMain, isLine));
       });
     });
     const limits = [...new Set(data.runs.map((run) => (name === "memory" && run.columns.memory ? run.limit : null)))];
     if (limits.length === 1 && limits[0] != null) { // of all the same
       tables.push([tables[0][0], tables[0][0].map(() => limits[0])]);
-      series.push({ label: "limit", stroke: colour("bad"), width: 1.5, dash: [6, 4], points: { show: false }, value: (_, value) => number(value) });
+      const points = { show: tables[0][0].length < 2, size: 7 };
+      series.push({ label: "limit", stroke: colour("bad"), width: 1.5, dash: [6, 4], points, value: (_, value) => number(value) });
     }
     const marks = (chart) => {
       if (data.runs.length === 1) data.runs[0].epochs.forEach((seen) => upright(chart, seen, "soft", [3, 3]));
