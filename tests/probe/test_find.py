@@ -90,8 +90,10 @@ def configured(powers: bool) -> AdaptiveBatchingConfig:
 
 @pytest.mark.parametrize("first", range(0, 90, 30))
 def test_the_answer_trains_without_a_retry_and_one_more_does_not_and_the_walk_is_short(first: int) -> None:
-    """On devices that never change: what Hypothesis draws depends on every constant of the package. Of 1,100 others, one
-    started over in a later step, and two could have trained one size larger."""
+    """On devices that never change: what Hypothesis draws depends on every constant of the package.
+
+    Of 1,100 others, one started over in a later step, and two could have trained one size larger.
+    """
     steps = 0
     for seed in range(first, first + 30):
         chance = random.Random(seed)
