@@ -1,4 +1,4 @@
-"""Give counts their values: what small tensors hold that decide what a program does next.
+"""Give counts their values: what small tensors hold that decide what a program does next; and stand in for cuDNN.
 
 No kernel computes anything on the emulated device, so that a count of tokens would be zero and a mean have nothing to
 divide by. Its memory is the host's, though. Behind each kernel of a few elementary functions, the host computes the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,16 @@ _kept: list[Any] = []  # what is registered stays for as long as its library is 
 
 
 def prepare() -> None:
-    """Have torch compute counts, and take flash attention where it would take cuDNN's, whose plans need a real card."""
+    """Have torch compute counts, and do without cuDNN, whose plans need a real card: attention is flash attention, a
+    convolution takes what its results take, and what else cuDNN does torch does itself."""
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
         replaced = {**dict.fromkeys(FUNCTIONS, _with_values), **dict.fromkeys(SELECTIONS, _by_host)}
-        for name, by in {**replaced, "randperm.generator_out": _in_order}.items():
+        convolutions = {"convolution": _convolved, "convolution_backward": _convolved_backward}
+        for name, by in {**replaced, **convolutions, "randperm.generator_out": _in_order}.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             packet, _, overload = name.partition(".")
             function = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -88,6 +91,46 @@ def _in_order(function: Any, kernel: Any) -> Callable[..., Any]:
         return out
 
     return ordered
+
+
+def _convolved(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return a convolution without its workspace: what cuDNN takes for one depends on the kernel that it finds fastest."""
+
+    def convolved(
+        keys: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+    ) -> torch.Tensor:  # fmt: skip
+        control.count_product(torch.cuda.current_stream().cuda_stream)
+        of = (stride, padding, dilation, output_padding)
+        of_each = [list(v) * (x.dim() - 2) if len(v) == 1 else v for v in of]
+        sizes = [
+            (n - 1) * s - 2 * p + d * (k - 1) + more + 1 if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d, more in zip(x.shape[2:], weight.shape[2:], *of_each, strict=True)
+        ]
+        shape = (x.shape[0], weight.shape[1] * groups if transposed else weight.shape[0], *sizes)
+        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_layout(x, weight))
+
+    return convolved
+
+
+def _convolved_backward(function: Any, kernel: Any) -> Callable[..., Any]:
+    def convolved(keys: Any, grad: Any, x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> tuple[Any, ...]:
+        layout, asked = _layout(x, weight), settings[-1]
+        for _ in filter(None, asked[:2]):
+            control.count_product(torch.cuda.current_stream().cuda_stream)
+        gradients = [torch.empty_like(of, memory_format=layout) if ask else None for of, ask in zip((x, weight), asked)]
+        return (*gradients, grad.new_empty(grad.shape[1]) if asked[2] else None)
+
+    return convolved
+
+
+def _layout(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Return the layout of a convolution's results: channels last where what is given is so."""
+    for layout, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        for tensor in (x, weight):
+            if tensor.dim() == dimensions and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
+                return layout
+    return torch.contiguous_format
 
 
 def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:

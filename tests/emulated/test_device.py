@@ -106,11 +106,11 @@ def test_a_function_that_the_device_lacks_is_named_and_fails() -> None:
     code = """
     import ctypes
     library = ctypes.CDLL("libcuda.so.1")
-    print([library.cudaGraphLaunch(), library.cudaGraphLaunch(), library.ncclSignal()])
+    print([library.cudaGraphAddNode(), library.cudaGraphAddNode(), library.ncclSignal()])
     """
     done = run(code, EmulatedDevice())
     assert json.loads(done.stdout) == [801, 801, 5]
-    assert done.stderr.count("cudaGraphLaunch is not supported") == 1
+    assert done.stderr.count("cudaGraphAddNode is not supported") == 1
 
 
 ATTENTION = """
