@@ -45,8 +45,12 @@ def prepare() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
         replaced = {**dict.fromkeys(FUNCTIONS, _with_values), **dict.fromkeys(SELECTIONS, _by_host)}
-        convolutions = {"convolution": _convolved, "convolution_backward": _convolved_backward}
-        for name, by in {**replaced, **convolutions, "randperm.generator_out": _in_order}.items():
+        attention = "_scaled_dot_product_cudnn_attention"
+        of_cudnn = {
+            "convolution": _convolved, "convolution_backward": _convolved_backward,
+            attention: _attended, f"{attention}_backward": _attended_backward,
+        }  # fmt: skip
+        for name, by in {**replaced, **of_cudnn, "randperm.generator_out": _in_order}.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             packet, _, overload = name.partition(".")
             function = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -100,7 +104,7 @@ def _convolved(function: Any, kernel: Any) -> Callable[..., Any]:
         keys: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Sequence[int], padding: Sequence[int],
         dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
     ) -> torch.Tensor:  # fmt: skip
-        control.count_product(torch.cuda.current_stream().cuda_stream)
+        _count_product()
         of = (stride, padding, dilation, output_padding)
         of_each = [list(v) * (x.dim() - 2) if len(v) == 1 else v for v in of]
         sizes = [
@@ -117,11 +121,44 @@ def _convolved_backward(function: Any, kernel: Any) -> Callable[..., Any]:
     def convolved(keys: Any, grad: Any, x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> tuple[Any, ...]:
         layout, asked = _layout(x, weight), settings[-1]
         for _ in filter(None, asked[:2]):
-            control.count_product(torch.cuda.current_stream().cuda_stream)
+            _count_product()
         gradients = [torch.empty_like(of, memory_format=layout) if ask else None for of, ask in zip((x, weight), asked)]
         return (*gradients, grad.new_empty(grad.shape[1]) if asked[2] else None)
 
     return convolved
+
+
+def _attended(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return cuDNN's attention, which torch takes where a script names it."""
+
+    def attended(
+        keys: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: Any, **scale: Any
+    ) -> tuple[Any, ...]:
+        _count_product()
+        if value.shape[3] == query.shape[3]:
+            attended_to = torch.empty_like(query)
+        else:
+            attended_to = query.new_empty((*query.shape[:3], value.shape[3]))
+        log_sums = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
+        seed, offset = query.new_empty((2,), dtype=torch.int64).unbind()
+        return attended_to, log_sums, None, None, query.shape[2], key.shape[2], seed, offset, None
+
+    return attended
+
+
+def _attended_backward(function: Any, kernel: Any) -> Callable[..., Any]:
+    def attended(keys: Any, gradient: torch.Tensor, *given: Any, **scale: Any) -> tuple[torch.Tensor, ...]:
+        _count_product()
+        summed = torch.empty_like(given[0], dtype=torch.float32)  # as in flash attention
+        gradients = tuple(map(torch.empty_like, given[:3]))
+        del summed
+        return gradients
+
+    return attended
+
+
+def _count_product() -> None:
+    control.count_product(torch.cuda.current_stream().cuda_stream)
 
 
 def _layout(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:

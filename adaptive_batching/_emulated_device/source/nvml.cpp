@@ -23,6 +23,7 @@ int index_of(void* handle) { return int(reinterpret_cast<size_t>(handle)) - 1; }
 
 API int nvmlInit() { return NVML_SUCCESS; }
 API int nvmlInit_v2() { return NVML_SUCCESS; }
+API int nvmlInitWithFlags(unsigned) { return NVML_SUCCESS; }
 API int nvmlShutdown() { return NVML_SUCCESS; }
 API int nvmlDeviceGetCount_v2(int* n) { return cudaGetDeviceCount(n); }
 API int nvmlDeviceGetHandleByPciBusId_v2(const char* bus, void** handle) {

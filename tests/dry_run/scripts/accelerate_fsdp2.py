@@ -13,21 +13,15 @@ def main() -> None:
     )  # fmt: skip
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
     model = on_device()
-    parameters = model.num_parameters()
     loader = DataLoader(TensorDataset(torch.randint(CONFIG.vocab_size, (12, LENGTH))), batch_size=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    torch.cuda.reset_peak_memory_stats()
-    steps = 0
     for (tokens,) in loader:
         loss = model(input_ids=tokens, labels=tokens).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        steps += 1
-    if accelerator.is_main_process:
-        print(f"parameters={parameters} steps={steps} peak={torch.cuda.max_memory_allocated()}")
     accelerator.end_training()
 
 

@@ -13,19 +13,15 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
     loader = DataLoader(TensorDataset(torch.randint(CONFIG.vocab_size, (12, LENGTH))), batch_size=2, pin_memory=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    steps = 0
     for (tokens,) in loader:
         with accelerator.accumulate(model):
             loss = model(input_ids=tokens, labels=tokens).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                steps += 1
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"parameters={parameters} steps={steps} peak={torch.cuda.max_memory_allocated()}")
 
 
 if __name__ == "__main__":

@@ -3,21 +3,9 @@
 import tempfile
 
 import torch
-from llama import CONFIG, LENGTH, on_device
+from llama import Tokens, on_device
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
-
-
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random tokens."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(CONFIG.vocab_size, (LENGTH,))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def main() -> None:
@@ -31,17 +19,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized, device_map="cuda")
     model = prepare_model_for_kbit_training(model)
     lora = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trained, _ = lora.get_nb_trainable_parameters()
-    parameters = model.num_parameters() - trained
     arguments = TrainingArguments(
         output_dir="outputs/qlora", per_device_train_batch_size=2, max_steps=3, logging_steps=1, bf16=True,
         optim="paged_adamw_8bit", report_to="none", save_strategy="no",
     )  # fmt: skip
-    trainer = Trainer(model=lora, args=arguments, train_dataset=Tokens())
-    torch.cuda.reset_peak_memory_stats()
-    trainer.train()
-    steps, peak = trainer.state.global_step, torch.cuda.max_memory_allocated()
-    print(f"parameters={parameters} trained={trained} steps={steps} peak={peak}")
+    Trainer(model=lora, args=arguments, train_dataset=Tokens()).train()
 
 
 if __name__ == "__main__":

@@ -22,15 +22,11 @@ def main() -> None:
         model = on_device()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         tokens = torch.randint(CONFIG.vocab_size, (2, LENGTH), device=engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
-    if engine.local_rank == 0:
-        parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        print(f"parameters={parameters} steps={engine.global_steps} peak={torch.cuda.max_memory_allocated()}")
     torch.distributed.destroy_process_group()
 
 

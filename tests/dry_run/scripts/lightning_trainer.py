@@ -30,8 +30,6 @@ def main() -> None:
     )  # fmt: skip
     module = Language()
     trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=2, num_workers=2))
-    parameters = sum(p.numel() for p in module.parameters())
-    print(f"parameters={parameters} steps={trainer.global_step} peak={torch.cuda.max_memory_allocated()}")
 
 
 if __name__ == "__main__":

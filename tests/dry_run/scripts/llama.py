@@ -1,8 +1,10 @@
 """A Llama of 1.2 billion parameters, the sizes of Llama 3.2 1B, and a tokenizer: nothing is downloaded."""
 
+from typing import Any
+
 import torch
-from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 CONFIG = LlamaConfig(
@@ -21,6 +23,17 @@ def on_device(dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     return model
 
 
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """64 samples of random tokens."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(CONFIG.vocab_size, (LENGTH,))
+        return {"input_ids": tokens, "labels": tokens}
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes."""
     made = Tokenizer(models.BPE())
@@ -30,6 +43,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<s>", pad_token="<pad>", chat_template=CHAT)
 
 
-def texts() -> Dataset:
+def texts() -> Any:
     """Return 64 texts that are longer than `LENGTH` tokens."""
-    return Dataset.from_dict({"text": [TEXT] * 64})
+    import datasets
+
+    return datasets.Dataset.from_dict({"text": [TEXT] * 64})

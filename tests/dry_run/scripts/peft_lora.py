@@ -1,6 +1,5 @@
 """Fine-tune with a LoRA of PEFT, gradient checkpointing, and the Trainer of transformers."""
 
-import torch
 from llama import LENGTH, on_device, texts, tokenizer
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
@@ -8,10 +7,8 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 def main() -> None:
     model = on_device()
-    parameters = model.num_parameters()
     lora = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     lora.print_trainable_parameters()
-    trained, _ = lora.get_nb_trainable_parameters()
     encode = tokenizer()
     data = texts().map(lambda row: encode(row["text"], truncation=True, max_length=LENGTH), remove_columns=["text"])
     arguments = TrainingArguments(
@@ -19,10 +16,7 @@ def main() -> None:
         gradient_checkpointing=True, report_to="none", save_strategy="no",
     )  # fmt: skip
     collate = DataCollatorForLanguageModeling(encode, mlm=False)
-    trainer = Trainer(model=lora, args=arguments, train_dataset=data, data_collator=collate)
-    trainer.train()
-    steps, peak = trainer.state.global_step, torch.cuda.max_memory_allocated()
-    print(f"parameters={parameters} trained={trained} steps={steps} peak={peak}")
+    Trainer(model=lora, args=arguments, train_dataset=data, data_collator=collate).train()
 
 
 if __name__ == "__main__":

@@ -1,38 +1,32 @@
-"""Pre-train torchtitan's Llama 3.2 1B with FSDP2: `torchrun --nproc_per_node 2 torchtitan_llama.py`."""
+"""Pre-train a Llama of torchtitan with FSDP2: `torchrun --nproc_per_node 2 torchtitan_llama.py`."""
 
-import os
 import tempfile
 
-import torch
-from datasets import Dataset
+import datasets
 from llama import TEXT, tokenizer
+from torchtitan.config import ConfigManager
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-from torchtitan.models.llama3 import model_registry
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.llama3 import TransformerModelArgs, llama3_args
+from torchtitan.train import Trainer
 
 
 def main() -> None:
-    DATASETS["repeated"] = DatasetConfig(
-        path="", loader=lambda path: Dataset.from_dict({"text": [TEXT] * 64}), sample_processor=lambda row: row["text"]
+    repeated = datasets.Dataset.from_dict({"text": [TEXT] * 64})
+    DATASETS["repeated"] = DatasetConfig("", lambda path: repeated, lambda row: row["text"])
+    llama3_args["1B"] = TransformerModelArgs(
+        dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, multiple_of=1024, rope_theta=500000
     )
-    config = llama3_debugmodel()
-    config.model_spec = model_registry("1B")
-    config.dataloader = HuggingFaceTextDataLoader.Config(dataset="repeated")
-    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 512, 3
-    config.loss.loss_fn.global_vocab_size = 128256
-    config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a later torch
-    config.validator.enable = False
     with tempfile.TemporaryDirectory() as folder:
         tokenizer().save_pretrained(folder)
-        config.hf_assets_path = config.dump_folder = folder
-        trainer = config.build()
+        options = {
+            "model.name": "llama3", "model.flavor": "1B", "model.hf-assets-path": folder, "job.dump-folder": folder,
+            "training.dataset": "repeated", "training.local-batch-size": 2, "training.seq-len": 512,
+            "training.steps": 3,
+        }  # fmt: skip
+        trainer = Trainer(ConfigManager().parse_args([f"--{name}={value}" for name, value in options.items()]))
         trainer.train()
         trainer.close()
-    parameters = sum(p.numel() for part in trainer.model_parts for p in part.parameters())
-    if os.environ["RANK"] == "0":
-        print(f"parameters={parameters} steps={trainer.step} peak={torch.cuda.max_memory_allocated()}")
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Prefer answers with the DPOTrainer of TRL, with a LoRA of PEFT: the reference is the model without it."""
 
-import torch
 from datasets import Dataset
 from llama import LENGTH, TEXT, on_device, tokenizer
 from peft import LoraConfig
@@ -15,13 +14,8 @@ def main() -> None:
         report_to="none", save_strategy="no",
     )  # fmt: skip
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = DPOTrainer(
-        model, args=arguments, train_dataset=pairs, processing_class=tokenizer(), peft_config=lora
-    )
+    trainer = DPOTrainer(model, args=arguments, train_dataset=pairs, processing_class=tokenizer(), peft_config=lora)
     trainer.train()
-    steps, peak = trainer.state.global_step, torch.cuda.max_memory_allocated()
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    print(f"parameters={model.num_parameters()} trained={trained} steps={steps} peak={peak}")
 
 
 if __name__ == "__main__":

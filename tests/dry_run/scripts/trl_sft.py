@@ -1,6 +1,5 @@
 """Fine-tune with the SFTTrainer of TRL."""
 
-import torch
 from llama import LENGTH, on_device, texts, tokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -13,8 +12,6 @@ def main() -> None:
     )  # fmt: skip
     trainer = SFTTrainer(model, args=arguments, train_dataset=texts(), processing_class=tokenizer())
     trainer.train()
-    steps, peak = trainer.state.global_step, torch.cuda.max_memory_allocated()
-    print(f"parameters={model.num_parameters()} steps={steps} peak={peak}")
 
 
 if __name__ == "__main__":
