@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,13 +98,11 @@ def _in_order(function: Any, kernel: Any) -> Callable[..., Any]:
 
 
 def _convolved(function: Any, kernel: Any) -> Callable[..., Any]:
-    """Return a convolution without its workspace: what cuDNN takes for one depends on the kernel that it finds fastest."""
+    """Return a convolution without a workspace: what cuDNN takes depends on which kernel it finds fastest."""
 
-    def convolved(
-        keys: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
-    ) -> torch.Tensor:  # fmt: skip
+    def convolved(keys: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, *settings: Any) -> torch.Tensor:
         _count_product()
+        stride, padding, dilation, transposed, output_padding, groups = settings
         of = (stride, padding, dilation, output_padding)
         of_each = [list(v) * (x.dim() - 2) if len(v) == 1 else v for v in of]
         sizes = [
@@ -122,7 +120,10 @@ def _convolved_backward(function: Any, kernel: Any) -> Callable[..., Any]:
         layout, asked = _layout(x, weight), settings[-1]
         for _ in filter(None, asked[:2]):
             _count_product()
-        gradients = [torch.empty_like(of, memory_format=layout) if ask else None for of, ask in zip((x, weight), asked)]
+        gradients = [
+            torch.empty_like(of, memory_format=layout) if ask else None
+            for of, ask in zip((x, weight), asked[:2], strict=True)
+        ]
         return (*gradients, grad.new_empty(grad.shape[1]) if asked[2] else None)
 
     return convolved
