@@ -29,10 +29,19 @@ FUNCTIONS = (
     *("gt.Tensor", "gt.Scalar", "ge.Tensor", "ge.Scalar", "logical_and", "logical_or", "logical_not", "where.self"),
     *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "minimum", "maximum", "clamp", "clamp_", "clamp_min"),
     *("sum.dim_IntList", "mean.dim", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax"),
+    *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src"),
     *("cumsum", "isnan", "isfinite", "reciprocal", "arange.start_out", "index.Tensor", "gather", "index_select"),
 )
 # Whose results, or what they are made of, are as large as what they find
-SELECTIONS = ("nonzero", "masked_select", "isin.Tensor_Tensor")
+SELECTIONS = (
+    "nonzero",
+    "masked_select",
+    "isin.Tensor_Tensor",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+)
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
 
@@ -50,7 +59,7 @@ def prepare() -> None:
             "convolution": _convolved, "convolution_backward": _convolved_backward,
             attention: _attended, f"{attention}_backward": _attended_backward,
         }  # fmt: skip
-        for name, by in {**replaced, **of_cudnn, "randperm.generator_out": _in_order}.items():
+        for name, by in {**replaced, **of_cudnn, "randperm.generator_out": _in_order, "topk": _in_turn}.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             packet, _, overload = name.partition(".")
             function = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -78,10 +87,10 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
 def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a function that selects on the host: memory that no kernel wrote would say how much there is to find."""
 
-    def selected(keys: Any, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def selected(keys: Any, *args: Any, **kwargs: Any) -> Any:
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
-        found: torch.Tensor = function(*(_on_host(x) for x in args), **kwargs)
-        return found.to(args[0].device)
+        given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda found: found.to(args[0].device), function(*given, **named))
 
     return selected
 
@@ -95,6 +104,19 @@ def _in_order(function: Any, kernel: Any) -> Callable[..., Any]:
         return out
 
     return ordered
+
+
+def _in_turn(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return a function that finds each place in turn: a router gives every expert as many tokens, not all to one."""
+
+    def found(keys: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = kernel.call_boxed(keys, x, *args, **kwargs)
+        if indices.numel() <= MOST_ELEMENTS:
+            places = x.shape[args[1] if len(args) > 1 else -1] if x.dim() else 1
+            _on_host(indices).copy_((torch.arange(indices.numel()) % max(places, 1)).view(indices.shape))
+        return values, indices
+
+    return found
 
 
 def _convolved(function: Any, kernel: Any) -> Callable[..., Any]:

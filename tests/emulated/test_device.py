@@ -49,6 +49,12 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert torch.arange(4, device="cuda").cumsum(0).tolist() == [0, 1, 3, 6]
     assert labels.max(dim=1, keepdim=False)[0].shape == (2,) and labels.max().item() == 7
     assert labels[labels > 0].tolist() == [5, 7, 1]
+    values, inverse = labels.unique(return_inverse=True)
+    assert values.tolist() == [-100, 1, 5, 7] and inverse.shape == labels.shape
+    assert labels[labels > 0].bincount(minlength=9).tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0]
+    _, experts = torch.zeros(3, 4, device="cuda").topk(2)
+    assert experts.tolist() == [[0, 1], [2, 3], [0, 1]], "as many tokens for each"
+    assert torch.nn.functional.one_hot(experts, 4).sum(dim=(0, 1)).tolist() == [2, 2, 1, 1]
     none = labels[:0]
     assert (none + 1).shape == (0, 3) and none.sum().item() == 0 and not none.copy_(none).numel()
     assert int(torch.isin(torch.arange(900).cuda(), torch.arange(0, 900, 3).cuda()).sum()) == 300
