@@ -47,7 +47,7 @@ test-all: lint  ## Lint, types, and all tests
 
 test-emulated: $(call emulated,dev)  ## The tests on an emulated CUDA device: no GPU, but a CUDA build of torch (5 GB)
 	PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) -m adaptive_batching._emulated_device --devices 2 \
-		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated tests/integration/test_cuda_memory.py
+		$(CUDA_PYTHON) -m pytest -n $(WORKERS) --dist loadgroup tests/emulated tests/dry_run/test_libraries.py tests/integration/test_cuda_memory.py
 
 # Each result is written as it comes, and all end within nine minutes.
 test-cuda: $(call installed,dev)  ## The tests that a GPU is needed for, with results in outputs/test-cuda.txt

@@ -89,8 +89,8 @@ class Watch:
     def begin(self) -> None:
         """Look on from the moment that the process asks for a device."""
         torch.cuda._lazy_call(self._record)  # type: ignore[no-untyped-call]
-        register_module_parameter_registration_hook(lambda module, *_: self._modules.add(module))
-        register_module_module_registration_hook(lambda module, *_: self._modules.add(module))
+        register_module_parameter_registration_hook(self._remember)
+        register_module_module_registration_hook(self._remember)
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
@@ -102,6 +102,10 @@ class Watch:
             of_script(kind, error, trace)
 
         sys.excepthook = keep_and_call
+
+    def _remember(self, module: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._modules.add(module)
 
     def _record(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)

@@ -26,6 +26,8 @@ from adaptive_batching._values import ConfigError
 SOURCE = Path(__file__).parent / "source"
 # Whose calls the device answers, in site-packages
 CALLERS = ("torch/lib/*.so", "bitsandbytes/libbitsandbytes_cuda*.so")
+# Libraries whose functions the device has in their place, whoever calls them: the real ones would fail on its handles
+REPLACED = tuple(f"nvidia/*/lib/lib{name}.so*" for name in ("cudart", "cublas", "cublasLt", "nccl"))
 CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|nccl|cu[A-Z])\w*")
 PRODUCTS = re.compile(r"cublas\w*[gG]em[mv]\w*")
 # What Triton's launcher links to, and torch does not call
@@ -99,8 +101,8 @@ def build() -> Path:
     site, cuda = _torch()
     compiler = os.environ.get("CXX", "g++")
     sources = sorted(SOURCE.glob("*.*"))
-    callers = sorted(path for pattern in CALLERS for path in site.glob(pattern))
-    stamps = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in callers]
+    callers, replaced = (sorted(p for pattern in of for p in site.glob(pattern)) for of in (CALLERS, REPLACED))
+    stamps = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in (*callers, *replaced)]
     text = "".join([cuda, compiler, *stamps, *(path.read_text() for path in sources)])
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "adaptive_batching" / "emulated_device"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -112,7 +114,7 @@ def build() -> Path:
         raise BuildError(f"{needed}; install g++, or set CXX")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as made:
-        _compile(compiler, Path(made), callers, cuda)
+        _compile(compiler, Path(made), _called(callers) | _defined(replaced) | set(TRITON), cuda)
         (Path(made) / "libcuda.so").symlink_to("libcuda.so.1")  # the name that Triton's launcher is linked to
         try:
             Path(made).rename(folder)
@@ -137,13 +139,12 @@ def _torch() -> tuple[Path, str]:
     return package.parent, version[1]
 
 
-def _compile(compiler: str, to: Path, callers: list[Path], cuda: str) -> None:
+def _compile(compiler: str, to: Path, wanted: set[str], cuda: str) -> None:
     options = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", f"-DCUDA_MAJOR={cuda}", f"-I{to}"]
     sources = {path.name: str(path) for path in sorted(SOURCE.glob("*.cpp"))}
     management = sources.pop("nvml.cpp")
     code = "".join(Path(path).read_text() for path in sources.values())
     answered = {found[0] for found in CALLS.finditer(code)}
-    wanted = _undefined(callers) | set(TRITON)
     absent = sorted(name for name in wanted if not {name, f"{name}_v2"} & answered)
     (to / "absent.inc").write_text("".join(map(_answer, absent)))
     for name, of in (("libcuda.so.1", list(sources.values())), ("libnvidia-ml.so.1", [management])):
@@ -153,11 +154,23 @@ def _compile(compiler: str, to: Path, callers: list[Path], cuda: str) -> None:
             raise BuildError(f"{compiler} cannot compile the emulated device:\n{done.stderr}")
 
 
-def _undefined(libraries: list[Path]) -> set[str]:
+def _symbols(libraries: list[Path], which: str, kinds: str) -> list[str]:
+    if not libraries:
+        return []
+    command = ["nm", "-D", which, *map(str, libraries)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = [line.split()[-2:] for line in lines if line.strip() and not line.endswith(":")]
+    return [name.partition("@")[0] for kind, name in found if kind in kinds]
+
+
+def _defined(libraries: list[Path]) -> set[str]:
+    """Return the functions that the libraries have, of what the device answers."""
+    return set(filter(CALLS.fullmatch, _symbols(libraries, "--defined-only", "TWi")))
+
+
+def _called(libraries: list[Path]) -> set[str]:
     """Return what the libraries call and do not have, of what the device answers: linked to, and looked up by name."""
-    command = ["nm", "-D", "--undefined-only", *map(str, libraries)]
-    symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    names = [line.split()[-1].partition("@")[0] for line in symbols if " U " in line]
+    names = _symbols(libraries, "--undefined-only", "U")
     for path in libraries:
         if "c10" in path.name:
             names += [found.decode() for found in DRIVER.findall(path.read_bytes())]

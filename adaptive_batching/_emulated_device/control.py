@@ -52,6 +52,11 @@ def settle(stream: int, milliseconds: int) -> None:
     _tell("settle", stream, milliseconds)
 
 
+def count_product(stream: int) -> None:
+    """Count a product that no library was asked for, on a stream."""
+    _tell("product", stream)
+
+
 def set_memory(memory_bytes: int) -> None:
     """Have each card be of another size from now on, as `mem_get_info` says; properties that torch has read stay."""
     _tell("set_memory", memory_bytes)

@@ -1,4 +1,4 @@
-"""Give counts their values: what small tensors hold that decide what a program does next.
+"""Give counts their values: what small tensors hold that decide what a program does next; and stand in for cuDNN.
 
 No kernel computes anything on the emulated device, so that a count of tokens would be zero and a mean have nothing to
 divide by. Its memory is the host's, though. Behind each kernel of a few elementary functions, the host computes the
@@ -29,21 +29,37 @@ FUNCTIONS = (
     *("gt.Tensor", "gt.Scalar", "ge.Tensor", "ge.Scalar", "logical_and", "logical_or", "logical_not", "where.self"),
     *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "minimum", "maximum", "clamp", "clamp_", "clamp_min"),
     *("sum.dim_IntList", "mean.dim", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax"),
+    *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src"),
     *("cumsum", "isnan", "isfinite", "reciprocal", "arange.start_out", "index.Tensor", "gather", "index_select"),
 )
 # Whose results, or what they are made of, are as large as what they find
-SELECTIONS = ("nonzero", "masked_select", "isin.Tensor_Tensor")
+SELECTIONS = (
+    "nonzero",
+    "masked_select",
+    "isin.Tensor_Tensor",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+)
 _kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
 
 def prepare() -> None:
-    """Have torch compute counts, and take flash attention where it would take cuDNN's, whose plans need a real card."""
+    """Have torch compute counts, and do without cuDNN, whose plans need a real card: attention is flash attention, a
+    convolution takes what its results take, and what else cuDNN does torch does itself."""
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
         replaced = {**dict.fromkeys(FUNCTIONS, _with_values), **dict.fromkeys(SELECTIONS, _by_host)}
-        for name, by in {**replaced, "randperm.generator_out": _in_order}.items():
+        attention = "_scaled_dot_product_cudnn_attention"
+        of_cudnn = {
+            "convolution": _convolved, "convolution_backward": _convolved_backward,
+            attention: _attended, f"{attention}_backward": _attended_backward,
+        }  # fmt: skip
+        for name, by in {**replaced, **of_cudnn, "randperm.generator_out": _in_order, "topk": _in_turn}.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             packet, _, overload = name.partition(".")
             function = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -71,10 +87,10 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
 def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
     """Return a function that selects on the host: memory that no kernel wrote would say how much there is to find."""
 
-    def selected(keys: Any, *args: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def selected(keys: Any, *args: Any, **kwargs: Any) -> Any:
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
-        found: torch.Tensor = function(*(_on_host(x) for x in args), **kwargs)
-        return found.to(args[0].device)
+        given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda found: found.to(args[0].device), function(*given, **named))
 
     return selected
 
@@ -88,6 +104,93 @@ def _in_order(function: Any, kernel: Any) -> Callable[..., Any]:
         return out
 
     return ordered
+
+
+def _in_turn(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return a function that finds each place in turn: a router gives every expert as many tokens, not all to one."""
+
+    def found(keys: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = kernel.call_boxed(keys, x, *args, **kwargs)
+        if indices.numel() <= MOST_ELEMENTS:
+            places = x.shape[args[1] if len(args) > 1 else -1] if x.dim() else 1
+            _on_host(indices).copy_((torch.arange(indices.numel()) % max(places, 1)).view(indices.shape))
+        return values, indices
+
+    return found
+
+
+def _convolved(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return a convolution without a workspace: what cuDNN takes depends on which kernel it finds fastest."""
+
+    def convolved(keys: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, *settings: Any) -> torch.Tensor:
+        _count_product()
+        stride, padding, dilation, transposed, output_padding, groups = settings
+        of = (stride, padding, dilation, output_padding)
+        of_each = [list(v) * (x.dim() - 2) if len(v) == 1 else v for v in of]
+        sizes = [
+            (n - 1) * s - 2 * p + d * (k - 1) + more + 1 if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d, more in zip(x.shape[2:], weight.shape[2:], *of_each, strict=True)
+        ]
+        shape = (x.shape[0], weight.shape[1] * groups if transposed else weight.shape[0], *sizes)
+        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_layout(x, weight))
+
+    return convolved
+
+
+def _convolved_backward(function: Any, kernel: Any) -> Callable[..., Any]:
+    def convolved(keys: Any, grad: Any, x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> tuple[Any, ...]:
+        layout, asked = _layout(x, weight), settings[-1]
+        for _ in filter(None, asked[:2]):
+            _count_product()
+        gradients = [
+            torch.empty_like(of, memory_format=layout) if ask else None
+            for of, ask in zip((x, weight), asked[:2], strict=True)
+        ]
+        return (*gradients, grad.new_empty(grad.shape[1]) if asked[2] else None)
+
+    return convolved
+
+
+def _attended(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return cuDNN's attention, which torch takes where a script names it."""
+
+    def attended(
+        keys: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *settings: Any, **scale: Any
+    ) -> tuple[Any, ...]:
+        _count_product()
+        if value.shape[3] == query.shape[3]:
+            attended_to = torch.empty_like(query)
+        else:
+            attended_to = query.new_empty((*query.shape[:3], value.shape[3]))
+        log_sums = query.new_empty((*query.shape[:3], 1), dtype=torch.float32)
+        seed, offset = query.new_empty((2,), dtype=torch.int64).unbind()
+        return attended_to, log_sums, None, None, query.shape[2], key.shape[2], seed, offset, None
+
+    return attended
+
+
+def _attended_backward(function: Any, kernel: Any) -> Callable[..., Any]:
+    def attended(keys: Any, gradient: torch.Tensor, *given: Any, **scale: Any) -> tuple[torch.Tensor, ...]:
+        _count_product()
+        summed = torch.empty_like(given[0], dtype=torch.float32)  # as in flash attention
+        gradients = tuple(map(torch.empty_like, given[:3]))
+        del summed
+        return gradients
+
+    return attended
+
+
+def _count_product() -> None:
+    control.count_product(torch.cuda.current_stream().cuda_stream)
+
+
+def _layout(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Return the layout of a convolution's results: channels last where what is given is so."""
+    for layout, dimensions in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        for tensor in (x, weight):
+            if tensor.dim() == dimensions and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
+                return layout
+    return torch.contiguous_format
 
 
 def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:

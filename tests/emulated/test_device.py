@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.attention
 
 from adaptive_batching._emulated_device import EmulatedDevice, control
 from tests.conftest import ROOT
@@ -46,6 +49,12 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert torch.arange(4, device="cuda").cumsum(0).tolist() == [0, 1, 3, 6]
     assert labels.max(dim=1, keepdim=False)[0].shape == (2,) and labels.max().item() == 7
     assert labels[labels > 0].tolist() == [5, 7, 1]
+    values, inverse = labels.unique(return_inverse=True)
+    assert values.tolist() == [-100, 1, 5, 7] and inverse.shape == labels.shape
+    assert labels[labels > 0].bincount(minlength=9).tolist() == [0, 1, 0, 0, 0, 1, 0, 1, 0]
+    _, experts = torch.zeros(3, 4, device="cuda").topk(2)
+    assert experts.tolist() == [[0, 1], [2, 3], [0, 1]], "as many tokens for each"
+    assert torch.nn.functional.one_hot(experts, 4).sum(dim=(0, 1)).tolist() == [2, 2, 1, 1]
     none = labels[:0]
     assert (none + 1).shape == (0, 3) and none.sum().item() == 0 and not none.copy_(none).numel()
     assert int(torch.isin(torch.arange(900).cuda(), torch.arange(0, 900, 3).cuda()).sum()) == 300
@@ -106,11 +115,11 @@ def test_a_function_that_the_device_lacks_is_named_and_fails() -> None:
     code = """
     import ctypes
     library = ctypes.CDLL("libcuda.so.1")
-    print([library.cudaGraphLaunch(), library.cudaGraphLaunch(), library.ncclSignal()])
+    print([library.cudaGraphAddNode(), library.cudaGraphAddNode(), library.ncclSignal()])
     """
     done = run(code, EmulatedDevice())
     assert json.loads(done.stdout) == [801, 801, 5]
-    assert done.stderr.count("cudaGraphLaunch is not supported") == 1
+    assert done.stderr.count("cudaGraphAddNode is not supported") == 1
 
 
 ATTENTION = """
@@ -120,6 +129,103 @@ torch.cuda.reset_peak_memory_stats()
 torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
 """
+
+
+def test_torch_is_prepared_where_something_has_looked_for_it_before() -> None:
+    code = """
+    import importlib.util
+    assert importlib.util.find_spec("torch")
+    import torch
+    print((torch.tensor([1, 2, 1]).cuda() == 1).sum().item())
+    """
+    done = run(code, EmulatedDevice())
+    assert done.stdout.strip() == "2", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "channels_last"), [({}, False), (dict(stride=2, padding=1, dilation=2, groups=2), True)]
+)
+def test_a_convolution_has_the_shapes_and_layouts_that_the_host_gives_it(
+    dimensions: int, transposed: bool, settings: dict[str, int], channels_last: bool
+) -> None:
+    module = getattr(torch.nn, f"Conv{'Transpose' * transposed}{dimensions}d")(4, 8, 3, **settings)
+    images = torch.ones(2, 4, *[9] * dimensions)
+    layout = {2: torch.channels_last, 3: torch.channels_last_3d}.get(dimensions) if channels_last else None
+    if layout is not None:
+        images = images.contiguous(memory_format=layout)
+
+    def outcome(on: str) -> list[object]:
+        given = images.to(on).requires_grad_()
+        made = module.to(on)(given)
+        made.sum().backward()
+        found = [made, given.grad, *(parameter.grad for parameter in module.parameters())]
+        module.zero_grad()
+        strides = [each.stride() for each in found[:2]] if layout is not None else []
+        return [*(each.shape for each in found), *strides]
+
+    before = control.counters()
+    assert outcome("cuda") == outcome("cpu")
+    assert (control.counters() - before).products == 3
+
+
+def test_a_graph_asks_of_the_device_what_was_captured_and_the_host_may_not_wait_meanwhile() -> None:
+    weight, graph, side = torch.zeros(8, 8, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.mm(weight, weight)  # which has its workspace from here on
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # joins
+            assert torch.cuda.is_current_stream_capturing()
+            torch.mm(weight, weight)
+        torch.cuda.current_stream().wait_stream(side)
+        before = control.counters()
+        torch.mm(weight, weight)
+        with pytest.raises(torch.AcceleratorError, match="not permitted when stream is capturing"):
+            torch.cuda.current_stream().synchronize()
+    assert not torch.cuda.is_current_stream_capturing()
+    captured = control.counters() - before
+    graph.replay()
+    graph.replay()
+    replayed = control.counters() - before
+    assert (captured.products, replayed.products) == (0, 4)
+
+
+def test_a_model_that_moves_to_the_host_takes_no_memory_there_until_it_is_written() -> None:
+    elements = 2**28
+    large = torch.zeros(elements, device="cuda")
+    large[1000:2000].copy_(torch.arange(1000.0))
+    before = _resident()
+    on_host = large.cpu()
+    assert _resident() - before < 64 * MIB and on_host.nbytes == GIB
+    assert on_host[1999:2001].tolist() == [999.0, 0.0]
+    for used in (torch.ones(elements // 64), torch.ones(elements // 64).share_memory_()):
+        used[3:].copy_(large[: used.numel() - 3])
+        assert used[:3].tolist() == [1.0] * 3 and used.sum().item() == 3 + sum(range(1000))
+
+
+def _resident() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
+
+
+def test_attention_of_cudnn_is_there_for_those_who_name_it() -> None:
+    query = torch.zeros(2, 8, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    key = torch.zeros(2, 8, 96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    attended.sum().backward()
+    assert attended.shape == query.shape
+    assert query.grad is not None and query.grad.shape == query.shape
+    assert key.grad is not None and key.grad.shape == key.shape
+
+
+def test_a_library_that_the_device_does_not_stand_in_for_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert torch.fft.rfft(torch.zeros(4, 16, device="cuda")).shape == (4, 9)
+    with pytest.raises(RuntimeError, match="cusolver"):
+        torch.linalg.eigh(torch.eye(3, device="cuda"))
+    assert "emulated device: cuSOLVER is not supported" in capfd.readouterr().err
 
 
 def test_flash_attention_runs_on_hopper_too() -> None:

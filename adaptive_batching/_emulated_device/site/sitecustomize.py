@@ -17,12 +17,13 @@ class _AfterTorch(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_prepare(module: ModuleType) -> None:
+                if self in sys.meta_path:  # until here: many look for torch before they import it
+                    sys.meta_path.remove(self)
                 load(module)
                 from adaptive_batching._emulated_device.values import prepare
 

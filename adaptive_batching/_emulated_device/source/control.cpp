@@ -64,6 +64,7 @@ API void emulated_settle(void* stream, long milliseconds) {
   Stream* on = stream_of(stream);
   changed.wait_for(hold, std::chrono::milliseconds(milliseconds), [=] { return on->pending.empty(); });
 }
+API void emulated_product(void* stream) { launched(PRODUCTS, stream); }
 API void emulated_set_neighbour(size_t bytes, int device) { Lock hold(lock); neighbour[device] = bytes; }
 API void emulated_fail_device_allocations(long before, long failing) {
   Lock hold(lock);

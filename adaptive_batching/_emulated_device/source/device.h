@@ -6,6 +6,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -46,13 +47,17 @@ uintptr_t next_handle();
 struct Stream;
 struct Moment { Stream* stream; uint64_t at; };  // behind the operation of that number
 struct Pending { uint64_t at; std::function<bool()> advance; };  // true when it has happened
+struct Graph { uint64_t id; bool open; std::atomic<long> launches[COUNTS]; };  // what is launched on streams that capture
 struct Stream {
+  std::shared_ptr<Graph> capture;      // the last that it began or joined
   uint64_t submitted = 0, waited = 0;  // the last operation; the last one that the host has waited for
   std::deque<Pending> pending;         // what takes time: collectives, and what stands behind them
   struct Dependency { uint64_t at; Moment on; };
   std::deque<Dependency> dependencies;
 };
 Stream* stream_of(void* handle);
+inline Graph* capture_of(Stream* on) { return on->capture && on->capture->open ? on->capture.get() : nullptr; }
+extern int captures;  // under way
 uint64_t submit(Stream*);
 void run(Stream*, std::function<void()> work);         // now, or behind what is pending
 void run_until(Stream*, std::function<bool()> work);   // is tried until it says true

@@ -144,6 +144,18 @@ extern "C" int emulated_absent(const char* name, int code) {
   fprintf(stderr, "emulated device: %s is not supported\n", name);
   return code;
 }
+// Of other libraries of NVIDIA's: transforms have nothing to plan, and nothing to compute. What plans its work on the card is
+// named: cuDNN, for which the device has operators of its own (values.py), and cuSOLVER.
+API int cufftXtMakePlanMany(int, int, long long*, long long*, long long, long long, int, long long*, long long, long long, int,
+                            long long, size_t* workspace, int) {
+  *workspace = 0;
+  return 0;
+}
+API int cufftCreate(int* plan) { *plan = 1; return 0; }
+NOTHING_TO_DO(cufftDestroy) NOTHING_TO_DO(cufftSetAutoAllocation) NOTHING_TO_DO(cufftSetStream)
+NOTHING_TO_DO(cufftSetWorkArea) NOTHING_TO_DO(cufftXtExec)
+API int cudnnCreate() { return emulated_absent("cuDNN", 1001); }         // CUDNN_STATUS_NOT_INITIALIZED
+API int cusolverDnCreate() { return emulated_absent("cuSOLVER", 1); }    // CUSOLVER_STATUS_NOT_INITIALIZED
 #define PRODUCT(name) API int name(void* handle) { return product(handle); }
 #define ABSENT(name, code) \
   API int name() { static bool said = false; if (said) return code; said = true; return emulated_absent(#name, code); }

@@ -3,8 +3,11 @@
 #include "device.h"
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 using namespace device;
 
@@ -77,6 +80,46 @@ void evict_to(size_t bytes, int device, const Block* keep = nullptr) {
   }
 }
 
+// True where the memory is the process's own, so that a page that is given back reads as zeros.
+bool is_anonymous(const char* from, size_t bytes) {
+  auto it = find(from);
+  if (it != blocks.end()) return it->second.kind == Kind::host;
+  FILE* maps = fopen("/proc/self/maps", "r");
+  if (!maps) return false;
+  unsigned long first, last, inode;
+  char mode[5], line[512];
+  bool found = false;
+  while (!found && fgets(line, sizeof line, maps)) {
+    if (sscanf(line, "%lx-%lx %4s %*x %*s %lu", &first, &last, mode, &inode) != 4) continue;
+    found = first <= address(from) && address(from) + bytes <= last && mode[3] == 'p' && !inode;
+  }
+  fclose(maps);
+  return found;
+}
+
+bool clear_and_copy_written(char* to, const char* from, size_t bytes) {
+  constexpr size_t PAGE = 4096;
+  char* first = reinterpret_cast<char*>(rounded(address(to), PAGE));
+  char* last = reinterpret_cast<char*>(address(to + bytes) / PAGE * PAGE);
+  if (!is_anonymous(first, size_t(last - first))) return false;
+  int file = open("/proc/self/pagemap", O_RDONLY);
+  if (file < 0) return false;
+  size_t start = address(from) / PAGE, pages = address(from + bytes - 1) / PAGE - start + 1;
+  std::vector<uint64_t> map(pages);
+  bool read = pread(file, map.data(), 8 * pages, off_t(8 * start)) == ssize_t(8 * pages);
+  close(file);
+  if (!read || madvise(first, size_t(last - first), MADV_DONTNEED)) return false;
+  memset(to, 0, size_t(first - to));
+  memset(last, 0, size_t(to + bytes - last));
+  for (size_t i = 0; i < pages; ++i) {
+    if (!(map[i] >> 62)) continue;  // neither present nor swapped out
+    size_t begin = std::max((start + i) * PAGE, address(from)) - address(from);
+    size_t end = std::min((start + i + 1) * PAGE, address(from) + bytes) - address(from);
+    memcpy(to + begin, from + begin, end - begin);
+  }
+  return true;
+}
+
 int host_block(void** p, size_t bytes, Kind kind) {
   bytes = std::max<size_t>(bytes, 1);
   *p = reserve(bytes);
@@ -125,8 +168,14 @@ void touch(const void* p, size_t bytes) {
   evict_to(room(block.device), block.device, &block);
 }
 
+// What goes to the host from pages of the device that nothing wrote is zeros, which take no memory there where the pages of
+// the host can be given back: a model that moves to the host need not fit it.
 void move(void* to, const void* from, size_t bytes) {
-  if (!on_device(to) || bytes <= settings().largest_copy) memmove(to, from, bytes);
+  if (bytes <= settings().largest_copy) {
+    memmove(to, from, bytes);
+  } else if (!on_device(to)) {
+    if (!on_device(from) || !clear_and_copy_written(static_cast<char*>(to), static_cast<const char*>(from), bytes)) memmove(to, from, bytes);
+  }
 }
 
 }  // namespace device

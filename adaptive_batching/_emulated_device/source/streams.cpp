@@ -117,9 +117,11 @@ void wait_for_all(Lock& hold) {
 
 int launched(Count what, void* stream) {
   if (int error = standing()) return record(error);
-  ++counts[what];
   Lock hold(lock);
-  submit(stream_of(stream));
+  Stream* on = stream_of(stream);
+  Graph* graph = capture_of(on);
+  ++(graph ? graph->launches[what] : counts[what]);
+  submit(on);
   if (faults.launches_before >= 0 && faults.launches_before-- == 0) ended = faults.error;
   return abi::SUCCESS;
 }
@@ -230,6 +232,7 @@ API const char* cudaGetErrorString(int error) {
     case abi::ILLEGAL_ADDRESS: return "an illegal memory access was encountered";
     case abi::LAUNCH_FAILURE: return "unspecified launch failure";
     case abi::NOT_SUPPORTED: return "operation not supported";
+    case abi::CAPTURE_UNSUPPORTED: return "operation not permitted when stream is capturing";
     default: return "unknown error";
   }
 }
@@ -243,6 +246,7 @@ API const char* cudaGetErrorName(int error) {
     case abi::ILLEGAL_ADDRESS: return "cudaErrorIllegalAddress";
     case abi::LAUNCH_FAILURE: return "cudaErrorLaunchFailure";
     case abi::NOT_SUPPORTED: return "cudaErrorNotSupported";
+    case abi::CAPTURE_UNSUPPORTED: return "cudaErrorStreamCaptureUnsupported";
     default: return "cudaErrorUnknown";
   }
 }
@@ -253,45 +257,35 @@ API int cudaStreamCreateWithFlags(void** s, unsigned) { return cudaStreamCreate(
 API int cudaStreamCreateWithPriority(void** s, unsigned, int) { return cudaStreamCreate(s); }
 API int cudaStreamDestroy(void*) { return abi::SUCCESS; }
 API int cudaStreamGetPriority(void*, int* p) { *p = 0; return abi::SUCCESS; }
-API int cudaStreamIsCapturing(void*, int* capturing) { *capturing = 0; return abi::SUCCESS; }
-static int no_capture(int* status, unsigned long long* id, void** graph, void** nodes, size_t* n) {
-  *status = 0;
-  if (id) *id = 0;
-  if (graph) *graph = nullptr;
-  if (nodes) *nodes = nullptr;
-  if (n) *n = 0;
-  return abi::SUCCESS;
-}
-#if CUDA_MAJOR >= 13
-API int cudaStreamGetCaptureInfo(void*, int* status, unsigned long long* id, void** graph, void** nodes, void** edges, size_t* n) {
-  if (edges) *edges = nullptr;
-  return no_capture(status, id, graph, nodes, n);
-}
-#else
-API int cudaStreamGetCaptureInfo_v2(void*, int* status, unsigned long long* id, void** graph, void** nodes, size_t* n) {
-  return no_capture(status, id, graph, nodes, n);
-}
-API int cudaStreamGetCaptureInfo(void*, int* status, unsigned long long* id) { return no_capture(status, id, nullptr, nullptr, nullptr); }
-#endif
-API int cudaThreadExchangeStreamCaptureMode(int*) { return abi::SUCCESS; }
 API int cudaStreamAddCallback(void* s, void (*call)(void*, int, void*), void* with, unsigned) { call(s, abi::SUCCESS, with); return abi::SUCCESS; }
 API int cudaLaunchHostFunc(void*, void (*call)(void*), void* with) { call(with); return abi::SUCCESS; }
 
-static int synchronize(std::function<void(Lock&)> wait_for) {
+// `wait_for` says false where a stream that captures forbids it.
+static int synchronize(std::function<bool(Lock&)> wait_for) {
   if (int error = standing()) return record(error);
   ++counts[SYNCHRONIZATIONS];
   Lock hold(lock);
-  wait_for(hold);
+  if (!wait_for(hold)) return record(abi::CAPTURE_UNSUPPORTED);
   return standing() ? record(standing()) : abi::SUCCESS;
 }
 API int cudaStreamSynchronize(void* s) {
-  return synchronize([=](Lock& hold) { Stream* stream = stream_of(s); wait(hold, {stream, stream->submitted}); });
+  return synchronize([=](Lock& hold) {
+    Stream* stream = stream_of(s);
+    if (!capture_of(stream)) wait(hold, {stream, stream->submitted});
+    return !capture_of(stream);
+  });
 }
-API int cudaDeviceSynchronize() { return synchronize(wait_for_all); }
+API int cudaDeviceSynchronize() {
+  return synchronize([](Lock& hold) {
+    if (!captures) wait_for_all(hold);
+    return !captures;
+  });
+}
 API int cudaStreamQuery(void* s) {
   if (int error = standing()) return record(error);
   Lock hold(lock);
   Stream* stream = stream_of(s);
+  if (capture_of(stream)) return record(abi::CAPTURE_UNSUPPORTED);
   return reported({stream, stream->submitted}) ? abi::SUCCESS : record(abi::NOT_READY);
 }
 
@@ -300,7 +294,7 @@ namespace {
 double now() {
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-struct Event { Moment on{nullptr, 0}; double time = 0; };
+struct Event { Moment on{nullptr, 0}; double time = 0; std::shared_ptr<Graph> capture; };
 Event* event_of(void* e) { return static_cast<Event*>(e); }
 }  // namespace
 
@@ -311,7 +305,7 @@ API int cudaEventRecord(void* e, void* s) {
   if (int error = standing()) return record(error);
   Lock hold(lock);
   Stream* stream = stream_of(s);
-  *event_of(e) = {{stream, submit(stream)}, now()};
+  *event_of(e) = {{stream, submit(stream)}, now(), stream->capture};
   return abi::SUCCESS;
 }
 API int cudaEventRecordWithFlags(void* e, void* s, unsigned) { return cudaEventRecord(e, s); }
@@ -322,13 +316,17 @@ API int cudaEventQuery(void* e) {
   return !on.stream || reported(on) ? abi::SUCCESS : record(abi::NOT_READY);
 }
 API int cudaEventSynchronize(void* e) {
-  return synchronize([=](Lock& hold) { if (event_of(e)->on.stream) wait(hold, event_of(e)->on); });
+  return synchronize([=](Lock& hold) {
+    if (event_of(e)->on.stream) wait(hold, event_of(e)->on);
+    return true;
+  });
 }
 API int cudaStreamWaitEvent(void* s, void* e, unsigned) {
   Lock hold(lock);
   Moment on = event_of(e)->on;
   Stream* stream = stream_of(s);
   if (!on.stream || on.stream == stream) return abi::SUCCESS;
+  if (auto& capture = event_of(e)->capture; capture && capture->open) stream->capture = capture;  // it joins
   submit(stream);
   if (settings().lag || !happened(on)) stream->dependencies.push_back({stream->submitted, on});
   if (!happened(on)) run_until(stream, [on] { return happened(on); });
