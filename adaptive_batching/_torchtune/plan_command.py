@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import datasets  # type: ignore[import-untyped]
+import datasets
 import huggingface_hub
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import _recipe_registry as registry
