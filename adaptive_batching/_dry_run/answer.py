@@ -17,7 +17,8 @@ VERSION = 1
 
 MOST_FRAMES = 8  # of a stack that words show
 _PLUMBING = "modules/module.py:"  # how torch calls a module
-_ASKED = ("kernels", "products", "synchronizations", "collectives")
+_ASKED = {"kernels": "kernels", "products": "matrix products", "synchronizations": "synchronizations",
+          "collectives": "collectives"}  # fmt: skip
 _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 
 
@@ -150,6 +151,10 @@ def in_words(run: DryRun) -> list[str]:
     lines += _peak(run, worst)
     if worst["steps"]:
         lines.append(_row("a step", _asked(worst["steps"][-1])))
+    elif run.ending.exit_code == 0 and run.failure is None:
+        lines.append(_row("no step", "no optimizer of torch.optim took one; the script ran to its end"))
+    if run.ending.exit_code > 0 and run.failure is None:
+        lines.append(_row("note", "losses are zero here: a script that divides by one fails here alone"))
     survived = as_object(run)["out_of_memory_survived"]
     if survived:
         times = "once" if survived == 1 else f"{survived} times"
@@ -209,7 +214,7 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
 
 def _asked(step: dict[str, int]) -> str:
     copies = sum(step[name] for name in _COPIES)
-    return ", ".join([*(f"{name} {step[name]:,}" for name in _ASKED), f"copies {copies:,}"])
+    return ", ".join([*(f"{word} {step[name]:,}" for name, word in _ASKED.items()), f"copies {copies:,}"])
 
 
 def _why_tight(run: DryRun) -> str:

@@ -55,7 +55,7 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
     card.add_argument("--gpu", metavar="NAME", help="a GPU by name, such as 4090 or 'h100 80gb'")
     card.add_argument("--memory", metavar="24GiB", help="memory of the card; a plain number such as 24 is GiB")
     parser.add_argument("--capability", metavar="8.9", help="compute capability (default: that of --gpu, or 8.0)")
-    parser.add_argument("--devices", type=int, default=1, metavar="N", help="cards (default: 1)")
+    parser.add_argument("--devices", type=int, metavar="N", help="cards (default: 1, or torchrun's --nproc_per_node)")
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to run (default: 3)")
     parser.add_argument("--sequence-length", type=int, metavar="N", help="of a recipe: tokens of each sample")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the script prints to stderr")
@@ -83,6 +83,7 @@ def _run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe) -> int:
 
 
 def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folder: Path) -> DryRun:
+    args.devices = _devices(args)
     device, card = _device(args)
     for name in ("steps", "sequence_length"):
         if (value := getattr(args, name)) is not None and value < 1:
@@ -120,6 +121,14 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
     device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors)
     return device, Card(name, memory, device.context_bytes)
+
+
+def _devices(args: argparse.Namespace) -> int:
+    """Return the cards asked for, or else one for each process that a launcher starts."""
+    if args.devices is not None:
+        return int(args.devices)
+    started = re.search(r" --(?:nproc[_-]per[_-]node|num_processes)[= ](\d+)\b", " ".join(args.command))
+    return int(started[1]) if started else 1
 
 
 def _memory(text: str) -> int:

@@ -132,8 +132,8 @@ def _torch() -> tuple[Path, str]:
     package = Path(spec.submodule_search_locations[0])
     version = re.search(r"^cuda\b.*= '(\d+)\.\d+'", (package / "version.py").read_text(), re.MULTILINE)
     if version is None:
-        needed = f"the emulated device needs a CUDA build of torch, and the one in {package} is none"
-        raise BuildError(f"{needed}; install one in an environment of its own, or ask 'plan', which needs none")
+        needed = f"the emulated device needs a CUDA build of torch, and {package} is a CPU build"
+        raise BuildError(f"{needed}; install one in another environment; for a torchtune config, 'plan' needs none")
     return package.parent, version[1]
 
 

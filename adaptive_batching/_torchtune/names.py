@@ -155,7 +155,9 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
     """
     name, known = Path(command[0]).stem, [recipe.name for recipe in recipes()]
     if name not in known:
-        raise ConfigError(f"{command[0]!r} is no program and no recipe{closest(name, known)}; write a command after --")
+        written = f"python {command[0]}" if command[0].endswith(".py") else "and a program"
+        remedy = f"{closest(name, known)}; to run a script, write -- {written}"
+        raise ConfigError(f"{command[0]!r} is neither a program nor a recipe{remedy}")
     if "--config" not in command[:-1]:
         raise ConfigError(f"--config <name or path> is missing after {name}")
     at = list(command).index("--config")

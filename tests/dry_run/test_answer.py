@@ -68,7 +68,9 @@ LATE = {**FAILED, "step": 4}
         ([process(), process(1, out_of_memory=[LATE])], 1, Answer.DOES_NOT_FIT, "out of memory in step 4"),
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
-        ([process(steps=0)], 0, Answer.FITS, "0 steps"),  # there is nothing to train
+        ([process(steps=0)], 0, Answer.FITS, "no optimizer of torch.optim took one"),
+        ([process(steps=1)], 1, Answer.CANNOT_TELL, "losses are zero here"),
+        ([process()], 0, Answer.FITS, "matrix products 7"),
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
         ([process(steps=0, error=error("KeyError: 'x'"))], 1, Answer.CANNOT_TELL, "the card's memory: KeyError: 'x'"),

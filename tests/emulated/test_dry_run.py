@@ -155,11 +155,11 @@ for step in range(9):
 """
     )
     (tmp_path / "train.py").write_text(code)
-    launch = ["--devices", "2", "--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
+    launch = ["--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
     found, _ = dry_run(tmp_path, "--memory", "80", *launch)
     assert (found["fits"], found["steps"], found["processes"]) == (True, 3, 2)
     assert found["asked_of_device"]["collectives"] >= 1
-    found, _ = dry_run(tmp_path, "--memory", "4", *launch)
+    found, _ = dry_run(tmp_path, "--memory", "4", "--devices", "2", *launch)
     assert found["fits"] is False and found["failed_allocation"]["step"] == 2
     assert found["failed_allocation"]["line"] == "train.py:16 <module>"
 
@@ -221,6 +221,8 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Sig
         ("--memory 24 --capability new -- python x", "--capability new"),
         ("--memory 24 --page no/such.html -- python x", "there is no folder"),
         ("--memory 24 -- nosuchprogram", "nosuchprogram cannot be run"),
+        ("--memory 24 train.py --lr 1", "to run a script, write -- python train.py"),
+        ("--memory 24 -- torchrun --nproc-per-node=40 x", "--devices 40 must be 1 to 16"),
         ("--memory 24 lora_finetune_single --config x", "did you mean 'lora_finetune_single_device'"),
         ("--memory 24 lora_finetune_single_device", "--config <name or path> is missing"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lor", "there is no config"),
