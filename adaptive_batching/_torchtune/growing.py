@@ -97,8 +97,8 @@ def make_controller(
             seen, before = (window * host.num_replicas for window in (accumulation.window(start), run.window))
             log.warning(
                 "each optimizer step sees %d samples instead of %d, at the configured learning rate; to keep %d, set "
-                "micro_batch_size=auto use_maximum_batch_size=False, or scale the rate with "
-                "adaptive_batching.lr_scaling=auto", seen, before, before,
+                "%s, or scale the rate with adaptive_batching.lr_scaling=auto",
+                seen, before, before, what_keeps_global_batch(run.accumulation),
             )  # fmt: skip
     else:
         function, start = _on_first_rank(increase.function, host.ranks), configured
@@ -120,12 +120,19 @@ def make_controller(
     largest = accumulation.window(maximum)
     if largest > run.window and get_adapter_params(host.model):
         log.warning(
-            "the batch may grow to %.3g times the configured one, and LoRA tolerates large batches less than full "
+            "the global batch reaches %.3g times the configured one, and LoRA tolerates large batches less than full "
             "fine-tuning does, at any rank (Schulman et al. 2025, 'LoRA Without Regret'); compare the held-out loss "
             "with that of a run at the configured size",
             largest / run.window,
         )
     return BatchController(start, maximum, reason, function, increase.name, accumulation)
+
+
+def what_keeps_global_batch(accumulation: int) -> str:
+    """Return the overrides that fill the device without changing what the optimizer sees."""
+    if accumulation > 1:
+        return "adaptive_batching.keep_global_batch=True"
+    return "micro_batch_size=auto use_maximum_batch_size=False"
 
 
 def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction:

@@ -155,8 +155,8 @@ def command_of_recipe(command: Sequence[str], folder: Path, devices: int, length
     """
     name, known = Path(command[0]).stem, [recipe.name for recipe in recipes()]
     if name not in known:
-        written = f"python {command[0]}" if command[0].endswith(".py") else "and a program"
-        remedy = f"{closest(name, known)}; to run a script, write -- {written}"
+        is_script = Path(command[0]).suffix == ".py" and Path(command[0]).is_file()
+        remedy = f"; to run a script, write -- python {command[0]}" if is_script else closest(name, known)
         raise ConfigError(f"{command[0]!r} is neither a program nor a recipe{remedy}")
     if "--config" not in command[:-1]:
         raise ConfigError(f"--config <name or path> is missing after {name}")

@@ -221,7 +221,7 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Sig
         ("--memory 24 --capability new -- python x", "--capability new"),
         ("--memory 24 --page no/such.html -- python x", "there is no folder"),
         ("--memory 24 -- nosuchprogram", "nosuchprogram cannot be run"),
-        ("--memory 24 train.py --lr 1", "to run a script, write -- python train.py"),
+        (f"--memory 24 {__file__} --lr 1", f"to run a script, write -- python {__file__}"),
         ("--memory 24 -- torchrun --nproc-per-node=40 x", "--devices 40 must be 1 to 16"),
         ("--memory 24 lora_finetune_single --config x", "did you mean 'lora_finetune_single_device'"),
         ("--memory 24 lora_finetune_single_device", "--config <name or path> is missing"),

@@ -14,6 +14,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import CpuMeter
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.does_not_fit import require_room
+from adaptive_batching._torchtune.growing import what_keeps_global_batch
 from adaptive_batching._values import ConfigError
 from tests.conftest import TuneRun, assert_close, assert_same_weights
 from tests.support.records import events, without_sizes
@@ -85,7 +86,7 @@ def test_a_probe_that_went_over_its_limit_leaves_no_trace(
 
 
 def test_the_maximum_is_trained_at_from_the_first_epoch(tune_run: TuneRun, caplog: pytest.LogCaptureFixture) -> None:
-    warning = "each optimizer step sees 32 samples instead of 4"
+    warning = f"32 samples instead of 4, at the configured learning rate; to keep 4, set {what_keeps_global_batch(1)}"
     run = tune_run("full", *PROBE, name="ours")
     assert warning in caplog.text
     caplog.clear()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from adaptive_batching._torchtune.growing import what_keeps_global_batch
 from adaptive_batching._torchtune.settings import read_evaluation, read_settings, read_validation
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import ByLength, ConfigError
 from tests.conftest import ROOT
 
 CONFIG = ROOT / "recipes" / "configs" / "quickstart" / "full_single_device.yaml"
@@ -58,6 +59,15 @@ def test_a_mistake_in_the_config_is_refused_with_key_value_and_remedy(read: Any,
     with pytest.raises(ConfigError, match=message) as error:
         read(config(*overrides.split()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 8])
+def test_what_is_said_to_keep_the_global_batch_is_accepted_and_makes_use_of_the_device(accumulation: int) -> None:
+    remedy = what_keeps_global_batch(accumulation).split()
+    cfg = config("use_maximum_batch_size=True", f"gradient_accumulation_steps={accumulation}", *remedy)
+    settings = read_settings(cfg)
+    assert settings.keep_global_batch == (accumulation > 1)
+    assert settings.use_maximum_batch_size or isinstance(settings.micro_batch_size, ByLength)
 
 
 def test_settings_that_do_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
