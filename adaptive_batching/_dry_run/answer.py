@@ -19,6 +19,8 @@ MOST_FRAMES = 8  # of a stack that words show
 _PLUMBING = "modules/module.py:"  # how torch calls a module
 _ASKED = {"kernels": "kernels", "products": "matrix products", "synchronizations": "synchronizations",
           "collectives": "collectives"}  # fmt: skip
+_OF_ZEROS = ("ZeroDivisionError", "OverflowError", "ValueError: math domain", "ValueError: expected a positive")
+"""Errors of arithmetic, in Python's words, that a loss of zero leads to."""
 _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 
 
@@ -153,7 +155,7 @@ def in_words(run: DryRun) -> list[str]:
         lines.append(_row("a step", _asked(worst["steps"][-1])))
     elif run.ending.exit_code == 0 and run.failure is None:
         lines.append(_row("no step", "no optimizer of torch.optim took one; the script ran to its end"))
-    if run.ending.exit_code > 0 and run.failure is None:
+    if run.failure is None and any(each["text"].startswith(_OF_ZEROS) for each in run.errors):
         lines.append(_row("note", "losses are zero here: a script that divides by one fails here alone"))
     survived = as_object(run)["out_of_memory_survived"]
     if survived:

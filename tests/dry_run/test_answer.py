@@ -69,7 +69,7 @@ LATE = {**FAILED, "step": 4}
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
         ([process(steps=0)], 0, Answer.FITS, "no optimizer of torch.optim took one"),
-        ([process(steps=1)], 1, Answer.CANNOT_TELL, "losses are zero here"),
+        ([process(error=error("ZeroDivisionError: x"))], 1, Answer.CANNOT_TELL, "losses are zero here"),
         ([process()], 0, Answer.FITS, "matrix products 7"),
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
