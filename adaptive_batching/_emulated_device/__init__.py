@@ -26,14 +26,24 @@ from adaptive_batching._values import ConfigError
 SOURCE = Path(__file__).parent / "source"
 # Whose calls the device answers, in site-packages
 CALLERS = ("torch/lib/*.so", "bitsandbytes/libbitsandbytes_cuda*.so")
-CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|nccl|cu[A-Z])\w*")
-PRODUCTS = re.compile(r"cublas\w*[gG]em[mv]\w*")
+CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|cusolver|cufft|nccl|cu[A-Z])\w*")
+PRODUCTS = re.compile(r"cublas\w*([gG]em[mv]|trsm|getrfBatched)\w*")
 # What Triton's launcher links to, and torch does not call
 TRITON = (
     *("cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuLaunchCooperativeKernel", "cuOccupancyMaxActiveClusters"),
     *("cuStreamGetCtx", "cuMemAllocHost_v2", "cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuLinkDestroy"),
     *("cuMemcpyDtoHAsync_v2", "cuCtxGetLimit", "cuCtxSetLimit"),
 )
+# Functions that write a number for the host, and its place among their parameters; of cuSOLVER's X two of them. It becomes
+# zero: the size of a workspace, or what says that all went well.
+WRITTEN = {
+    **{f"{name}_bufferSize": 6 for name in ("getrf", "geqrf", "potrf")}, "sytrf_bufferSize": 5, "gesvd_bufferSize": 4,
+    **{f"{name}_bufferSize": 8 for name in ("orgqr", "ungqr", "syevd", "heevd", "syevjBatched", "heevjBatched")},
+    **{f"{name}_bufferSize": 12 for name in ("ormqr", "unmqr", "gesvdjBatched", "Xsyevd", "XsyevBatched", "Xsytrs")},
+    "gesvdj_bufferSize": 13, "gesvdaStridedBatched_bufferSize": 17, "Xgeqrf_bufferSize": 11, "Xpotrf_bufferSize": 9,
+    "Xgeev_bufferSize": 18, "getrsBatched": 10, "geqrfBatched": 7,
+}  # fmt: skip
+SOLVERS = re.compile(r"(?:cusolverDn|cublas)[SDCZ]?(\w+)")
 DRIVER = re.compile(rb"(?<=\0)cu[A-Z][A-Za-z0-9_]+(?=\0)")  # functions of the driver among the strings of a library
 NOT_SUPPORTED = {"cublas": 15, "nccl": 5}  # of CUDA itself 801
 GIB = 2**30
@@ -98,7 +108,7 @@ def build() -> Path:
         raise BuildError("the emulated device runs on Linux on x86-64 alone; 'plan' needs none")
     site, cuda = _torch()
     compiler = os.environ.get("CXX", "g++")
-    sources = sorted(SOURCE.glob("*.*"))
+    sources = [Path(__file__), *sorted(SOURCE.glob("*.*"))]
     callers = sorted(path for pattern in CALLERS for path in site.glob(pattern))
     stamps = [f"{path}:{path.stat().st_size}:{path.stat().st_mtime_ns}" for path in callers]
     text = "".join([cuda, compiler, *stamps, *(path.read_text() for path in sources)])
@@ -165,8 +175,13 @@ def _undefined(libraries: list[Path]) -> set[str]:
 
 
 def _answer(name: str) -> str:
-    """Return the line for a function that the device lacks: a product, or what says that it is not supported."""
+    """Return the line for a function that the device lacks: one that does nothing, or says that it is not supported."""
+    solver = SOLVERS.fullmatch(name)
+    if solver and solver[1] in WRITTEN:
+        return f"WRITES_ZERO({name}, {WRITTEN[solver[1]]}, {'size_t' if solver[1][0] == 'X' else 'int'})\n"
     if PRODUCTS.fullmatch(name):
         return f"PRODUCT({name})\n"
+    if name.startswith("cusolver"):
+        return f"SOLVER({name})\n"
     code = next((code for prefix, code in NOT_SUPPORTED.items() if name.startswith(prefix)), 801)
     return f"ABSENT({name}, {code})\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from adaptive_batching._emulated_device import SOURCE
+from adaptive_batching._emulated_device import SOURCE, WRITTEN
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
 # Headers of NCCL and of compilers, which are installed for one version, and go with both
@@ -98,3 +99,12 @@ def test_declarations_are_those_of_nvidias_headers(cuda: int, tmp_path: Path) ->
     flags = ["-std=c++17", "-fsyntax-only", "-Wno-invalid-offsetof", f"-DCUDA_MAJOR={cuda}", *folders]
     done = subprocess.run(["g++", *flags, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
+
+
+def test_numbers_are_written_where_nvidias_solvers_write_them() -> None:
+    text = "".join((PACKAGES / f"cu13/include/{name}").read_text() for name in ("cusolverDn.h", "cublas_api.h"))
+    declared = re.findall(r"(?:cusolverDn|cublas)[SDCZ]?(\w+)\s*\(([^)]*)\)", text)
+    found = {name: parameters.split(",") for name, parameters in declared}
+    for name, place in WRITTEN.items():
+        wanted = r"size_t *\*\s*workspaceInBytesOnDevice" if name[0] == "X" else r"int *\*\s*(lwork|work_size|info)"
+        assert re.search(wanted, found[name][place - 1], re.IGNORECASE), f"{name}: {found[name]}"

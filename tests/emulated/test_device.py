@@ -57,6 +57,24 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert (control.counters() - before).products == 1 and product.sum().item() == 0.0
 
 
+@pytest.mark.parametrize("driver", ["gesvd", "gesvdj", "gesvda"])
+def test_decompositions_and_transforms_have_the_shapes_of_their_results(driver: str) -> None:
+    matrix, square = torch.zeros(2, 6, 4, device="cuda"), torch.zeros(5, 5, device="cuda")
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False, driver=driver)
+    assert (u.shape, s.shape, v.shape) == ((2, 6, 4), (2, 4), (2, 4, 4))
+    q, r = torch.linalg.qr(matrix)
+    assert (q.shape, r.shape) == ((2, 6, 4), (2, 4, 4)) and torch.linalg.eigh(square)[1].shape == (5, 5)
+    for solved in (torch.linalg.inv(square), torch.linalg.solve(square, square), torch.linalg.cholesky(square)):
+        assert solved.shape == (5, 5)
+    assert torch.fft.fft(torch.zeros(3, 64, device="cuda")).shape == (3, 64)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plane = torch.zeros(1024, 1024, device="cuda", dtype=torch.complex64)
+    changed = torch.fft.ifft2(plane)
+    assert torch.cuda.max_memory_allocated() - before >= 3 * changed.nbytes, "both planes and the plan's workspace"
+
+
 @pytest.mark.parametrize(("of_torch", "times", "errors"), [(True, 1, 1), (False, 1, 0), (False, 2, 1)])
 def test_the_allocation_that_is_told_to_fails_as_on_a_full_card(of_torch: bool, times: int, errors: int) -> None:
     """A device that refuses once is asked again."""

@@ -1,5 +1,6 @@
 // Kernels and matrix products: counted, and not computed.
 #include "device.h"
+#include <cstdarg>
 #include <cstdio>
 #include <cstring>
 #include <dlfcn.h>
@@ -138,6 +139,37 @@ NOTHING_TO_DO(cublasLtMatmulDescDestroy) NOTHING_TO_DO(cublasLtMatmulDescSetAttr
 NOTHING_TO_DO(cublasLtMatmulPreferenceDestroy) NOTHING_TO_DO(cublasLtMatmulPreferenceSetAttribute)
 NOTHING_TO_DO(cublasLtMatrixLayoutDestroy) NOTHING_TO_DO(cublasLtMatrixLayoutSetAttribute)
 NOTHING_TO_DO(cudaProfilerStart) NOTHING_TO_DO(cudaProfilerStop) NOTHING_TO_DO(cudaDeviceEnablePeerAccess)
+
+// cuFFT. A transform is a kernel; one of several dimensions, or that no block of threads holds, takes a workspace of its size.
+API int cufftCreate(int* plan) { *plan = static_cast<int>(next_handle() & 0x7fffffff); return 0; }
+API int cufftXtMakePlanMany(int, int rank, const long long* n, const long long*, long long, long long, int, const long long*,
+                            long long, long long, int, long long batch, size_t* workspace, int) {
+  constexpr size_t POINT = 8, HELD = 32768;  // bytes of a complex number, and of what a block of threads holds
+  size_t bytes = POINT;
+  for (int i = 0; i < rank; ++i) bytes *= n[i];
+  *workspace = rank > 1 || bytes > HELD ? bytes * batch : 0;
+  return 0;
+}
+API int cufftXtExec(int, void*, void*, int) { return launched(KERNELS, nullptr) ? 6 : 0; }  // CUFFT_EXEC_FAILED
+NOTHING_TO_DO(cufftDestroy) NOTHING_TO_DO(cufftSetStream) NOTHING_TO_DO(cufftSetWorkArea) NOTHING_TO_DO(cufftSetAutoAllocation)
+
+// cuSOLVER. Its solvers find zeros, and take no workspace: how large one is only cuSOLVER knows.
+API int cusolverDnCreate(void** handle) { return make(handle); }
+API int cusolverDnCreateGesvdjInfo(void** made) { return make(made); }
+API int cusolverDnCreateParams(void** made) { return make(made); }
+namespace {
+int solved() { return launched(KERNELS, nullptr) ? 6 : 0; }  // CUSOLVER_STATUS_EXECUTION_FAILED
+}  // namespace
+#define SOLVER(name) API int name() { return solved(); }
+#define WRITES_ZERO(name, position, type)                                             \
+  API int name(void* first, ...) {                                                    \
+    va_list given;                                                                    \
+    va_start(given, first);                                                           \
+    for (int i = 2; i < position; ++i) va_arg(given, void*);                          \
+    for (int i = 0; i < (sizeof(type) > sizeof(int) ? 2 : 1); ++i) *va_arg(given, type*) = 0; \
+    va_end(given);                                                                    \
+    return 0;                                                                         \
+  }
 
 // The builder writes a list of what else torch calls: absent.inc
 extern "C" int emulated_absent(const char* name, int code) {

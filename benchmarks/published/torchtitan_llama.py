@@ -1,0 +1,88 @@
+"""Pretrain Llama 3.1 8B as torchtitan's benchmark of December 2024 does, for the peak of one of its ranks.
+
+The model, its selective checkpointing and FSDP2 are torchtitan's; batch, steps and metrics are those of its
+`llama3_8b.toml` and `train.py`. The group is torch's fake one, of any number of ranks, this process being the first:
+collectives take the memory that they take, and nothing is sent. As in torch before 2.8 (pull request 154704), what FSDP2
+has not sharded by layers stays gathered between forward and backward: embeddings, last norm and output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from unittest import mock
+
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as torchtitan's script for a start sets it
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config_manager import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3 import Transformer, llama3_configs, parallelize_llama
+
+
+class RMSNorm(torch.nn.Module):
+    """Normalizes in float32, and scales what has been cast back: torchtitan's own norm of then, now torch's fused one."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(dim))
+        self._eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + self._eps)).type_as(x) * self.weight
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.weight)
+
+
+BATCH_SIZE, LENGTH, VOCABULARY = 2, 8192, 128256
+STEPS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--root-reshards", action="store_true", help="as torch does since 2.8")
+    parser.add_argument("--todays-norm", action="store_true", help="torch.nn.RMSNorm, as torchtitan does now")
+    args = parser.parse_args()
+    dist.init_process_group("fake", rank=0, world_size=args.devices, store=FakeStore())
+    torch.cuda.set_device(0)
+    config = JobConfig()
+    config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option = "selective", "op"
+    config.training.compile = args.compile
+    parallel = ParallelDims(1, args.devices, 1, 1, 1, args.devices, enable_loss_parallel=True)
+    of_model = llama3_configs["8B"]
+    of_model.vocab_size, of_model.max_seq_len = VOCABULARY, LENGTH
+    norm = torch.nn.RMSNorm if args.todays_norm else RMSNorm
+    with torch.device("meta"), mock.patch("torch.nn.RMSNorm", norm):
+        model = Transformer(of_model)
+    parallelize_llama(model, parallel.build_mesh("cuda"), parallel, config)
+    model.set_reshard_after_forward(args.root_reshards, recurse=False)
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        tokens = torch.zeros(BATCH_SIZE, LENGTH, dtype=torch.long).cuda()
+        labels = torch.zeros(BATCH_SIZE, LENGTH, dtype=torch.long).cuda()
+        optimizer.zero_grad()
+        found = model(tokens)
+        loss = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(0, 1))
+        del found
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+    peaks = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+    print(json.dumps(peaks))
+
+
+if __name__ == "__main__":
+    main()
