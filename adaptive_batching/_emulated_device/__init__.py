@@ -34,8 +34,8 @@ TRITON = (
     *("cuStreamGetCtx", "cuMemAllocHost_v2", "cuLinkCreate_v2", "cuLinkAddData_v2", "cuLinkComplete", "cuLinkDestroy"),
     *("cuMemcpyDtoHAsync_v2", "cuCtxGetLimit", "cuCtxSetLimit"),
 )
-# Functions that write a number for the host, and its place among their parameters; of cuSOLVER's X two of them. It becomes
-# zero: the size of a workspace, or what says that all went well.
+# Functions that write a number for the host, and its place among their parameters; cuSOLVER's X write two of them. They
+# become zero: the size of a workspace, or what says that all went well.
 WRITTEN = {
     **{f"{name}_bufferSize": 6 for name in ("getrf", "geqrf", "potrf")}, "sytrf_bufferSize": 5, "gesvd_bufferSize": 4,
     **{f"{name}_bufferSize": 8 for name in ("orgqr", "ungqr", "syevd", "heevd", "syevjBatched", "heevjBatched")},

@@ -7,7 +7,6 @@ flash-attn's FlashAttention 2; here attention is torch's, whose flash attention 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from typing import Any
 
@@ -84,8 +83,6 @@ def main() -> None:
             save_strategy="no", report_to=[], disable_tqdm=True, include_tokens_per_second=True,
         )  # fmt: skip
         Trainer(model=model, args=settings, train_dataset=Samples(STEPS * args.batch_size)).train()
-    peaks = {"allocated_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
-    print(json.dumps({**peaks, "left_bytes": torch.cuda.memory_allocated()}))
 
 
 if __name__ == "__main__":
