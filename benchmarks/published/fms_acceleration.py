@@ -30,7 +30,7 @@ CONFIGS = {
 }  # fmt: skip
 
 
-class Samples(torch.utils.data.Dataset):
+class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Full samples."""
 
     def __init__(self, number: int) -> None:
