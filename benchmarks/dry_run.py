@@ -196,8 +196,8 @@ FACTS = [
     "published and here: the most GiB of tensors allocated, or of memory that torch's allocator reserved, as published",
     "real libraries on the emulated device: `adaptive-batching dry-run`, stopped after three steps",
     "PEFT: `method_comparison/MetaMathQA/results` of huggingface/peft, an L40S in July 2026; torch 2.13.0, "
-    "transformers 5.13.1 and a development version between PEFT 0.19.1 and 0.20.0, which stands in for it (`lokr`: a later one, "
-    "with transformers 5.15.0)",
+    "transformers 5.13.1 and a development version between PEFT 0.19.1 and 0.20.0, which stands in for it (`lokr`: a "
+    "later one, with transformers 5.15.0)",
     f"the longest of their batches is not known. It is taken to be {LONGEST_BATCH} tokens for all rows, which is where "
     f"`{FITTED}` takes what was published; that row does not count. The batch before it is taken to have 100",
     "their evaluation generates text at batch 50, and is no row's peak: with 200 tokens of prompt and 300 new ones "
@@ -242,8 +242,9 @@ def main() -> None:
     failed = {row.name: found[row.name]["failed"] for row in rows if "failed" in found.get(row.name, {})}
     left_out = [f"not run: {name}, {why}" for name, why in {**NOT_RUN, **failed}.items()]
     write_report(
-        "Dry runs against published peaks", device="emulated", facts=[*FACTS, *left_out], rows=lines, figures=figures,
-        output=args.output, packages=("torch", "triton", "bitsandbytes"),
+        "Dry runs against published peaks", device="cpu", facts=[*FACTS, *left_out], rows=lines, figures=figures,
+        output=args.output or ROOT / "benchmarks/results/dry_run_emulated.md",
+        packages=("torch", "triton", "bitsandbytes"),
     )  # fmt: skip
 
 
