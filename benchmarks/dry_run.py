@@ -73,11 +73,12 @@ NOT_RUN = {
     "adamss": "clusters singular vectors, which are zeros",
 }
 SPEED = {
-    "seconds_1b": ("--gpu", "RTX 4090", "lora_finetune_single_device", "--config", "llama3_2/1B_lora_single_device"),
-    "seconds_8b": ("--gpu", "RTX 4090", "lora_finetune_single_device", "--config", "llama3_1/8B_lora_single_device"),
-    "seconds_70b_on_8": (
-        "--gpu", "A100 80GB", "--devices", "8", "lora_finetune_distributed", "--config", "llama3_1/70B_lora",
-    ),
+    "seconds_1b": ("--gpu", "RTX 4090", "--sequence-length", "2048", "lora_finetune_single_device", "--config",
+                   "llama3_2/1B_lora_single_device"),
+    "seconds_8b": ("--gpu", "RTX 4090", "--sequence-length", "2048", "lora_finetune_single_device", "--config",
+                   "llama3_1/8B_lora_single_device"),
+    "seconds_70b_on_8": ("--gpu", "A100 80GB", "--devices", "8", "--sequence-length", "2048",
+                         "lora_finetune_distributed", "--config", "llama3_1/70B_lora"),
 }  # fmt: skip
 
 
