@@ -9,11 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config as torchtune_config
 from torchtune.modules.peft import get_adapter_params
+from torchtune.training import FullModelTorchTuneCheckpointer
 
 import adaptive_batching.__main__
 from adaptive_batching._torchtune import meta_setup
@@ -36,6 +38,21 @@ class Tokenizer:
 
     def __init__(self, max_seq_len: int | None = None, **ignored: Any) -> None:
         self.max_seq_len = max_seq_len
+
+
+class Checkpointer(FullModelTorchTuneCheckpointer):
+    """Loads zeros in torchtune's own format, of a model that may be larger than the host's memory."""
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """Load through a mapping that is shared with the file: Linux grants no private one larger than the memory."""
+        from_file: Any = torch.UntypedStorage.from_file
+
+        def shared(filename: str, shared: bool = False, nbytes: int = 0) -> Any:
+            return from_file(filename, True, nbytes)
+
+        with mock.patch.object(torch.UntypedStorage, "from_file", shared):
+            loaded: dict[str, Any] = super().load_checkpoint()
+        return loaded
 
 
 def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devices: int, length: int | None) -> None:
@@ -101,7 +118,7 @@ def load_zeros(cfg: DictConfig, folder: Path) -> None:
             adapters = get_adapter_params(made)
             write_zeros(at / _FILE, {n: p.shape for n, p in made.named_parameters() if n not in adapters})
         cfg[key] = {
-            "_component_": "torchtune.training.FullModelTorchTuneCheckpointer", "checkpoint_dir": str(at),
+            "_component_": f"{_HERE}.Checkpointer", "checkpoint_dir": str(at),
             "checkpoint_files": [_FILE], "recipe_checkpoint": None, "output_dir": cfg.output_dir,
             "model_type": cfg[key]["model_type"],
         }  # fmt: skip
