@@ -207,8 +207,8 @@ FACTS = [
     "rows on one A100 without kernels of its own, whose batches are full; torch 2.4.1 and flash-attn then, here torch "
     "2.13.0 and its own flash attention; transformers 4.48.1 and 4.45.2 as then",
     "torchtitan: `benchmarks/llama3_h100_202412_torchtitan.md`, a nightly build of torch of December 2024. One of 8 or "
-    "128 ranks runs, in a group that sends nothing; torchtitan 0.1.0, with the norm and FSDP2's root as they were then; "
-    "today's take 0.2 to 0.4 GiB less",
+    "128 ranks runs, in a group that sends nothing; torchtitan 0.1.0, with the norm and FSDP2's root as they were "
+    "then; today's take 0.2 to 0.4 GiB less",
 ]
 
 
