@@ -61,8 +61,6 @@ LENGTHS = ("300", "100", "0", str(LONGEST_BATCH))
 FITTED = "lora/rank32"
 FIRST_BLOCK = 2 * MIB  # that PEFT's script reserves before all else, and leaves out
 WHY = {
-    "full": "what is reserved hangs on the steps before: 34.6 to 36.8 GiB were seen after steps of other lengths; the "
-    "published figure is the most of 5,000",
     "prefixtuning": "not explained; 50 virtual tokens instead of 200 agree",
     "torchtitan": "not explained; torch of then is a nightly build",
 }
@@ -203,6 +201,7 @@ FACTS = [
     f"`{FITTED}` takes what was published; that row does not count. The batch before it is taken to have 100",
     "their evaluation generates text at batch 50, and is no row's peak: with 200 tokens of prompt and 300 new ones "
     "it reserves 10.2 GiB with LoRA, 12.0 with prefix tuning",
+    "`full` reserves 34.6 to 36.8 GiB after steps of other lengths: gradients are allocated anew each step",
     "fms-acceleration: `scripts/benchmarks/refs/a100_80gb.csv` and `a100_80gb_granite.csv` of foundation-model-stack: "
     "rows on one A100 without kernels of its own, whose batches are full; torch 2.4.1 and flash-attn then, here torch "
     "2.13.0 and its own flash attention; transformers 4.48.1 and 4.45.2 as then",
