@@ -69,12 +69,19 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
         except Exception as error:
             if begun:
                 raise
-            raise SystemExit(
-                f"error: {_what_cannot_be_read()} cannot be read ({first_line(error)}); write key=value, with a value "
-                f"of the same kind as in the config"
-            ) from None
+            raise SystemExit(f"error: {_mistake(error)}") from None
 
     return main
+
+
+def _mistake(error: Exception) -> str:
+    """Say in one line why a command line cannot be read, which ``tune run`` has not checked."""
+    config_path = config_on_command_line()
+    if isinstance(error, FileNotFoundError):
+        remedy = "'tune run' knows torchtune's alone by name; use 'adaptive-batching run', or copy it with its 'cp'"
+        return f"there is no config {config_path!r}; {remedy}"
+    what = f"{_what_cannot_be_read()} cannot be read ({first_line(error)})"
+    return f"{what}; write key=value, with a value of the same kind as in the config"
 
 
 def _what_cannot_be_read() -> str:

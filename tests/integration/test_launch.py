@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batching._torchtune import commands
 from adaptive_batching._torchtune.names import config_files
+from adaptive_batching.torchtune import entry_point, recipe
 from tests.conftest import ROOT
 from tests.support.command_line import in_this_process, small
 
@@ -110,6 +111,13 @@ def test_help_names_this_program_and_configs_that_exist(command: str, capsys: py
     text = capsys.readouterr().out
     assert re.search(r"\btune [a-z]|Copyied", text) is None
     assert {*re.findall(r"--config (\w+/\S+)", text)} <= {*config_files()}
+
+
+def test_a_config_that_only_our_command_knows_by_name_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``tune run`` hands a name on that it does not know."""
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", "quickstart/full_single_device"])
+    with pytest.raises(SystemExit, match=r"no config 'quickstart/full_single_device'; .*use 'adaptive-batching run'"):
+        entry_point(recipe("full_finetune_single_device"))()
 
 
 @pytest.mark.parametrize(("is_there", "has_gpu"), [(False, False), (True, True)])

@@ -43,7 +43,7 @@ API int cudaFuncGetAttributes(abi::FunctionAttributes* to, const void*) {
   memset(to, 0, sizeof *to);
   to->max_threads_per_block = 1024;
   to->num_regs = 32;
-  to->ptx_version = to->binary_version = compiled_for();
+  to->ptx_version = to->binary_version = compiled_for();  // cub looks for code that torch has for the card
   to->max_dynamic_shared_size_bytes = 163840;
   return abi::SUCCESS;
 }
