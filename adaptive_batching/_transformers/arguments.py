@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed
@@ -34,22 +34,22 @@ class AdaptiveArguments:
         default=False,
         metadata={"help": "Probe the largest batch that fits in one forward before training, and train with it."},
     )
-    # Parsers read a string where a union has one, and take only Optional and Union of typing.
-    batch_increase_function: Optional[Union[dict[str, Any], str]] = field(  # noqa: UP007, UP045
+    # Of a union, parsers take the second type: a string.
+    batch_increase_function: dict[str, Any] | str | None = field(
         default=None,
         metadata={
             "help": "Dotted path of a function (epoch, current_batch_size) -> samples to add, or of a factory with its "
             'arguments: {"_component_": "adaptive_batching.growth.step", "gamma": 2}.'
         },
     )
-    micro_batch_size: Optional[Union[int, str]] = field(  # noqa: UP007, UP045
+    micro_batch_size: int | str | None = field(
         default=None,
         metadata={
             "help": "Samples of one forward: a number, auto for samples of similar length, as many tokens as fit, or "
             "none for per_device_train_batch_size. It changes how a batch runs, not its gradient."
         },
     )
-    adaptive_batching: Optional[Union[dict[str, Any], str]] = field(  # noqa: UP007, UP045
+    adaptive_batching: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": 'All other settings, such as {"memory_limit": "40GiB", "lr_scaling": "sqrt"}.'},
     )

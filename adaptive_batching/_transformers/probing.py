@@ -20,6 +20,9 @@ from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.samples import Sample, counters_of, put_back_counters
 
+_FORWARDS = ("forward", "_original_forward")
+"""Attributes of a model by which Accelerate casts what goes in and comes out."""
+
 
 def probe(
     trainer: Any, kind: LossKind, sample: Sample, settings: AdaptiveBatchingConfig, request: ProbeRequest,
@@ -59,6 +62,7 @@ def probe(
 def _prepared(trainer: Any) -> Iterator[tuple[nn.Module, Optimizer]]:
     """Give the model and the optimizer as training has them, and undo that on exit."""
     saved = counters_of(trainer)
+    forwards = {name: value for name, value in vars(trainer.model).items() if name in _FORWARDS}
     trainer.create_optimizer()
     model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.current_gradient_accumulation_steps = 1
@@ -66,8 +70,10 @@ def _prepared(trainer: Any) -> Iterator[tuple[nn.Module, Optimizer]]:
     try:
         yield getattr(model, "module", model) if is_ddp(model) else model, optimizer.optimizer
     finally:
-        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
         trainer.accelerator.free_memory()
+        for name in _FORWARDS:
+            vars(trainer.model).pop(name, None)
+        vars(trainer.model).update(forwards)
         put_back_counters(trainer, saved)
 
 

@@ -35,6 +35,11 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(f"one process has {args.n_gpu} devices, which DataParallel uses; {_WORKS}")
     if any(each in optimizer for each in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
+    if args.world_size > 1 and hasattr(trainer, "_metrics"):
+        raise ConfigError(
+            f"{name} gathers its metrics from all {args.world_size} processes within each forward, so that one that "
+            f"runs out of memory would leave the others waiting; train in one process, or in several with Trainer"
+        )
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
         raise ConfigError(
             f"{name} makes its batches while training, as with generated answers; Trainer, SFTTrainer, DPOTrainer and "
