@@ -29,7 +29,7 @@ from adaptive_batching._growth.increase import (
     reads_noise_scale,
     resolve,
 )
-from adaptive_batching._growth.learning_rate import learning_rate_scale
+from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.data import Sample

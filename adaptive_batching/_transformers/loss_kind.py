@@ -12,7 +12,7 @@ from torch import nn
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._loop.samples import Loss, collated
-from adaptive_batching._transformers.samples import Sample, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters
 from adaptive_batching._values import ConfigError
 
 IGNORED = -100

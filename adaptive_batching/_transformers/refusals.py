@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
-from adaptive_batching._transformers.samples import Samples
+from adaptive_batching._transformers.handed_out import Samples
 from adaptive_batching._values import ConfigError
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")

@@ -12,15 +12,14 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments
+from adaptive_batching._transformers.handed_out import Samples, StepInputs, handing_out_samples, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
-from adaptive_batching._transformers.probing import is_ddp
-from adaptive_batching._transformers.run import AdaptiveRun, FollowingCallback
-from adaptive_batching._transformers.samples import Samples, StepInputs, handing_out_samples, length_function
+from adaptive_batching._transformers.trainer_probe import is_ddp
 from adaptive_batching._values import ConfigError
 
 
-@functools.cache
 def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
     """Return a subclass of ``trainer_class`` with our behaviour, which takes ``adaptive=AdaptiveArguments(...)``.
 
@@ -38,6 +37,11 @@ def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
         raise TypeError(f"adaptive takes a class that inherits from transformers.Trainer, and got {trainer_class!r}")
     if issubclass(trainer_class, AdaptiveTraining):
         return cast("type[Trainer]", trainer_class)
+    return _made(trainer_class)
+
+
+@functools.cache
+def _made(trainer_class: type[Trainer]) -> type[Trainer]:
     members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return cast("type[Trainer]", type(f"Adaptive{trainer_class.__name__}", (AdaptiveTraining, trainer_class), members))
 

@@ -15,6 +15,7 @@ datasets = pytest.importorskip("datasets")
 import transformers  # noqa: E402
 
 from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
+from tests.support.pages import blocks  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
 from tests.transformers.trainers import OutOfMemory, arguments, assert_alike, logged  # noqa: E402
 
@@ -139,6 +140,17 @@ def test_the_largest_forward_of_a_trainer_of_trl_is_probed(kind: str, tokenizer:
     ours.train()
     assert ours.adaptive.probe.batch_size == 8
     assert not any("num_tokens" in each and each["num_tokens"] == 0 for each in logged(ours))
+
+
+def test_the_script_of_the_page_trains(tokenizer: Any, tmp_path: Path) -> None:
+    [script] = [block.text for block in blocks("python") if "SFTTrainer" in block.text]
+    args = arguments(tmp_path, trl.SFTConfig, bf16=False, num_train_epochs=1)
+    names: dict[str, Any] = dict(
+        SFTTrainer=trl.SFTTrainer, model=trainers.make_llama(), args=args, data=of_sft(), tokenizer=tokenizer
+    )
+    exec(script, names)
+    assert names["trainer"].adaptive.probe.batch_size == 8
+    assert names["trainer"].state.global_step == 3
 
 
 def test_bfloat16_and_its_autocast_train_in_parts(tokenizer: Any, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     return {"logged": trainers.logged(trainer), "weights": total, "recoveries": recoveries}
 
 
-RUNS = ["stock", "parts", "short", "probed", "stock bert", "parts bert", "short bert"]
+RUNS = ["stock", "parts", "short", "probed", "parts bert", "short bert"]
 
 if __name__ == "__main__":
     found = {name: run(name, Path(sys.argv[1])) for name in RUNS}

@@ -16,19 +16,19 @@ from transformers import TrainerCallback
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.increase import resolve
-from adaptive_batching._growth.learning_rate import learning_rate_scale
+from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._transformers.course import Course, Length, growing_sizes, plan_course
-from adaptive_batching._transformers.evaluating import EvaluationInParts
+from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
+from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
 from adaptive_batching._transformers.loss_kind import LossKind, find_loss_kind
-from adaptive_batching._transformers.probing import probe
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
-from adaptive_batching._transformers.samples import Sample, Samples, length_function
-from adaptive_batching._transformers.step import StepInParts
+from adaptive_batching._transformers.step_in_parts import StepInParts
+from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._trace.training import Run, TrainingStep
+from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind
-from adaptive_batching._transformers.samples import Sample, counters_of, put_back_counters
 
 _FORWARDS = ("forward", "_original_forward")
 """Attributes of a model by which Accelerate casts what goes in and comes out."""

@@ -16,8 +16,8 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._micro_batches.split import Capacity, split_by_length
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._transformers.handed_out import Sample, StepInputs, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
-from adaptive_batching._transformers.samples import Sample, StepInputs, counters_of, put_back_counters
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 Parts = list[list[Sample]]

@@ -12,8 +12,8 @@ from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.split import Capacity
+from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind
-from adaptive_batching._transformers.samples import Sample, counters_of, put_back_counters
 
 Predicted = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them."""
