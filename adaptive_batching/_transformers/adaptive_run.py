@@ -29,7 +29,7 @@ from adaptive_batching._transformers.loss_kind import LossKind, find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._transformers.trainer_probe import probe
-from adaptive_batching._values import ByLength, ConfigError, Fixed, Whole
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +94,13 @@ class AdaptiveRun:
 
     def _loss_kind(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> LossKind:
         """Return what the loss is, with the step made that is right for it."""
-        trainer, settings = self._trainer, self.settings
+        trainer, settings, size = self._trainer, self.settings, self.settings.micro_batch_size
+        assert not isinstance(size, Explore)  # is refused
         try:
             kind = find_loss_kind(trainer, samples)
             trainer.loss_is_scaled_for_ga = kind.takes_number
-            self.step = StepInParts(
-                trainer, kind, settings.micro_batch_size, length, self.ranks, recovers=settings.recover_from_oom
-            )
-            if isinstance(settings.micro_batch_size, (Fixed, ByLength)):
+            self.step = StepInParts(trainer, kind, size, length, self.ranks, recovers=settings.recover_from_oom)
+            if isinstance(size, (Fixed, ByLength)):
                 self.step.check_that_parts_add_up(samples)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -131,7 +130,7 @@ class AdaptiveRun:
         optimizer = scheduler.optimizer
         unwrapped = getattr(optimizer, "optimizer", optimizer)
 
-        def at(step: int, rate: Callable[[float], float]) -> float:
+        def at(step: int, rate: Callable[[Any], float]) -> float:
             growth = course.size_at(step) / course.reference_size
             scale = learning_rate_scale(rule, unwrapped, growth, self.settings.max_lr_scale)
             return rate(course.scheduled(step)) * scale
@@ -214,7 +213,7 @@ class AdaptiveRun:
         return tokens, self._sample(loader, -index)
 
 
-class FollowingCallback(TrainerCallback):  # type: ignore[misc]
+class FollowingCallback(TrainerCallback):
     """Gives each epoch its batch size, and tells how much of it is over."""
 
     def __init__(self, run: AdaptiveRun) -> None:

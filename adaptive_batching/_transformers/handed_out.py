@@ -77,6 +77,19 @@ def handing_out_samples(trainer: Any) -> Iterator[None]:
         trainer.data_collator = collator
 
 
+@contextlib.contextmanager
+def alone(trainer: Any) -> Iterator[None]:
+    """Have ``trainer`` gather nothing from other ranks inside, as TRL gathers metrics in every forward."""
+    own = vars(trainer.accelerator)
+    names = ("gather", "gather_for_metrics", "reduce")
+    own.update(dict.fromkeys(names, lambda value, *args, **kwargs: value))
+    try:
+        yield
+    finally:
+        for name in names:
+            del own[name]
+
+
 def counters_of(trainer: Any) -> dict[str, Any]:
     """Return copies of the numbers that ``trainer`` keeps, such as the metrics that TRL logs, to put back."""
     return {name: _copied(value) for name, value in vars(trainer).items() if _is_plain(value)}

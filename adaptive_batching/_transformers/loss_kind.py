@@ -12,7 +12,7 @@ from torch import nn
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._loop.samples import Loss, collated
-from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters
 from adaptive_batching._values import ConfigError
 
 IGNORED = -100
@@ -130,7 +130,7 @@ def _measuring(trainer: Any) -> Iterator[None]:
     saved = counters_of(trainer)
     trainer.model.eval()
     try:
-        with unchanged_random_state(trainer.args.device):
+        with unchanged_random_state(trainer.args.device), alone(trainer):
             yield
     finally:
         for module, training in modes:

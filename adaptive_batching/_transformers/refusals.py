@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
@@ -19,6 +20,8 @@ def check_trainer(trainer: Any) -> None:
     args, name = trainer.args, type(trainer).__name__
     optimizer = str(getattr(args.optim, "value", args.optim))
     parallel = {"tensor": "get_tp_size", "context": "get_cp_size", "sequence": "get_sp_size"}
+    if not hasattr(Trainer, "loss_is_scaled_for_ga"):
+        raise ConfigError(f"transformers {transformers.__version__} is too old: pip install 'transformers>=5.19'")
     if args.auto_find_batch_size:
         raise ConfigError(
             "auto_find_batch_size=True starts again with fewer samples; set it to False, and micro_batch_size='auto' "
@@ -35,11 +38,6 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(f"one process has {args.n_gpu} devices, which DataParallel uses; {_WORKS}")
     if any(each in optimizer for each in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
-    if args.world_size > 1 and hasattr(trainer, "_metrics"):
-        raise ConfigError(
-            f"{name} gathers its metrics from all {args.world_size} processes within each forward, so that one that "
-            f"runs out of memory would leave the others waiting; train in one process, or in several with Trainer"
-        )
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
         raise ConfigError(
             f"{name} makes its batches while training, as with generated answers; Trainer, SFTTrainer, DPOTrainer and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._micro_batches.split import Capacity, split_by_length
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._transformers.handed_out import Sample, StepInputs, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
@@ -61,7 +61,8 @@ class StepInParts:
         """Raise ConfigError if the model computes over a batch, such as one of these samples."""
         self.retry.start_with(list(samples))
         saved = counters_of(self._trainer)
-        module = self.retry.batch_dependent_module()
+        with alone(self._trainer):
+            module = self.retry.batch_dependent_module()
         put_back_counters(self._trainer, saved)
         if module is not None:
             raise ConfigError(
@@ -94,13 +95,15 @@ class StepInParts:
                 partial(self._run, forward_backward, batch, number, total, len(parts))
                 for batch, number in zip(batches, numbers, strict=True)
             ]
-            outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
+            with alone(self._trainer):
+                outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
             return [(parts, self._agreed(outcome))]
 
         [(_, outcome)] = self.retry.run_until_fits(attempt)
         self.retry.end_step()
         self._note(inputs, batches)
         self._sum_gradients()
+        self._share_metrics(saved)
         return torch.stack(outcome.results).sum()
 
     def _with_number(self, samples: list[Sample]) -> tuple[Any, int]:
@@ -169,6 +172,21 @@ class StepInParts:
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded)
 
+    def _share_metrics(self, saved: Mapping[str, Any]) -> None:
+        """Make what TRL has counted in this step that of all ranks, as it does in every forward."""
+        if self._ranks.size == 1 or "_metrics" not in saved:
+            return
+        metrics, before = self._trainer._metrics["train"], saved["_metrics"]["train"]
+        new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
+        here = {key: sum(values) / len(values) for key, values in new.items() if values}
+        tokens = self._trainer._total_train_tokens - saved["_total_train_tokens"]
+        found, counts = zip(*self._ranks.gather((here, tokens)), strict=True)
+        for key in here:
+            known = [each[key] for each in found if key in each]
+            metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
+        self._trainer._total_train_tokens = saved["_total_train_tokens"] + sum(counts)
+        metrics["num_tokens"] = [self._trainer._total_train_tokens]
+
     def _sum_gradients(self) -> None:
         """Replace the gradients by their mean over ranks, as DDP does in the backward pass."""
         if self._ranks.size == 1:
@@ -181,7 +199,7 @@ class StepInParts:
             flat = torch.cat([gradient.reshape(-1) for gradient in group])
             dist.all_reduce(flat)
             flat /= self._ranks.size
-            for gradient, mean in zip(group, flat.split([each.numel() for each in group]), strict=True):
+            for gradient, mean in zip(group, torch.split(flat, [each.numel() for each in group]), strict=True):
                 gradient.copy_(mean.view_as(gradient))
 
 

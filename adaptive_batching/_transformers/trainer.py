@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,8 @@ from adaptive_batching._transformers.handed_out import Samples, StepInputs, hand
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.trainer_probe import is_ddp
 from adaptive_batching._values import ConfigError
+
+_MADE: dict[type[Trainer], type[Trainer]] = {}
 
 
 def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -37,11 +38,12 @@ def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
         raise TypeError(f"adaptive takes a class that inherits from transformers.Trainer, and got {trainer_class!r}")
     if issubclass(trainer_class, AdaptiveTraining):
         return cast("type[Trainer]", trainer_class)
-    return _made(trainer_class)
+    if trainer_class not in _MADE:
+        _MADE[trainer_class] = _make(trainer_class)
+    return _MADE[trainer_class]
 
 
-@functools.cache
-def _made(trainer_class: type[Trainer]) -> type[Trainer]:
+def _make(trainer_class: type[Trainer]) -> type[Trainer]:
     members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
     return cast("type[Trainer]", type(f"Adaptive{trainer_class.__name__}", (AdaptiveTraining, trainer_class), members))
 
@@ -54,6 +56,7 @@ class AdaptiveTraining:
 
     # Set by Trainer
     args: Any
+    lr_scheduler: Any
     model: Any
     state: Any
     train_dataset: Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from adaptive_batching import ConfigError  # noqa: E402
 from adaptive_batching._values import ByLength, Fixed  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.conftest import ROOT  # noqa: E402
 
 WRITTEN = [
     "--use_maximum_batch_size",
@@ -35,6 +38,17 @@ def test_a_command_line_is_read_as_python_would_write_it() -> None:
         assert read.settings(8).micro_batch_size == size
     (read,) = transformers.HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses([])
     assert read == AdaptiveArguments() and not read.settings(8).enabled
+
+
+def test_without_transformers_one_line_says_what_to_install() -> None:
+    code = (
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'transformers' else find(name, *rest)\n"
+        "import adaptive_batching.transformers"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    expected = "ImportError: transformers is not installed; pip install 'adaptive-batching[transformers]'"
+    assert done.stderr.splitlines()[-1] == expected
 
 
 def test_trls_parser_reads_a_yaml(tmp_path: Path) -> None:

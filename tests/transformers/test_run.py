@@ -39,6 +39,21 @@ def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> No
     assert all(torch.equal(value, weights(given)[name]) for name, value in weights(probed).items())
 
 
+def test_a_gradient_scaler_scales_parts_and_a_probe_leaves_it_as_it_was(tmp_path: Path) -> None:
+    def make(folder: str, ours: AdaptiveArguments | None) -> Any:
+        trainer = make_trainer(tmp_path / folder, ours)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        return trainer
+
+    stock = make("stock", None)
+    stock.train()
+    scaled = make("ours", AdaptiveArguments(micro_batch_size="auto"))
+    OutOfMemory(scaled.model, 24 * 16, times=3)
+    scaled.train()
+    assert_alike(scaled, stock)
+    assert scaled.accelerator.scaler.get_scale() == stock.accelerator.scaler.get_scale() > 2.0**10
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(
@@ -129,7 +144,9 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_it_would_have_given(mo
         targets = given.label_ids[:, 1:] != -100
         return {"accuracy": float((given.predictions.argmax(-1)[:, :-1] == given.label_ids[:, 1:])[targets].mean())}
 
-    settings = dict(eval_dataset=trainers.make_data(21), per_device_eval_batch_size=8, compute_metrics=accuracy)
+    settings: dict[str, Any] = dict(
+        eval_dataset=trainers.make_data(21), per_device_eval_batch_size=8, compute_metrics=accuracy
+    )
     stock = make_trainer(tmp_path / "stock", **settings).evaluate()
     ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=4), **settings)
 
@@ -170,6 +187,12 @@ def test_what_cannot_be_used_with_it_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=said) as caught:
         make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.19'"):
+        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4))
 
 
 def test_data_without_a_length_is_refused(tmp_path: Path) -> None:

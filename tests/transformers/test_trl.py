@@ -28,6 +28,10 @@ def ids(least: int, most: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def make_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{number}": number for number in range(3, trainers.VOCABULARY)}

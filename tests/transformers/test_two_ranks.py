@@ -50,6 +50,20 @@ def test_two_processes_train_as_trainer_does(name: str, ranks: list[dict[str, An
     assert ranks[0][name]["weights"] == ranks[1][name]["weights"], "both have the same weights"
 
 
+@pytest.mark.parametrize("name", ["parts sft", "short sft", "probed sft"])
+def test_two_processes_of_trl_train_as_before(name: str, ranks: list[dict[str, Any]]) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    losses, stock = ([each for each in ranks[0][run]["logged"] if "loss" in each] for run in (name, "stock sft"))
+    assert len(losses) == len(stock) == 6
+    for ours, theirs in zip(losses, stock, strict=True):
+        assert ours.keys() == {*theirs, "oom_retries", "batch_size"}
+        for key in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
+        assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-2)
+    assert ranks[0][name]["weights"] == ranks[1][name]["weights"], "both have the same weights"
+    assert (ranks[1][name]["recoveries"] > 0) == name.startswith("short")
+
+
 @pytest.mark.parametrize("name", ["short", "short bert"])
 def test_all_recover_when_one_runs_out_of_memory(name: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0][name]["recoveries"] == ranks[1][name]["recoveries"] >= 1

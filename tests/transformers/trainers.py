@@ -84,7 +84,9 @@ def make_trainer(
     **settings: Any,
 ) -> Any:
     """Return a trainer of ``kind`` with our behaviour, or ``kind`` itself if ``ours`` is None."""
-    given = {key: settings.pop(key) for key in ("callbacks", "eval_dataset", "compute_metrics") if key in settings}
+    given: dict[str, Any] = {
+        key: settings.pop(key) for key in ("callbacks", "eval_dataset", "compute_metrics") if key in settings
+    }
     data = settings.pop("data", None) or make_data()
     made = kind if ours is None else adaptive(kind)
     args = arguments(folder, **settings)
