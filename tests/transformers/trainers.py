@@ -96,7 +96,8 @@ def make_trainer(
 
 
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",
-         "eval_samples_per_second", "eval_steps_per_second")  # fmt: skip
+         "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time",
+         "train_tokens_per_second")  # fmt: skip
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
