@@ -56,6 +56,7 @@ class AdaptiveTraining:
 
     # Set by Trainer
     args: Any
+    eval_dataset: Any
     lr_scheduler: Any
     model: Any
     state: Any
@@ -154,14 +155,17 @@ class AdaptiveTraining:
         """Run forward and backward of a part, as the trainer class does with a batch."""
         return cast("torch.Tensor", super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         stock = super().get_eval_dataloader  # type: ignore[misc]
-        # Ranks would wait for each other in what an evaluation gathers.
-        alone = self.args.world_size == 1 and "inputs" not in self.args.include_for_metrics
-        if self.adaptive is None or not self.adaptive.settings.recover_from_oom or not alone:
-            return stock(*args, **kwargs)
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        data = self.eval_dataset[data] if isinstance(data, str) else data
+        # Ranks would wait for each other in what an evaluation gathers; Accelerate looks into batches of a stream.
+        in_parts = self.args.world_size == 1 and hasattr(data, "__len__")
+        in_parts = in_parts and "inputs" not in self.args.include_for_metrics
+        if self.adaptive is None or not self.adaptive.settings.recover_from_oom or not in_parts:
+            return stock(eval_dataset)
         with handing_out_samples(self):
-            return stock(*args, **kwargs)
+            return stock(eval_dataset)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

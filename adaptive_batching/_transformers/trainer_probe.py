@@ -65,11 +65,13 @@ def _prepared(trainer: Any) -> Iterator[tuple[nn.Module, Optimizer]]:
     forwards = {name: value for name, value in vars(trainer.model).items() if name in _FORWARDS}
     trainer.create_optimizer()
     model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    scaler, trainer.accelerator.scaler = trainer.accelerator.scaler, None  # a trace would leave its numbers in it
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     try:
         yield getattr(model, "module", model) if is_ddp(model) else model, optimizer.optimizer
     finally:
+        trainer.accelerator.scaler = scaler
         trainer.accelerator.free_memory()
         for name in _FORWARDS:
             vars(trainer.model).pop(name, None)

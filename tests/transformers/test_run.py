@@ -134,7 +134,7 @@ def test_a_schedule_that_is_no_function_of_the_step_cannot_follow_growth(tmp_pat
 def test_a_function_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
     plateau = {"_component_": "adaptive_batching.growth.on_plateau"}
     ours = make_trainer(tmp_path, AdaptiveArguments(batch_increase_function=plateau, micro_batch_size=4))
-    with pytest.raises(IncreaseFunctionError, match="reads what is known only while training"):
+    with pytest.raises(IncreaseFunctionError, match="needs values that are known only during training"):
         ours.train()
 
 
@@ -166,6 +166,26 @@ def test_an_evaluation_that_runs_out_of_memory_gives_what_it_would_have_given(mo
     with pytest.raises(DoesNotFitError, match="set per_device_eval_batch_size to less"):
         ours.model.register_forward_pre_hook(_never, with_kwargs=True)
         ours.evaluate(one)
+
+
+@pytest.mark.parametrize("kind", ["stream", "inputs"])
+def test_an_evaluation_whose_batches_others_look_into_is_trainers_own(kind: str, tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(trainers.make_data(9))
+
+    def tokens(given: Any) -> dict[str, float]:
+        return {"tokens": 0 if given.inputs is None else float((given.inputs > 0).sum())}
+
+    settings: dict[str, Any] = dict(
+        eval_dataset=Stream() if kind == "stream" else {"held out": trainers.make_data(9)}, compute_metrics=tokens,
+        include_for_metrics=["inputs"] if kind == "inputs" else [],
+    )  # fmt: skip
+    stock = make_trainer(tmp_path / "stock", **settings).evaluate()
+    found = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=4), **settings).evaluate()
+    assert {key: found[key] for key in found if "_per_second" not in key and "time" not in key} == {
+        key: stock[key] for key in stock if "_per_second" not in key and "time" not in key
+    }
 
 
 def _never(*args: Any) -> None:
