@@ -78,7 +78,7 @@ bench: $(call installed,bench)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/distributed_overhead.py
 	$(RUN) benchmarks/growth_quality.py
-	$(RUN) benchmarks/without_torchtune.py
+	$(RUN) benchmarks/trainer_vs_peers.py
 endif
 
 clean:  ## Remove the environment and what the quickstart made

@@ -125,8 +125,10 @@ def test_the_rooms_are_there() -> None:
 # Python
 
 
-# A whole training run is in tests/loop/test_page.py.
-@pytest.mark.parametrize("block", [block for block in blocks("python") if "AdaptiveStep" not in block.text], ids=str)
+# Whole training runs are in tests/loop/test_page.py and tests/transformers/test_trl.py.
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("python") if not re.search("AdaptiveStep|SFTTrainer", block.text)], ids=str
+)
 def test_python_runs(block: Block) -> None:
     model = nn.Sequential(nn.Linear(512, 8), nn.ReLU(), nn.Linear(8, 1))
     before = [parameter.clone() for parameter in model.parameters()]

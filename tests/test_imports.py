@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.support import house
 
 PACKAGE = ROOT / "adaptive_batching"
-OUTER = {"torchtune.py", "_torchtune", "__main__.py"}
+OUTER = {"torchtune.py", "_torchtune", "__main__.py", "transformers.py", "_transformers"}
 SITE = "sitecustomize.py"  # imported by every Python process on the emulated device
 MODULES = sorted(PACKAGE.glob("**/*.py"))
 CORE = [path for path in MODULES if path.name != SITE and not OUTER & set(path.relative_to(PACKAGE).parts)]
@@ -43,11 +43,12 @@ PURE = {
         "": "config patches plan values",
         "dry_run/": "answer history picture",
         "emulated_device/": "__init__ control",
-        "growth/": "batch_size_schedule increase noise_scale schedules",
+        "growth/": "batch_size_schedule increase learning_rate_scale noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",
         "probe/": "search sizes",
         "report/": "configs events facts page record sections",
         "trace/": "allocator reserved traced_step",
+        "transformers/": "arguments course",
     }.items()
     for name in names.split()
 }
@@ -84,8 +85,8 @@ def roots(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_the_core_never_imports_torchtune_and_its_rooms_import_in_one_direction(path: Path) -> None:
-    assert not roots(path) & {"torchtune", "omegaconf", "recipes", "matplotlib"}
-    assert not any(name.startswith(("torchtune", "_main")) for name in ours(path))
+    assert not roots(path) & {"torchtune", "omegaconf", "recipes", "matplotlib", "transformers"}
+    assert not any(name.startswith(("torchtune", "transformers", "_main")) for name in ours(path))
     if path.stem != "__init__":
         room = name_of(path).split("/")[0]
         assert {name.split("/")[0] for name in ours(path)} <= MAY_IMPORT[room] | {room}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
@@ -16,11 +14,16 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._device import random_state, set_random_state, without_waiting
+from adaptive_batching._loop.samples import (
+    FORWARD_COST,
+    Loss,
+    Sample,
+    SampleRetry,
+    collated,
+    device_of,
+    run_forward,
+)
 from adaptive_batching._memory import memory_meter, num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
-from adaptive_batching._micro_batches.limits import TokenLimit
-from adaptive_batching._micro_batches.retry import Retry
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._micro_batches.split import Capacity, padded_tokens, split_by_length
 from adaptive_batching._out_of_memory import is_out_of_memory
@@ -31,15 +34,6 @@ from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
-
-Sample = TypeVar("Sample")
-
-Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
-"""(model, batch) -> the sum of the batch's losses, and their number."""
-
-# Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
-# which the device could compute some hundreds of tokens more.
-_FORWARD_COST = 512
 
 
 class AdaptiveStep(Generic[Sample]):
@@ -90,7 +84,7 @@ class AdaptiveStep(Generic[Sample]):
         self._loss = loss
         self._collate = collate
         self._clip_norm = clip_norm
-        self._retry = _StepRetry(model, loss, collate, length)
+        self._retry = SampleRetry(model, loss, collate, length)
 
     @property
     def max_tokens(self) -> int | None:
@@ -158,7 +152,7 @@ class AdaptiveStep(Generic[Sample]):
         """
         samples = self._checked(samples)
         self._retry.start_with(samples)
-        count_retries = partial(num_allocation_retries, _device_of(self._model))
+        count_retries = partial(num_allocation_retries, device_of(self._model))
 
         def run(part: list[Sample], divisor: int | None) -> tuple[torch.Tensor, torch.Tensor]:
             total, number = self._retry.forward(part)
@@ -213,16 +207,16 @@ class AdaptiveStep(Generic[Sample]):
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             def run(batch: Any) -> None:
                 for _ in range(2 if in_parts else 1):
-                    total, number = _run_forward(self._loss, model, batch)
+                    total, number = run_forward(self._loss, model, batch)
                     (total / number).backward()  # type: ignore[no-untyped-call]
                 for optimizer in optimizers:
                     _update(model, optimizer, self._clip_norm)
 
             return run
 
-        device = _device_of(self._model)
+        device = device_of(self._model)
         step = TrainingStep(
-            self._model, [self._optimizer], lambda size: _collated([sample] * size, self._collate), bind,
+            self._model, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
             on_cuda=device.type == "cuda",
         )  # fmt: skip
         result = find_largest(step, settings, memory_meter(device), ProbeRequest(upper))
@@ -257,7 +251,7 @@ class AdaptiveStep(Generic[Sample]):
         if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
             return [samples]
         # A high cost keeps the number of parts low where the user has not asked for any.
-        forward_cost = limits[0] if self.max_tokens is None else _FORWARD_COST
+        forward_cost = limits[0] if self.max_tokens is None else FORWARD_COST
         split = split_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
         module = self._retry.batch_dependent_module() if len(split) > 1 else None
         if module is not None:
@@ -270,122 +264,7 @@ class AdaptiveStep(Generic[Sample]):
     def _discard(self) -> None:
         for parameter in self._parameters():
             parameter.grad = None
-        release_cached_memory(_device_of(self._model))
-
-
-class _StepRetry(Retry[list[Sample]]):
-    """Runs the samples of a step again, which are given to :meth:`start_with`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        collate: Callable[[list[Sample]], Any],
-        length: Callable[[Sample], int] | None,
-    ) -> None:
-        super().__init__(TokenLimit(), _device_of(model))
-        self._model = model
-        self._loss = loss
-        self._collate = collate
-        self._length = length
-        self._parts_add_up = False
-
-    def start_with(self, samples: list[Sample]) -> None:
-        self.start()
-        self._samples = samples
-        self._random_state = random_state(_device_of(self._model))
-
-    def forward(self, part: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        return _run_forward(self._loss, self._model, _collated(part, self._collate))
-
-    def size(self, part: list[Sample]) -> tuple[int, int]:
-        return len(part), self.tokens(part)
-
-    def describe(self, part: list[Sample]) -> str:
-        what = f"{len(part)} sample{'s' if len(part) > 1 else ''}"
-        return what if self._length is None else f"{what} of up to {max(map(self._tokens_of, part))} tokens"
-
-    def unit(self, part: list[Sample]) -> str:
-        return "samples" if self._length is None else super().unit(part)
-
-    def shorter(self, part: list[Sample]) -> str:
-        return f"; shorten it, or {self.less_memory()}"
-
-    def less_memory(self) -> str:
-        return "checkpoint activations"
-
-    def put_back(self) -> None:
-        set_random_state(self._random_state, _device_of(self._model))
-
-    def tokens(self, part: Sequence[Sample]) -> int:
-        """Return the padded tokens of a part; without a length, its number of samples."""
-        return len(part) if self._length is None else padded_tokens([max(self._tokens_of(s), 1) for s in part])
-
-    def _tokens_of(self, sample: Sample) -> int:
-        assert self._length is not None
-        found = self._length(sample)
-        try:
-            return operator.index(found)  # int and the integer types of numpy and torch, but no float
-        except TypeError:
-            raise ConfigError(
-                f"length returned {found!r}; it must return the tokens of a sample before padding, a whole number"
-            ) from None
-
-    def batch_dependent_module(self) -> str | None:
-        """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
-        if self._parts_add_up or len(self._samples) == 1:
-            return None
-        # Short samples show a dependence best. The longest of them comes first in both batches, which have one shape.
-        *others, first = sorted(self._samples, key=lambda sample: self.tokens([sample]))[:3]
-        one, other = others[0], [*others, first][1]
-        batches = [_collated([first, each, each], self._collate) for each in (one, other)]
-        forward = partial(_run_forward, self._loss, self._model)
-        found = find_batch_dependent_module(self._model, forward, *batches, num_samples=3)
-        if found is None:
-            found = find_batch_dependence_of_loss(self._model, self.forward, first, one, other)
-        self._parts_add_up = found is None
-        return found
-
-
-def _collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:
-    """Return ``samples`` as a batch; they are copied if they are mappings or lists, which collating may change."""
-    return collate([copy.copy(sample) if isinstance(sample, (dict, list)) else sample for sample in samples])
-
-
-def _run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses of ``batch`` and their number, both scalars.
-
-    The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
-    """
-    from torch.utils._pytree import tree_map
-
-    device = _device_of(model)
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return without_waiting(value, device)
-        return value.to(device) if hasattr(value, "to") else value
-
-    returned = loss(model, tree_map(moved, batch))
-    total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
-    is_number = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
-    if not isinstance(total, torch.Tensor) or total.dim() > 0 or not is_number:
-        raise ConfigError(
-            f"loss returned {_described(returned)}; it must return the sum of the batch's losses, a scalar tensor, and "
-            f"their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels)"
-        )
-    number = torch.as_tensor(number).detach().reshape(())
-    return total, number if number.device.type == "cpu" else number.to(total.device)
-
-
-def _described(returned: Any) -> str:
-    if isinstance(returned, tuple):
-        return f"({', '.join(map(_described, returned))})"
-    return f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else repr(returned)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+        release_cached_memory(device_of(self._model))
 
 
 def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> None:

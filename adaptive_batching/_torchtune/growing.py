@@ -29,11 +29,12 @@ from adaptive_batching._growth.increase import (
     reads_noise_scale,
     resolve,
 )
+from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.host import Host, StockRun
-from adaptive_batching._torchtune.learning_rate import LearningRate, SecondMoment, learning_rate_scale
+from adaptive_batching._torchtune.learning_rate import LearningRate, SecondMoment
 from adaptive_batching._torchtune.noise_meter import NoiseMeter
 from adaptive_batching._torchtune.probing import Probed
 from adaptive_batching._torchtune.splitting import MicroBatch, SplitPolicy

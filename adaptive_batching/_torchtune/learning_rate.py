@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -77,17 +76,6 @@ def scheduled_rates(cfg_lr_scheduler: DictConfig | None, num_steps: int, initial
             scheduler.step()
             rates.append(float(optimizer.param_groups[0]["lr"]))
     return rates
-
-
-def learning_rate_scale(rule: str, optimizer: Optimizer, growth: float, at_most: float) -> float:
-    """Return the factor of the learning rate where the global batch is ``growth`` times the configured one.
-
-    Linear: Goyal et al. 2017, arXiv:1706.02677, for SGD. Sqrt: Malladi et al. 2022, arXiv:2205.10287, for optimizers
-    that normalize gradients, such as Adam.
-    """
-    if rule == "auto":
-        rule = "linear" if "sgd" in type(optimizer).__name__.lower() else "sqrt"
-    return min({"none": 1.0, "linear": growth, "sqrt": math.sqrt(growth)}[rule], at_most)
 
 
 def set_rate(group: dict[str, Any], rate: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import runpy
 import shlex
 import socket
 from collections.abc import Iterator, Mapping
@@ -120,12 +119,11 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     ),
     "pip install '.[torchtune]'": Elsewhere("test_pip_installs_what_works_from_an_empty_folder"),
     "pip install .": Elsewhere("test_without_torchtune_the_core_works_and_the_command_line_says_what_is_missing"),
-    "pip install '.[examples]'": Elsewhere("test_an_example_runs"),
+    "pip install '.[transformers]'": Elsewhere("test_a_trainer_of_transformers_trains"),
     "pip install '.[eval]'": Elsewhere("test_an_evaluation_runs"),
     f"{RUN} eleuther_eval --config llama3_2/evaluation use_maximum_batch_size=True 'tasks=[hellaswag,gsm8k]'": (
         Elsewhere("test_an_evaluation_runs")
     ),
-    "python examples/hugging_face_trainer.py": Elsewhere("test_an_example_runs"),
     "adaptive-batching report outputs/quickstart/full_single_device": Elsewhere(REPORTS),
     "adaptive-batching report outputs/first outputs/second --output compare.html": Elsewhere(REPORTS),
     ". .venv/bin/activate": Elsewhere("test_what_make_has_made_is_activated"),
@@ -304,10 +302,14 @@ def test_without_torchtune_the_core_works_and_the_command_line_says_what_is_miss
     assert "Traceback" not in missing
 
 
-def test_an_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed (the extra examples)")
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(ROOT / "examples" / "hugging_face_trainer.py"), run_name="__main__")
+def test_a_trainer_of_transformers_trains(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+    from adaptive_batching.transformers import AdaptiveArguments
+    from tests.transformers.trainers import make_trainer
+
+    trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
+    trainer.train()
+    assert trainer.adaptive.max_tokens == 24 * trainer.adaptive.probe.batch_size
 
 
 @pytest.mark.xdist_group("harness")

@@ -1,0 +1,153 @@
+"""Samples that have not been collated yet: run in parts, and run again in smaller ones when memory runs out."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from adaptive_batching._device import random_state, set_random_state, without_waiting
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
+from adaptive_batching._micro_batches.limits import TokenLimit
+from adaptive_batching._micro_batches.retry import Retry
+from adaptive_batching._micro_batches.split import padded_tokens
+from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._values import ConfigError
+
+Sample = TypeVar("Sample")
+
+Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
+"""(model, batch) -> the sum of the batch's losses, and their number."""
+
+# Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
+# which the device could compute some hundreds of tokens more.
+FORWARD_COST = 512
+
+
+class SampleRetry(Retry[list[Sample]]):
+    """Runs the samples of a step again, which are given to :meth:`start_with`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        collate: Callable[[list[Sample]], Any],
+        length: Callable[[Sample], int] | None,
+        ranks: Ranks = ALONE,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        super().__init__(TokenLimit(), device_of(model), ranks, enabled=enabled)
+        self._model = model
+        self._loss = loss
+        self._collate = collate
+        self._length = length
+        self._parts_add_up = False
+
+    def start_with(self, samples: list[Sample]) -> None:
+        self.start()
+        self._samples = samples
+        self._random_state = random_state(device_of(self._model))
+
+    def forward(self, part: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        return run_forward(self._loss, self._model, collated(part, self._collate))
+
+    def size(self, part: list[Sample]) -> tuple[int, int]:
+        return len(part), self.tokens(part)
+
+    def describe(self, part: list[Sample]) -> str:
+        what = f"{len(part)} sample{'s' if len(part) > 1 else ''}"
+        return what if self._length is None else f"{what} of up to {max(map(self._tokens_of, part))} tokens"
+
+    def unit(self, part: list[Sample]) -> str:
+        return "samples" if self._length is None else super().unit(part)
+
+    def shorter(self, part: list[Sample]) -> str:
+        return f"; shorten it, or {self.less_memory()}"
+
+    def less_memory(self) -> str:
+        return "checkpoint activations"
+
+    def why_never(self, part: list[Sample]) -> str | None:
+        if self._enabled:
+            return None
+        return f"out of memory with {self.describe(part)}; set adaptive_batching.recover_from_oom=True"
+
+    def put_back(self) -> None:
+        set_random_state(self._random_state, device_of(self._model))
+
+    def tokens(self, part: Sequence[Sample]) -> int:
+        """Return the padded tokens of a part; without a length, its number of samples."""
+        return len(part) if self._length is None else padded_tokens([max(self._tokens_of(s), 1) for s in part])
+
+    def _tokens_of(self, sample: Sample) -> int:
+        assert self._length is not None
+        found = self._length(sample)
+        try:
+            return operator.index(found)  # int and the integer types of numpy and torch, but no float
+        except TypeError:
+            raise ConfigError(
+                f"length returned {found!r}; it must return the tokens of a sample before padding, a whole number"
+            ) from None
+
+    def batch_dependent_module(self) -> str | None:
+        """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
+        if self._parts_add_up or len(self._samples) == 1:
+            return None
+        # Short samples show a dependence best. The longest of them comes first in both batches, which have one shape.
+        *others, first = sorted(self._samples, key=lambda sample: self.tokens([sample]))[:3]
+        one, other = others[0], [*others, first][1]
+        batches = [collated([first, each, each], self._collate) for each in (one, other)]
+        forward = partial(run_forward, self._loss, self._model)
+        found = find_batch_dependent_module(self._model, forward, *batches, num_samples=3)
+        if found is None:
+            found = find_batch_dependence_of_loss(self._model, self.forward, first, one, other)
+        self._parts_add_up = found is None
+        return found
+
+
+def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:
+    """Return ``samples`` as a batch; they are copied if they are mappings or lists, which collating may change."""
+    return collate([copy.copy(sample) if isinstance(sample, (dict, list)) else sample for sample in samples])
+
+
+def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses of ``batch`` and their number, both scalars.
+
+    The sum is on the model's device. A number that is known on the host stays there, so that no copy of it waits.
+    """
+    from torch.utils._pytree import tree_map
+
+    device = device_of(model)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return without_waiting(value, device)
+        return value.to(device) if hasattr(value, "to") else value
+
+    returned = loss(model, tree_map(moved, batch))
+    total, number = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
+    is_number = number.numel() == 1 if isinstance(number, torch.Tensor) else isinstance(number, Real)
+    if not isinstance(total, torch.Tensor) or total.dim() > 0 or not is_number:
+        raise ConfigError(
+            f"loss returned {_described(returned)}; it must return the sum of the batch's losses, a scalar tensor, and "
+            f"their number, as in: return cross_entropy(logits, labels, reduction='sum'), len(labels)"
+        )
+    number = torch.as_tensor(number).detach().reshape(())
+    return total, number if number.device.type == "cpu" else number.to(total.device)
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, tuple):
+        return f"({', '.join(map(_described, returned))})"
+    return f"a tensor of shape {tuple(returned.shape)}" if isinstance(returned, torch.Tensor) else repr(returned)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

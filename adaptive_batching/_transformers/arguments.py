@@ -1,0 +1,104 @@
+"""The settings of a run of ``Trainer``, as ``HfArgumentParser`` and TRL's parser read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed
+
+_ONLY_IN_RECIPES = {
+    "sequence_length": "samples are probed at the longest of the data",
+    "keep_global_batch": "set gradient_accumulation_steps for the batch that the optimizer should see",
+    "grow_beyond_memory": "set micro_batch_size='auto', with which a batch grows beyond what fits in one forward",
+    "increase_every": "batch_increase_function is asked at the start of each epoch",
+    "grow_during_warmup": "give batch_increase_function the epoch to begin at",
+    "keep_beta2_half_life": "set adam_beta2 for the batch that the run ends with",
+    "noise_scale_every": "take an increase function that needs no gradient noise scale",
+    "report_dir": "what is found goes to the logs of Trainer",
+}
+"""Settings of ``adaptive_batching`` that ``Trainer`` has no place for, each with what takes its place."""
+
+
+@dataclass
+class AdaptiveArguments:
+    """What a config of a recipe has as well, by the same names.
+
+    With none of the first three set, training is that of ``Trainer`` itself.
+    """
+
+    use_maximum_batch_size: bool = field(
+        default=False,
+        metadata={"help": "Probe the largest batch that fits in one forward before training, and train with it."},
+    )
+    # Of a union, parsers take the second type: a string.
+    batch_increase_function: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Dotted path of a function (epoch, current_batch_size) -> samples to add, or of a factory with its "
+            'arguments: {"_component_": "adaptive_batching.growth.step", "gamma": 2}.'
+        },
+    )
+    micro_batch_size: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Samples of one forward: a number, auto for samples of similar length, as many tokens as fit, or "
+            "none for per_device_train_batch_size. It changes how a batch runs, not its gradient."
+        },
+    )
+    adaptive_batching: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'All other settings, such as {"memory_limit": "40GiB", "lr_scaling": "sqrt"}.'},
+    )
+
+    def settings(self, batch_size: int) -> AdaptiveBatchingConfig:
+        """Return the validated settings for batches of ``batch_size`` samples.
+
+        Raises:
+            ConfigError: On an unknown key, a wrong type, a value out of range, or a setting that ``Trainer`` cannot
+                have.
+        """
+        size = self.micro_batch_size
+        settings = AdaptiveBatchingConfig.from_mapping(
+            _parsed("adaptive_batching", self.adaptive_batching),
+            use_maximum_batch_size=self.use_maximum_batch_size,
+            batch_increase_function=_parsed("batch_increase_function", self.batch_increase_function),
+        )
+        # A number that does not divide a batch leaves a smaller part, as the end of an epoch leaves a smaller batch.
+        size = int(size) if isinstance(size, str) and size.isdigit() else size
+        settings = dataclasses.replace(settings, micro_batch_size=size)  # type: ignore[arg-type]
+        _check(settings, batch_size)
+        return settings
+
+
+def _parsed(key: str, value: Any) -> Any:
+    """Return a mapping that is written as JSON, on a command line, and anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ConfigError(f'{key}={value!r} is not JSON ({error}); write it as {{"key": "value"}}') from None
+
+
+def _check(settings: AdaptiveBatchingConfig, batch_size: int) -> None:
+    default = AdaptiveBatchingConfig()
+    for name, instead in _ONLY_IN_RECIPES.items():
+        if (value := getattr(settings, name)) != getattr(default, name):
+            raise ConfigError(f"adaptive_batching.{name}={value!r} is for the torchtune recipes; in Trainer, {instead}")
+    size = settings.micro_batch_size
+    if isinstance(size, Explore):
+        raise ConfigError("micro_batch_size='explore' is for the torchtune recipes; in Trainer, write auto or a number")
+    if settings.use_maximum_batch_size and isinstance(size, (Fixed, ByLength)):
+        raise ConfigError(
+            f"use_maximum_batch_size=True finds what fits in one forward, and with micro_batch_size={size} any batch "
+            f"runs; set one of them, and per_device_train_batch_size to what the optimizer should see"
+        )
+    if settings.max_batch_size is not None and settings.max_batch_size < batch_size:
+        raise ConfigError(
+            f"adaptive_batching.max_batch_size={settings.max_batch_size} is below "
+            f"per_device_train_batch_size={batch_size}; raise one or lower the other"
+        )

@@ -1,0 +1,118 @@
+"""The course of a run: the batch size of each epoch, its steps, and where the learning-rate schedule stands. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from adaptive_batching._growth.batch_size_schedule import plan_batch_sizes
+from adaptive_batching._growth.increase import IncreaseFunction
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is: ``max_steps`` optimizer steps, or ``epochs`` if that is not positive."""
+
+    epochs: float
+    max_steps: int = -1
+
+
+@dataclass(frozen=True)
+class Course:
+    """Batch sizes of the epochs of a run, of as many as it takes."""
+
+    sizes: Sequence[int]
+    batches: Sequence[int]
+    """Batches of each epoch, the smaller one at its end included."""
+
+    accumulated: int
+    """Batches of an optimizer step."""
+
+    max_steps: int
+    """Optimizer steps of the run."""
+
+    reference_steps: int
+    """Steps of an epoch at the configured size, which the learning-rate schedule is laid out for."""
+
+    reference_size: int
+    """The configured size."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps of each epoch, taken as a whole."""
+        return [-(-batches // self.accumulated) for batches in self.batches]
+
+    @property
+    def is_as_configured(self) -> bool:
+        """True if the batch stays at the configured size."""
+        return set(self.sizes) == {self.reference_size}
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Steps that a run of the configured size takes for as many samples."""
+        return self.max_steps if self.is_as_configured else math.ceil(self.scheduled(self.max_steps))
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        """Return how many whole epochs are over after ``step`` steps of the run, and how many steps of the next."""
+        for epoch, steps in enumerate(self.steps):
+            if step < steps:
+                return epoch, step
+            step -= steps
+        return len(self.steps), 0
+
+    def epochs_after(self, step: int) -> float:
+        """Return how many epochs are over after ``step`` steps of the run."""
+        epoch, steps = self.place_of(step)
+        return epoch + self.part_of(epoch, steps) if steps else float(epoch)
+
+    def part_of(self, epoch: int, steps: int) -> float:
+        """Return how much of an epoch is over after its first ``steps`` steps."""
+        return min(steps * self.accumulated, self.batches[epoch]) / self.batches[epoch]
+
+    def size_at(self, step: int) -> int:
+        """Return the batch size of the step that follows ``step`` others."""
+        return self.sizes[min(self.place_of(step)[0], len(self.sizes) - 1)]
+
+    def scheduled(self, step: int) -> float:
+        """Return how many steps of the configured size have seen as many samples as the first ``step`` of this run."""
+        return step if self.is_as_configured else self.epochs_after(step) * self.reference_steps
+
+
+def plan_course(
+    sizes: Callable[[int], list[int]],
+    batches_of: Callable[[int], int],
+    accumulated: int,
+    length: Length,
+    configured: int,
+) -> Course:
+    """Return the course of a run whose first ``n`` epochs have the batch sizes ``sizes(n)``.
+
+    ``batches_of`` returns the batches of an epoch at a size, of which each step takes ``accumulated``; ``configured``
+    is the size that the run was laid out for.
+    """
+    epochs = math.ceil(length.epochs)
+    while True:
+        found = sizes(epochs)
+        batches = [batches_of(size) for size in found]
+        steps = [-(-each // accumulated) for each in batches]
+        if length.max_steps <= sum(steps):
+            break
+        epochs += math.ceil((length.max_steps - sum(steps)) / steps[-1])
+    whole = sum(steps[:-1])
+    part = math.ceil((length.epochs - len(steps) + 1) * steps[-1])
+    max_steps = length.max_steps if length.max_steps > 0 else whole + part
+    return Course(found, batches, accumulated, max_steps, -(-batches_of(configured) // accumulated), configured)
+
+
+def growing_sizes(
+    start: int, maximum: int, increase: IncreaseFunction | None, samples: int
+) -> Callable[[int], list[int]]:
+    """Return a function of a number of epochs that gives the batch size of each."""
+
+    def sizes(epochs: int) -> list[int]:
+        if increase is None:
+            return [start] * epochs
+        return plan_batch_sizes(start, increase, epochs=epochs, samples=samples, maximum=maximum)
+
+    return sizes

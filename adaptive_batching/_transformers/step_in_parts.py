@@ -1,0 +1,216 @@
+"""The optimizer step of a ``Trainer``, in parts that fit: each runs its own forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
+from adaptive_batching._memory import num_allocation_retries, release_cached_memory
+from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.split import Capacity, split_by_length
+from adaptive_batching._probe.trial import parameters_of
+from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.loss_kind import LossKind, losses_of
+from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
+
+Parts = list[list[Sample]]
+ForwardBackward = Callable[[Any, Any], torch.Tensor]
+"""(batch, num_items_in_batch) -> the loss; what ``training_step`` of a trainer does."""
+
+_BYTES_AT_ONCE = 2**25  # of gradients that are summed over ranks in one collective
+
+
+class StepInParts:
+    """Runs forward and backward of all samples of an optimizer step, in parts, and again in smaller ones if need be.
+
+    The gradient is that of the loss over all samples, as ``Trainer`` defines it, however they are split. No part
+    communicates with other ranks: when all have run everywhere, gradients are summed once.
+
+    Args:
+        trainer: Has the model, the collate function and the loss.
+        kind: What the loss is.
+        size: How a step is split.
+        length: Tokens of a sample; None if unknown.
+        ranks: That train together.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        kind: LossKind,
+        size: SplitSize,
+        length: Callable[[Sample], int] | None,
+        ranks: Ranks = ALONE,
+        *,
+        recovers: bool = True,
+    ) -> None:
+        self.max_tokens: int | None = None
+        self._trainer, self._kind, self._size, self._ranks = trainer, kind, size, ranks
+        self.retry = SampleRetry[Sample](
+            trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
+        )
+
+    def check_that_parts_add_up(self, samples: Sequence[Sample]) -> None:
+        """Raise ConfigError if the model computes over a batch, such as one of these samples."""
+        self.retry.start_with(list(samples))
+        saved = counters_of(self._trainer)
+        with alone(self._trainer):
+            module = self.retry.batch_dependent_module()
+        put_back_counters(self._trainer, saved)
+        if module is not None:
+            raise ConfigError(
+                f"micro_batch_size={self._size} would change the result: {module} computes over the batch, so that its "
+                f"parts do not add up to it; leave micro_batch_size out and set a smaller per_device_train_batch_size"
+            )
+
+    def __call__(self, inputs: StepInputs, forward_backward: ForwardBackward) -> torch.Tensor:
+        """Leave the gradient of all samples in the parameters, and return their loss, without a graph.
+
+        Raises:
+            DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
+        """
+        self.retry.start_with([sample for batch in inputs.batches for sample in batch])
+        saved = counters_of(self._trainer)
+        total: Any = None
+        batches: list[Any] = []
+        count_retries = partial(num_allocation_retries, self._trainer.args.device)
+
+        def attempt(again: bool) -> Iterable[tuple[Parts, Outcome[torch.Tensor]]]:
+            nonlocal total, batches
+            if again:
+                put_back_counters(self._trainer, saved)
+            parts = self._split(inputs.batches)
+            batches = [collated(part, self._trainer.data_collator) for part in parts]
+            numbers = [self._kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
+            if total is None:  # alike however samples are split; the ranks ask each other for it
+                total = self._total(batches, numbers)
+            runs = [
+                partial(self._run, forward_backward, batch, number, total, len(parts))
+                for batch, number in zip(batches, numbers, strict=True)
+            ]
+            with alone(self._trainer):
+                outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
+            return [(parts, self._agreed(outcome))]
+
+        [(_, outcome)] = self.retry.run_until_fits(attempt)
+        self.retry.end_step()
+        self._note(inputs, batches)
+        self._sum_gradients()
+        self._share_metrics(saved)
+        return torch.stack(outcome.results).sum()
+
+    def _with_number(self, samples: list[Sample]) -> tuple[Any, int]:
+        return self._trainer.data_collator(samples), len(samples)
+
+    def _split(self, batches: Sequence[list[Sample]]) -> Parts:
+        """Return the samples in parts that are expected to fit."""
+        limit = self.retry.limit.max_tokens
+        samples = [sample for batch in batches for sample in batch]
+        if isinstance(self._size, ByLength):
+            limits = [each for each in (self.max_tokens, limit) if each is not None]
+            return self._by_length(samples, min(limits), FORWARD_COST) if limits else [samples]
+        parts = list(batches)
+        if isinstance(self._size, Fixed):
+            count = self._size.samples
+            parts = [samples[start : start + count] for start in range(0, len(samples), count)]
+        if limit is None:
+            return parts
+        # A high cost keeps the number of parts low where the user has not asked for any.
+        return [each for part in parts for each in self._within(part, limit)]
+
+    def _within(self, part: list[Sample], limit: int) -> Parts:
+        return [part] if self.retry.tokens(part) <= limit else self._by_length(part, limit, limit)
+
+    def _by_length(self, samples: list[Sample], limit: int, forward_cost: int) -> Parts:
+        lengths = [self.retry.tokens([sample]) for sample in samples]
+        split = split_by_length(lengths, Capacity.of_tokens(limit), forward_cost)
+        return [[samples[index] for index in part] for part in split]
+
+    def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
+        if self._kind.takes_number:
+            return self._trainer._get_num_items_in_batch(batches, self._trainer.args.device)
+        return sum(numbers)
+
+    def _run(
+        self, forward_backward: ForwardBackward, batch: Any, number: Any, total: Any, num_parts: int
+    ) -> torch.Tensor:
+        trainer = self._trainer
+        if self._kind.takes_number:
+            trainer.current_gradient_accumulation_steps = num_parts
+            return forward_backward(batch, total)
+        if number == 0 and total != 0:  # the mean of nothing is NaN
+            return torch.zeros((), device=trainer.args.device)
+        # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
+        trainer.current_gradient_accumulation_steps = float(total) / float(number) if total != 0 else 1
+        return forward_backward(batch, None)
+
+    def _agreed(self, outcome: Outcome[torch.Tensor]) -> Outcome[torch.Tensor]:
+        """Return the outcome with what happened on any rank."""
+        worst = self._ranks.largest(2 if outcome.failed else 1 if outcome.retried else 0)
+        if worst == 2 and not outcome.failed:
+            self._discard()
+        return replace(outcome, failed=worst == 2, retried=worst == 1)
+
+    def _discard(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+        release_cached_memory(self._trainer.args.device)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return parameters_of(self._trainer.model, [self._trainer.optimizer])
+
+    def _note(self, inputs: StepInputs, batches: list[Any]) -> None:
+        name = getattr(self._trainer.model, "main_input_name", "input_ids")
+        padded = sum(batch[name].numel() for batch in batches if name in batch)
+        masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
+        inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded)
+
+    def _share_metrics(self, saved: Mapping[str, Any]) -> None:
+        """Make what TRL has counted in this step that of all ranks, as it does in every forward."""
+        if self._ranks.size == 1 or "_metrics" not in saved:
+            return
+        metrics, before = self._trainer._metrics["train"], saved["_metrics"]["train"]
+        new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
+        here = {key: sum(values) / len(values) for key, values in new.items() if values}
+        tokens = self._trainer._total_train_tokens - saved["_total_train_tokens"]
+        found, counts = zip(*self._ranks.gather((here, tokens)), strict=True)
+        for key in here:
+            known = [each[key] for each in found if key in each]
+            metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
+        self._trainer._total_train_tokens = saved["_total_train_tokens"] + sum(counts)
+        metrics["num_tokens"] = [self._trainer._total_train_tokens]
+
+    def _sum_gradients(self) -> None:
+        """Replace the gradients by their mean over ranks, as DDP does in the backward pass."""
+        if self._ranks.size == 1:
+            return
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # unused on this rank, perhaps not on others
+                parameter.grad = torch.zeros_like(parameter)
+        for group in _in_groups([parameter.grad for parameter in parameters]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in group])
+            dist.all_reduce(flat)
+            flat /= self._ranks.size
+            for gradient, mean in zip(group, torch.split(flat, [each.numel() for each in group]), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
+def _in_groups(gradients: Sequence[Any]) -> list[list[torch.Tensor]]:
+    """Return gradients of one type in groups of some size."""
+    groups: list[list[torch.Tensor]] = []
+    num_bytes = 0
+    for gradient in sorted(gradients, key=lambda each: str(each.dtype)):
+        if not groups or groups[-1][0].dtype != gradient.dtype or num_bytes + gradient.nbytes > _BYTES_AT_ONCE:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(gradient)
+        num_bytes += gradient.nbytes
+    return groups

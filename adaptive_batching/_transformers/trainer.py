@@ -1,0 +1,187 @@
+"""``Trainer``, or a subclass of it, with our behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
+
+from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
+from adaptive_batching._transformers.arguments import AdaptiveArguments
+from adaptive_batching._transformers.handed_out import Samples, StepInputs, handing_out_samples, length_function
+from adaptive_batching._transformers.loss_kind import find_loss_kind
+from adaptive_batching._transformers.trainer_probe import is_ddp
+from adaptive_batching._values import ConfigError
+
+_MADE: dict[type[Trainer], type[Trainer]] = {}
+
+
+def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Return a subclass of ``trainer_class`` with our behaviour, which takes ``adaptive=AdaptiveArguments(...)``.
+
+    Without it, or with none of its fields set, training is that of ``trainer_class``, bit for bit. Otherwise the
+    optimizer sees ``per_device_train_batch_size`` times ``gradient_accumulation_steps`` samples, as before, and more
+    if the batch is to grow or to be the largest that fits; how many forwards they take changes no gradient.
+
+    Args:
+        trainer_class: ``Trainer``, or a class that inherits from it, such as ``SFTTrainer``.
+
+    Raises:
+        TypeError: If it is no such class.
+    """
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise TypeError(f"adaptive takes a class that inherits from transformers.Trainer, and got {trainer_class!r}")
+    if issubclass(trainer_class, AdaptiveTraining):
+        return cast("type[Trainer]", trainer_class)
+    if trainer_class not in _MADE:
+        _MADE[trainer_class] = _make(trainer_class)
+    return _MADE[trainer_class]
+
+
+def _make(trainer_class: type[Trainer]) -> type[Trainer]:
+    members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
+    return cast("type[Trainer]", type(f"Adaptive{trainer_class.__name__}", (AdaptiveTraining, trainer_class), members))
+
+
+class AdaptiveTraining:
+    """Mixed into a trainer class, before it."""
+
+    adaptive: AdaptiveRun | None = None
+    """What the run has found, and follows; None if training is ``Trainer``'s own."""
+
+    # Set by Trainer
+    args: Any
+    eval_dataset: Any
+    lr_scheduler: Any
+    model: Any
+    state: Any
+    train_dataset: Any
+
+    def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if adaptive is None:
+            return
+        settings = adaptive.settings(self.args.per_device_train_batch_size)
+        if settings.enabled:
+            self.adaptive = AdaptiveRun(self, settings)
+            self._following = FollowingCallback(self.adaptive)
+            self.add_callback(self._following)  # type: ignore[attr-defined]
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        if self.adaptive is not None and last:
+            self.adaptive.resume_from(Path(last))
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def get_train_dataloader(self) -> Any:
+        stock = super().get_train_dataloader  # type: ignore[misc]
+        if self.adaptive is None:
+            return stock()
+
+        def make_loader() -> Any:
+            with handing_out_samples(self):
+                return stock()
+
+        return self.adaptive.prepare(make_loader)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
+        """Lay out the run for the sizes of its epochs, which have different numbers of steps."""
+        values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
+        if self.adaptive is None:
+            return values
+        course = self.adaptive.course
+        assert course is not None
+        updates = max(course.steps)
+        return (len(course.steps), updates, *values[2:5], updates * args.gradient_accumulation_steps, course.max_steps)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the epoch to go on in, and its batches that are over; ``Trainer`` takes epochs to be equally long."""
+        found = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        if self.adaptive is None:
+            return cast("tuple[int, int]", found)
+        course, step = self.adaptive.course, self.state.global_step
+        assert course is not None
+        if step and abs(self.state.epoch - course.epochs_after(step)) > 1e-6:
+            raise ConfigError(
+                f"resume_from_checkpoint: {self.state.epoch:.3f} epochs were over after step {step}, and would be "
+                f"{course.epochs_after(step):.3f} with the batch sizes of this run; resume with the data, the devices, "
+                f"per_device_train_batch_size and settings that it began with"
+            )
+        epoch, steps = course.place_of(step)
+        self._following.start_at(epoch, steps)
+        return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        stock = super().create_scheduler  # type: ignore[misc]
+        if self.adaptive is None or self.adaptive.course is None:
+            return stock(num_training_steps, *args, **kwargs)
+        stock(self.adaptive.course.scheduled_steps, *args, **kwargs)
+        self.lr_scheduler = self.adaptive.follow(self.lr_scheduler)
+        return self.lr_scheduler
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of an optimizer step, all in the last of as many as ``Trainer`` accumulates."""
+        if self.adaptive is None:
+            return cast("tuple[list[Any], Any]", super().get_batch_samples(epoch_iterator, num_batches, device))  # type: ignore[misc]
+        wanted = self.args.gradient_accumulation_steps
+        batches = [batch.features for _, batch in zip(range(wanted), epoch_iterator, strict=False)]
+        if not batches:
+            return [], None
+        steps = [StepInputs() for _ in range(wanted - 1)]
+        for empty in steps:
+            empty.note(self._main_input, 0, 0)
+        return [*steps, StepInputs(batches)], None
+
+    @property
+    def _main_input(self) -> str:
+        return getattr(self.model, "main_input_name", "input_ids")
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if not isinstance(inputs, StepInputs):
+            return cast("torch.Tensor", super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
+        if not inputs.batches:
+            return torch.zeros((), device=self.args.device)
+        assert self.adaptive is not None and self.adaptive.step is not None
+        # The wrapper of DDP would communicate in every forward and backward.
+        inner = model.module if is_ddp(model) else model
+        return self.adaptive.step(inputs, partial(self.forward_backward, inner))
+
+    def forward_backward(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
+        """Run forward and backward of a part, as the trainer class does with a batch."""
+        return cast("torch.Tensor", super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        stock = super().get_eval_dataloader  # type: ignore[misc]
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        data = self.eval_dataset[data] if isinstance(data, str) else data
+        # Ranks would wait for each other in what an evaluation gathers; Accelerate looks into batches of a stream.
+        in_parts = self.args.world_size == 1 and hasattr(data, "__len__")
+        in_parts = in_parts and "inputs" not in self.args.include_for_metrics
+        if self.adaptive is None or not self.adaptive.settings.recover_from_oom or not in_parts:
+            return stock(eval_dataset)
+        with handing_out_samples(self):
+            return stock(eval_dataset)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        stock = super().prediction_step  # type: ignore[misc]
+        if not isinstance(inputs, Samples):
+            return stock(model, inputs, prediction_loss_only, ignore_keys)
+        assert self.adaptive is not None
+        samples = inputs.features
+        return self.adaptive.evaluation(
+            samples, length_function(samples[0]), lambda: find_loss_kind(self, samples),
+            lambda batch: stock(model, batch, prediction_loss_only, ignore_keys),
+        )  # fmt: skip
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.adaptive is not None and "loss" in logs:
+            logs["oom_retries"] = self.adaptive.num_recoveries
+            logs["batch_size"] = self._train_batch_size  # type: ignore[attr-defined]
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]

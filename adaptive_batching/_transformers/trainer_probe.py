@@ -1,0 +1,83 @@
+"""The largest forward that fits, found by real steps of a trainer before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._loop.samples import collated
+from adaptive_batching._memory import memory_meter
+from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.trial import parameters_of
+from adaptive_batching._trace.training import Run, TrainingStep
+from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.loss_kind import LossKind
+
+_FORWARDS = ("forward", "_original_forward")
+"""Attributes of a model by which Accelerate casts what goes in and comes out."""
+
+
+def probe(
+    trainer: Any, kind: LossKind, sample: Sample, settings: AdaptiveBatchingConfig, request: ProbeRequest,
+    *, in_parts: bool,
+) -> ProbeResult:  # fmt: skip
+    """Return how many copies of ``sample`` fit in a forward; ``in_parts`` if gradients of others are held meanwhile.
+
+    State is restored afterwards, with the model and the optimizer as they were before Accelerate prepared them.
+    """
+    with _prepared(trainer) as (model, optimizer), alone(trainer):
+
+        def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+            def run(batch: Any) -> None:
+                for _ in range(2 if in_parts else 1):
+                    inputs, count = batch
+                    number = kind.count(inputs, count) if kind.takes_number else None
+                    trainer.forward_backward(model, dict(inputs), number)
+                parameters = parameters_of(model, optimizers)
+                nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm or float("inf"))
+                for each in optimizers:
+                    each.step()
+                for parameter in parameters:
+                    parameter.grad = None
+                torch.clear_autocast_cache()
+
+            return run
+
+        def make_batch(size: int) -> tuple[Any, int]:
+            return collated([sample] * size, trainer.data_collator), size
+
+        device = trainer.args.device
+        step = TrainingStep(model, [optimizer], make_batch, bind, on_cuda=device.type == "cuda")
+        return find_largest(step, settings, memory_meter(device), request)
+
+
+@contextmanager
+def _prepared(trainer: Any) -> Iterator[tuple[nn.Module, Optimizer]]:
+    """Give the model and the optimizer as training has them, and undo that on exit."""
+    saved = counters_of(trainer)
+    forwards = {name: value for name, value in vars(trainer.model).items() if name in _FORWARDS}
+    trainer.create_optimizer()
+    model, optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    scaler, trainer.accelerator.scaler = trainer.accelerator.scaler, None  # a trace would leave its numbers in it
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    try:
+        yield getattr(model, "module", model) if is_ddp(model) else model, optimizer.optimizer
+    finally:
+        trainer.accelerator.scaler = scaler
+        trainer.accelerator.free_memory()
+        for name in _FORWARDS:
+            vars(trainer.model).pop(name, None)
+        vars(trainer.model).update(forwards)
+        put_back_counters(trainer, saved)
+
+
+def is_ddp(model: nn.Module) -> bool:
+    return isinstance(model, nn.parallel.DistributedDataParallel)

@@ -1,0 +1,14 @@
+"""Adaptive batching for Hugging Face's ``Trainer`` and TRL's trainers.
+
+trainer = adaptive(SFTTrainer)(model, args, train_dataset=data, adaptive=AdaptiveArguments(micro_batch_size="auto"))
+"""
+
+import importlib.util as _importlib_util
+
+if _importlib_util.find_spec("transformers") is None:
+    raise ImportError("transformers is not installed; pip install 'adaptive-batching[transformers]'")
+
+from adaptive_batching._transformers.arguments import AdaptiveArguments
+from adaptive_batching._transformers.trainer import adaptive
+
+__all__ = ["AdaptiveArguments", "adaptive"]

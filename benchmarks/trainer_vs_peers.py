@@ -1,0 +1,319 @@
+"""Compare ``adaptive(Trainer)`` with what Hugging Face's ``Trainer`` has of its own, in the same memory limit.
+
+    pip install -e '.[bench]'
+    python benchmarks/trainer_vs_peers.py --repeats 1   # some minutes on 2 cores
+
+Each runs in a fresh process with the same seed, model, optimizer and samples: docstrings of Python's standard library,
+by words, of up to 384. The optimizer is to see 64 samples in a step. After a forward and backward of one sample the
+process may take a fixed amount of memory more (RLIMIT_DATA), and ``train()`` is timed: an epoch, with all that it takes
+to find a size.
+
+- ``Trainer`` has the batch of a person who knows what fits: the largest power of two of the longest samples that a
+  forward holds, accumulated to 64. So have ``group_by_length`` and ``batch_rebalance``, its sampling strategies.
+- ``auto_find_batch_size`` is asked for batches of 64. It takes a tenth off at each out-of-memory error, and starts the
+  epoch again, with the weights as they are by then.
+- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``.
+
+With ``short``, memory shrinks after two optimizer steps, as where another process takes some: who survives, with what.
+
+A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
+the most of the longest samples that a forward and backward can hold next to gradients and optimizer states. The loss
+of each step is held against ``whole``: Trainer with batches of 64 in one forward, without a limit. The last line
+printed is a JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gc
+import json
+import os
+import random
+import re
+import resource
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import measure_in_fresh_process, write_report
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from adaptive_batching import AdaptiveBatchingError, is_out_of_memory
+from adaptive_batching.transformers import AdaptiveArguments, adaptive
+
+PACKAGES = ("torch", "transformers", "accelerate")
+OURS, WHOLE, TRUTH, FINDS = "adaptive", "whole", "truth", "auto_find_batch_size"
+BY_HAND = ["Trainer", "group_by_length", "batch_rebalance"]
+PEERS = [*BY_HAND, FINDS]
+TAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+BATCH_SIZE, LONGEST, VOCABULARY = 64, 384, 4096
+LIMIT_MIB, SHRINKS_BY_MIB, STEPS_BEFORE = 900, 350, 2
+Features = dict[str, Any]
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=LONGEST, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def docstrings() -> list[str]:
+    found = set()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
+                found.add(text)
+    return sorted(found)
+
+
+def make_data(num_samples: int) -> list[Features]:
+    """Samples with an ``index``, of docstrings by words; one of them has ``LONGEST``."""
+    texts = [re.findall(r"\w+|[^\w\s]", text) for text in docstrings()]
+    texts = [words for words in texts if len(words) >= 4]
+    known = Counter(word for words in texts for word in words).most_common(VOCABULARY - 2)
+    number = {word: rank + 2 for rank, (word, _) in enumerate(known)}
+    chosen = [*random.Random(0).sample(texts, num_samples - 1), [word for words in texts for word in words]]
+    rows = [[number.get(word, 1) for word in words[:LONGEST]] for words in chosen]
+    random.Random(1).shuffle(rows)
+    return [{"index": index, "input_ids": ids, "labels": ids} for index, ids in enumerate(rows)]
+
+
+def collate(samples: list[Features]) -> dict[str, torch.Tensor]:
+    def padded(rows: list[Any], value: int) -> torch.Tensor:  # [b, s]
+        return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+    return {
+        "input_ids": padded([sample["input_ids"] for sample in samples], 0),
+        "attention_mask": padded([[1] * len(sample["input_ids"]) for sample in samples], 0),
+        "labels": padded([sample["labels"] for sample in samples], -100),
+        "index": torch.tensor([sample["index"] for sample in samples]),
+    }
+
+
+class Watched(Trainer):
+    """Notes the samples and tokens of each forward of training, and what runs out of memory."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.in_step: list[int] = []
+        self.tokens = self.padded_tokens = self.failures = 0
+        super().__init__(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        indices = inputs.pop("index").tolist()
+        try:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        except Exception as error:
+            self.failures += is_out_of_memory(error)
+            raise
+        self.in_step += indices
+        self.tokens += int(inputs["attention_mask"].sum())
+        self.padded_tokens += inputs["input_ids"].numel()
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {k: v for k, v in inputs.items() if k != "index"}, *args, **kwargs)
+
+
+class Seen(TrainerCallback):
+    """Counts the samples of each optimizer step that was taken, and shrinks the limit in the middle."""
+
+    def __init__(self, *, shrinks: bool) -> None:
+        self.trainer: Any = None
+        self.indices: list[int] = []
+        self._shrinks = shrinks
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.in_step.clear()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.indices += self.trainer.in_step
+        if self._shrinks and state.global_step == STEPS_BEFORE:
+            limit, most = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit - SHRINKS_BY_MIB * 2**20, most))
+
+
+def make_trainer(method: str, num_samples: int, by_hand: int, folder: str, *, shrinks: bool) -> Any:
+    size = by_hand if method in BY_HAND else BATCH_SIZE
+    strategy = method if method in BY_HAND[1:] else "random"
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=size, gradient_accumulation_steps=BATCH_SIZE // size,
+        num_train_epochs=1, max_grad_norm=1.0, auto_find_batch_size=method == FINDS, remove_unused_columns=False,
+        train_sampling_strategy=strategy, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=True,
+    )  # fmt: skip
+    seen = Seen(shrinks=shrinks)
+    shared: dict[str, Any] = dict(
+        model=make_model(), args=args, train_dataset=make_data(num_samples), data_collator=collate, callbacks=[seen]
+    )
+    if method == OURS:
+        ours = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"headroom": 0})
+        trainer: Any = adaptive(Watched)(**shared, adaptive=ours)
+    else:
+        trainer = Watched(**shared)
+    seen.trainer = trainer
+    trainer.seen = seen
+    return trainer
+
+
+def set_limit() -> None:
+    """From now on this process may take ``LIMIT_MIB`` more."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text().splitlines()
+    taken = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + LIMIT_MIB * 2**20, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def find_truth(trainer: Any) -> int:
+    """The largest size that fits, among all from 4 below the boundary up to 4 failures in a row above it."""
+    optimizer = trainer.create_optimizer()
+    longest = max(trainer.train_dataset, key=lambda sample: len(sample["input_ids"]))
+
+    def fits(size: int) -> bool:
+        failed = False
+        try:
+            for _ in range(2):
+                trainer.compute_loss(trainer.model, collate([longest] * size)).backward()
+            torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        optimizer.zero_grad()
+        gc.collect()
+        print(f"{size}: {'out of memory' if failed else 'fits'}", file=sys.stderr)
+        return not failed
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    largest, size = low, max(low - 4, 1)
+    while size <= largest + 4:
+        largest = max(largest, size) if fits(size) else largest
+        size += 1
+    return largest
+
+
+def measure(method: str, num_samples: int, by_hand: int, *, shrinks: bool) -> dict[str, Any]:
+    """Train, or find the truth, in this process, which is not fit for another measurement afterwards."""
+    error = ""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(method, num_samples, by_hand, folder, shrinks=shrinks)
+        trainer.compute_loss(trainer.model, collate(trainer.train_dataset[:1])).backward()
+        trainer.model.zero_grad()
+        if method != WHOLE:
+            set_limit()
+        if method == TRUTH:
+            return {"size": find_truth(trainer)}
+        start = time.perf_counter()
+        try:
+            trainer.train()
+        except (RuntimeError, MemoryError, AdaptiveBatchingError) as failure:
+            if not (is_out_of_memory(failure) or isinstance(failure, AdaptiveBatchingError)):
+                raise
+            error = "out of memory"
+        seconds = time.perf_counter() - start
+    seen, ours = trainer.seen.indices, method == OURS
+    sizes = {WHOLE: BATCH_SIZE, OURS: trainer.adaptive.max_tokens // LONGEST if ours else 0}
+    return {
+        "size": sizes.get(method) or trainer._train_batch_size,
+        "failures": trainer.adaptive.num_recoveries if ours else trainer.failures,
+        "steps": trainer.state.global_step,
+        "lost": num_samples - len(set(seen)),
+        "repeated": len(seen) - len(set(seen)),
+        "padding": round(trainer.padded_tokens / max(trainer.tokens, 1), 2),
+        "seconds": round(seconds, 1),
+        "ended": error,
+        "losses": [each["loss"] for each in trainer.state.log_history if "loss" in each],
+    }
+
+
+def main() -> None:
+    """Measure each in a process of its own, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the table has all, the figures medians")
+    parser.add_argument("--samples", type=int, default=512, help="samples of the epoch")
+    parser.add_argument("--output", type=Path, help="default: benchmarks/results/trainer_vs_peers_cpu.md")
+    parser.add_argument("--measure", metavar="METHOD", help=argparse.SUPPRESS)
+    parser.add_argument("--by-hand", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--shrinks", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.samples, args.by_hand, shrinks=args.shrinks)))
+        return
+
+    def run(method: str, *more: str) -> dict[str, Any]:
+        environment = {**TAME_MALLOC, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+        given = ("--measure", method, "--samples", str(args.samples), *more)
+        found = measure_in_fresh_process(*given, environment=environment)
+        print(method, *more, {key: value for key, value in found.items() if key != "losses"}, flush=True)
+        return found
+
+    truth = run(TRUTH)["size"]
+    by_hand = ("--by-hand", str(2 ** (truth.bit_length() - 1)))
+    whole = run(WHOLE)
+    runs = [(method, run(method, *by_hand)) for _ in range(args.repeats) for method in (*PEERS, OURS)]
+    runs += [(f"{method}, short", run(method, *by_hand, "--shrinks")) for method in (*PEERS, OURS)]
+    report(args.output, args.samples, truth, whole, runs)
+
+
+def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list[tuple[str, Any]]) -> None:
+    """Write the table and the figures."""
+    columns = ["size", "failures", "steps", "lost", "repeated", "padding", "seconds", "ended"]
+    rows = [
+        "| run | size | out of memory | steps | lost | seen again | padded over real tokens | seconds | ended |",
+        "|---" * 9 + "|",
+        *("| " + " | ".join(map(str, [method, *(found[key] for key in columns)])) + " |" for method, found in runs),
+    ]
+
+    def of(method: str, key: str) -> list[Any]:
+        return [found[key] for name, found in runs if name == method]
+
+    finished = [method for method in PEERS if not any(of(method, "ended"))]
+    best = min(statistics.median(of(method, "seconds")) for method in finished)
+    losses = of(OURS, "losses")[0]
+    assert len(losses) == len(whole["losses"]), (len(losses), len(whole["losses"]))
+    write_report(
+        "An epoch in a Hugging Face Trainer, in a memory limit",
+        device="cpu",
+        facts=[
+            f"{LIMIT_MIB} MiB beyond the model, {samples} samples of up to {LONGEST} tokens, {BATCH_SIZE} in a step",
+            f"truth: {truth} of the longest samples in a forward and backward; the largest power of two of these is "
+            f"what Trainer, group_by_length and batch_rebalance are given by hand",
+            f"short: after {STEPS_BEFORE} steps the limit is {SHRINKS_BY_MIB} MiB lower",
+            f"whole: {whole['seconds']} s without a limit, in one forward of {BATCH_SIZE}",
+        ],
+        rows=rows,
+        figures={
+            "seconds_vs_best_peer": round(statistics.median(of(OURS, "seconds")) / best, 2),
+            "samples_lost": max(of(OURS, "lost")),
+            "samples_repeated": max(of(OURS, "repeated")),
+            "peers": finished,
+            "survive_short": [method for method in (*PEERS, OURS) if not any(of(f"{method}, short", "ended"))],
+            "loss_difference": max(
+                abs(ours - theirs) / theirs for ours, theirs in zip(losses, whole["losses"], strict=True)
+            ),
+            "found_over_truth": round(statistics.median_low(of(OURS, "size")) / truth, 2),
+        },
+        output=output,
+        packages=PACKAGES,
+    )
+
+
+if __name__ == "__main__":
+    main()

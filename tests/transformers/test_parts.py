@@ -1,0 +1,150 @@
+"""A batch in parts trains as the whole batch does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer  # noqa: E402
+
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {"model": trainers.make_llama},
+    "BertForMaskedLM": {"model": trainers.make_bert},
+    "BertForSequenceClassification": {
+        "model": lambda: trainers.make_bert("BertForSequenceClassification"),
+        "collator": trainers.collate_classes,
+    },
+    "T5": {"model": trainers.make_t5},
+    "label smoothing": {"model": trainers.make_llama, "label_smoothing_factor": 0.1},
+}
+
+
+def of_kind(kind: str, **settings: Any) -> dict[str, Any]:
+    made = {**KINDS[kind], **settings}
+    return {**made, "model": made["model"]()}
+
+
+def auto() -> AdaptiveArguments:
+    return AdaptiveArguments(micro_batch_size="auto")
+
+
+def with_max_tokens(trainer: Any, max_tokens: int) -> Any:
+    """Have a trainer split by length without a probe."""
+    trainer.adaptive._found["max_tokens"] = max_tokens
+    return trainer
+
+
+def test_parts_of_a_number_are_what_accumulation_makes_of_a_batch(tmp_path: Path) -> None:
+    stock = make_trainer(tmp_path / "stock", per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    stock.train()
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=2))
+    ours.train()
+    assert_alike(ours, stock, 1e-7)
+    of_parts = {"oom_retries": 0, "batch_size": 8}
+    assert logged(ours)[0].keys() == {*logged(stock)[0], *of_parts}
+    assert {key: logged(ours)[0][key] for key in of_parts} == of_parts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ours", [3, "auto"])
+def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, ours: Any, tmp_path: Path) -> None:
+    stock = make_trainer(tmp_path / "stock", **of_kind(kind))
+    stock.train()
+    split = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=ours), **of_kind(kind))
+    if ours == "auto":
+        with_max_tokens(split, 60)
+    watched = OutOfMemory(split.model, 10**9)
+    split.train()
+    assert_alike(split, stock)
+    most = max(shape.numel() if ours == "auto" else shape[0] for shape in watched.forwards[-12:])
+    assert most <= (60 if ours == "auto" else 3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 3},
+        {"gradient_accumulation_steps": 3, "max_steps": 5},
+        {"gradient_accumulation_steps": 2, "num_train_epochs": 1.5},
+        {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
+        {"gradient_checkpointing": True},
+        {"train_sampling_strategy": "group_by_length"},
+        {"max_grad_norm": 0.1},
+        {"dataloader_num_workers": 1, "num_train_epochs": 1},
+    ],
+    ids=str,
+)
+def test_what_the_optimizer_sees_is_what_trainer_shows_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    stock = make_trainer(tmp_path / "stock", **settings)
+    stock.train()
+    split = with_max_tokens(make_trainer(tmp_path / "ours", auto(), **settings), 50)
+    split.train()
+    assert_alike(split, stock)
+    assert split.state.global_step == stock.state.global_step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_samples_that_run_out_of_memory_run_again_and_count_once(kind: str, accumulated: int, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": accumulated, "include_num_input_tokens_seen": "non_padding"}
+    stock = make_trainer(tmp_path / "stock", **of_kind(kind, per_device_train_batch_size=8 * accumulated,
+                         **{**settings, "gradient_accumulation_steps": 1}))  # fmt: skip
+    stock.train()
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=8), **of_kind(kind, **settings))
+    short = OutOfMemory(ours.model, 100)
+    ours.train()
+    assert_alike(ours, stock, keys=("loss", "grad_norm", "learning_rate"))
+    assert ours.adaptive.num_recoveries == logged(ours)[-2]["oom_retries"] >= 1
+    assert max(shape.numel() for shape in short.forwards) <= 100
+    assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen
+
+
+def test_dropout_draws_the_same_numbers_when_samples_run_again_as_they_were(tmp_path: Path) -> None:
+    def make(folder: str) -> Any:
+        model = trainers.make_llama(attention_dropout=0.3)
+        return make_trainer(tmp_path / folder, AdaptiveArguments(micro_batch_size=4), model=model)
+
+    clean = make("clean")
+    clean.train()
+    again = make("again")
+    count = iter(range(10**6))
+
+    def fail_once(*args: Any, **kwargs: Any) -> None:
+        if torch.is_grad_enabled() and next(count) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    again.model.lm_head.register_forward_hook(fail_once)
+    again.train()
+    assert again.adaptive.num_recoveries == 1
+    for one, other in zip(logged(again), logged(clean), strict=True):
+        one.pop("oom_retries", None), other.pop("oom_retries", None)
+        assert one == other
+
+
+def test_a_sample_that_does_not_fit_ends_the_run_in_words(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8))
+    OutOfMemory(ours.model, 20)
+    with pytest.raises(DoesNotFitError, match=r"with 1 sample of up to 2\d tokens, which cannot be split"):
+        ours.train()
+    off = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=8, adaptive_batching={"recover_from_oom": False}))
+    OutOfMemory(off.model, 100)
+    with pytest.raises(DoesNotFitError, match=r"set adaptive_batching\.recover_from_oom=True"):
+        off.train()
+
+
+def test_a_model_that_computes_over_the_batch_is_refused(tmp_path: Path) -> None:
+    from torch import nn
+
+    model = trainers.make_bert("BertForSequenceClassification")
+    model.dropout = nn.BatchNorm1d(32)
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), model=model, collator=trainers.collate_classes)
+    with pytest.raises(ConfigError, match=r"micro_batch_size=4 would change the result: dropout \(BatchNorm1d\)"):
+        ours.train()

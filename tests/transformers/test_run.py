@@ -1,0 +1,224 @@
+"""A run as a whole: sizes that are probed, that grow, that are resumed, and evaluation."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, weights  # noqa: E402
+
+DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
+
+
+def losses(trainer: Any) -> list[dict[str, Any]]:
+    return [each for each in logged(trainer) if "loss" in each]
+
+
+def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> None:
+    probed = make_trainer(tmp_path / "a", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
+    watched = OutOfMemory(probed.model, 10**9)
+    probed.train()
+    found = probed.adaptive.probe
+    assert found.search == "predict", "the step was traced"
+    assert probed.adaptive.max_tokens == 24 * found.batch_size
+    assert torch.Size([found.batch_size, 24]) in watched.forwards
+    given = make_trainer(tmp_path / "b", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
+    given.adaptive._found["max_tokens"] = probed.adaptive.max_tokens
+    given.train()
+    assert given.adaptive.probe is None
+    assert logged(probed) == logged(given)
+    assert all(torch.equal(value, weights(given)[name]) for name, value in weights(probed).items())
+
+
+def test_a_gradient_scaler_scales_parts_and_a_probe_leaves_it_as_it_was(tmp_path: Path) -> None:
+    def make(folder: str, ours: AdaptiveArguments | None) -> Any:
+        trainer = make_trainer(tmp_path / folder, ours)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        return trainer
+
+    stock = make("stock", None)
+    stock.train()
+    scaled = make("ours", AdaptiveArguments(micro_batch_size="auto"))
+    OutOfMemory(scaled.model, 24 * 16, times=3)
+    scaled.train()
+    assert_alike(scaled, stock)
+    assert scaled.accelerator.scaler.get_scale() == stock.accelerator.scaler.get_scale() > 2.0**10
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(
+        lr_scheduler_type="constant", warmup_steps=0, gradient_accumulation_steps=accumulated
+    )
+    stock = make_trainer(tmp_path / "stock", per_device_train_batch_size=16, **settings)
+    stock.train()
+    arguments = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 16})
+    ours = make_trainer(tmp_path / "ours", arguments, **settings)
+    ours.train()
+    assert ours.adaptive.course.sizes == [16, 16]
+    assert ours.adaptive.probe.batch_size == 16
+    assert_alike(ours, stock)
+
+
+def test_a_forward_that_runs_out_in_a_probe_bounds_the_maximum(tmp_path: Path) -> None:
+    ours = make_trainer(
+        tmp_path, AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"})
+    )
+    OutOfMemory(ours.model, 24 * 16)
+    ours.train()
+    assert ours.adaptive.probe.batch_size == ours.adaptive.course.sizes[0] == 16
+    assert losses(ours)[0]["batch_size"] == 16
+
+
+def growing(folder: Path, *, lr_scaling: str = "none", **settings: Any) -> Any:
+    """Batches of 6, 12 and 20 of 40 samples, two of which make a step, with dropout."""
+    arguments = AdaptiveArguments(
+        batch_increase_function=DOUBLE, micro_batch_size=4,
+        adaptive_batching={"max_batch_size": 24, "lr_scaling": lr_scaling},
+    )  # fmt: skip
+    defaults = dict(
+        per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0,
+        model=trainers.make_llama(attention_dropout=0.2),
+    )  # fmt: skip
+    return make_trainer(folder, arguments, **{**defaults, **settings})
+
+
+def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    whole = growing(tmp_path / "whole", save_strategy="steps", save_steps=1)
+    whole.train()
+    course = whole.adaptive.course
+    assert (course.sizes, course.batches, course.steps, course.max_steps) == ([6, 12, 20], [7, 4, 2], [4, 2, 1], 7)
+    assert [each["batch_size"] for each in losses(whole)] == [6, 6, 6, 6, 12, 12, 20]
+    epochs = [each["epoch"] for each in losses(whole)]
+    assert epochs == pytest.approx([2 / 7, 4 / 7, 6 / 7, 1, 1.5, 2, 3], abs=1e-4)
+    before = [0.0, *epochs[:-1]]
+    assert [each["learning_rate"] for each in losses(whole)] == pytest.approx(
+        [3e-3 * (1 - e / 3) for e in before], 1e-4
+    )
+    for step in (2, 4, 5):
+        resumed = growing(tmp_path / f"from_{step}")
+        resumed.train(str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert losses(resumed) == losses(whole)
+        assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
+    with pytest.raises(ConfigError, match="resume with the data, the devices, per_device_train"):
+        growing(tmp_path / "other", per_device_train_batch_size=9).train(str(tmp_path / "whole" / "checkpoint-5"))
+
+
+def test_the_learning_rate_follows_the_batch(tmp_path: Path) -> None:
+    plain, scaled = (growing(tmp_path / rule, lr_scaling=rule, max_steps=9) for rule in ("none", "sqrt"))
+    plain.train()
+    scaled.train()
+    ratios = [
+        one["learning_rate"] / other["learning_rate"] for one, other in zip(losses(scaled), losses(plain), strict=True)
+    ]
+    assert ratios == pytest.approx([1] * 4 + [math.sqrt(2)] * 2 + [math.sqrt(20 / 6)] * 3, rel=1e-6)
+    assert plain.state.global_step == 9
+
+
+def test_a_schedule_that_is_no_function_of_the_step_cannot_follow_growth(tmp_path: Path) -> None:
+    ours = growing(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch",
+                   eval_dataset=trainers.make_data(4), lr_scaling="sqrt")  # fmt: skip
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau is no function of the step"):
+        ours.train()
+
+
+def test_a_function_that_reads_the_loss_is_refused(tmp_path: Path) -> None:
+    plateau = {"_component_": "adaptive_batching.growth.on_plateau"}
+    ours = make_trainer(tmp_path, AdaptiveArguments(batch_increase_function=plateau, micro_batch_size=4))
+    with pytest.raises(IncreaseFunctionError, match="needs values that are known only during training"):
+        ours.train()
+
+
+@pytest.mark.parametrize("most_tokens", [10**9, 60])
+def test_an_evaluation_that_runs_out_of_memory_gives_what_it_would_have_given(most_tokens: int, tmp_path: Path) -> None:
+    def accuracy(given: Any) -> dict[str, float]:
+        targets = given.label_ids[:, 1:] != -100
+        return {"accuracy": float((given.predictions.argmax(-1)[:, :-1] == given.label_ids[:, 1:])[targets].mean())}
+
+    settings: dict[str, Any] = dict(
+        eval_dataset=trainers.make_data(21), per_device_eval_batch_size=8, compute_metrics=accuracy
+    )
+    stock = make_trainer(tmp_path / "stock", **settings).evaluate()
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=4), **settings)
+
+    def run_out(model: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].numel() > most_tokens and len(kwargs["input_ids"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ours.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    found = ours.evaluate()
+    for key in ("eval_loss", "eval_accuracy"):
+        assert found[key] == pytest.approx(stock[key], rel=1e-6), key
+    if most_tokens == 10**9:
+        assert {key: found[key] for key in stock if key not in trainers.TIMES} == {
+            key: stock[key] for key in stock if key not in trainers.TIMES
+        }
+    one = trainers.make_data(1)
+    with pytest.raises(DoesNotFitError, match="set per_device_eval_batch_size to less"):
+        ours.model.register_forward_pre_hook(_never, with_kwargs=True)
+        ours.evaluate(one)
+
+
+@pytest.mark.parametrize("kind", ["stream", "inputs"])
+def test_an_evaluation_whose_batches_others_look_into_is_trainers_own(kind: str, tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(trainers.make_data(9))
+
+    def tokens(given: Any) -> dict[str, float]:
+        return {"tokens": 0 if given.inputs is None else float((given.inputs > 0).sum())}
+
+    settings: dict[str, Any] = dict(
+        eval_dataset=Stream() if kind == "stream" else {"held out": trainers.make_data(9)}, compute_metrics=tokens,
+        include_for_metrics=["inputs"] if kind == "inputs" else [],
+    )  # fmt: skip
+    stock = make_trainer(tmp_path / "stock", **settings).evaluate()
+    found = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=4), **settings).evaluate()
+    assert {key: found[key] for key in found if "_per_second" not in key and "time" not in key} == {
+        key: stock[key] for key in stock if "_per_second" not in key and "time" not in key
+    }
+
+
+def _never(*args: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True starts again with fewer samples; set it to False"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance' makes batches of"),
+        ({"optim": "lomo"}, "optim='lomo' updates weights in the backward pass"),
+        ({"accelerator_config": {"split_batches": True}}, r"accelerator_config\.split_batches=True cuts batches"),
+    ],
+)
+def test_what_cannot_be_used_with_it_is_refused_in_one_line(
+    settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    with pytest.raises(ConfigError, match=r"is too old: pip install 'transformers>=5\.19'"):
+        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4))
+
+
+def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(trainers.make_data(8))
+
+    with pytest.raises(ConfigError, match="train_dataset is a Stream, which has no length"):
+        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), data=Stream(), max_steps=2)

@@ -1,0 +1,176 @@
+"""TRL's trainers, with LoRA, packed data and what else their users set, against themselves."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl", reason="trl is not installed")
+datasets = pytest.importorskip("datasets")
+import transformers  # noqa: E402
+
+from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
+from tests.support.pages import blocks  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, arguments, assert_alike, logged  # noqa: E402
+
+chance = random.Random(1)
+
+
+def ids(least: int, most: int) -> list[int]:
+    return [chance.randrange(3, trainers.VOCABULARY) for _ in range(chance.randrange(least, most))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return make_tokenizer()
+
+
+def make_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number}": number for number in range(3, trainers.VOCABULARY)}
+    made = Tokenizer(models.WordLevel({**words, "<unk>": 0, "<eos>": 1, "<pad>": 2}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+def of_sft(samples: int = 24) -> Any:
+    return datasets.Dataset.from_list([{"input_ids": ids(3, 24)} for _ in range(samples)])
+
+
+def of_texts(samples: int = 24) -> Any:
+    def text(least: int, most: int) -> str:
+        return " ".join(f"w{number}" for number in ids(least, most))
+
+    rows = [{"prompt": text(2, 8), "chosen": text(2, 16), "rejected": text(2, 16)} for _ in range(samples)]
+    return datasets.Dataset.from_list(rows)
+
+
+def lora(model: Any, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
+    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings))
+
+
+def make(kind: str, folder: Path, tokenizer: Any, ours: AdaptiveArguments | None, **settings: Any) -> Any:
+    model = trainers.make_llama()
+    given: dict[str, Any] = {}
+    if is_lora := settings.pop("lora", False):
+        model = lora(model)
+    if kind == "SFT":
+        made, config, given["train_dataset"] = trl.SFTTrainer, trl.SFTConfig, of_sft()
+        settings = {"max_length": 32, **settings}
+    elif kind == "DPO":
+        made, config, given["train_dataset"] = trl.DPOTrainer, trl.DPOConfig, of_texts()
+        if not is_lora:
+            given["ref_model"] = trainers.make_llama()
+    else:
+        made, config, given["train_dataset"] = trl.RewardTrainer, trl.RewardConfig, of_texts().remove_columns("prompt")
+        torch.manual_seed(0)
+        model = transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(num_labels=1, num_key_value_heads=2, pad_token_id=2, **trainers.SIZES)
+        )
+    settings = {"gradient_checkpointing": False, "bf16": False, "num_train_epochs": 1, **settings}
+    args = arguments(folder, config, **settings)
+    if ours is not None:
+        made, given["adaptive"] = adaptive(made), ours
+    return made(model=model, args=args, processing_class=tokenizer, **given)
+
+
+@pytest.fixture(autouse=True)
+def same_data() -> None:
+    chance.seed(1)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("SFT", {}),
+    ("SFT", {"packing": True}),
+    ("SFT", {"padding_free": True, "max_length": None}),
+    ("SFT", {"gradient_checkpointing": True}),
+    ("SFT", {"lora": True, "neftune_noise_alpha": None}),
+    ("DPO", {}),
+    ("DPO", {"lora": True, "loss_type": ["sigmoid_norm"]}),
+    ("Reward", {}),
+]
+
+
+@pytest.mark.parametrize("ours", [3, "auto", None], ids=["3", "auto", "none"])
+@pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
+def test_a_trainer_of_trl_trains_as_before(
+    kind: str, settings: dict[str, Any], ours: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    stock = make(kind, tmp_path / "stock", tokenizer, None, **settings)
+    stock.train()
+    chance.seed(1)
+    split = make(kind, tmp_path / "ours", tokenizer, AdaptiveArguments(micro_batch_size=ours), **settings)
+    if ours == "auto":
+        split.adaptive._found["max_tokens"] = 64
+    watched = OutOfMemory(split.model, 10**9)
+    split.train()
+    if ours is None:
+        return trainers.assert_same(split, stock)
+    assert len(watched.forwards) > stock.state.global_step
+    assert_alike(split, stock)
+    found, expected = (next(each for each in logged(one) if "loss" in each) for one in (split, stock))
+    assert found.keys() == {*expected, "oom_retries", "batch_size"}
+    assert found["num_tokens"] == expected["num_tokens"], "each sample counts once"
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_a_trainer_of_trl_survives_short_memory(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    stock = make(kind, tmp_path / "stock", tokenizer, None)
+    stock.train()
+    chance.seed(1)
+    ours = make(kind, tmp_path / "ours", tokenizer, AdaptiveArguments(micro_batch_size=8))
+    OutOfMemory(ours.model, 130)
+    ours.train()
+    assert ours.adaptive.num_recoveries >= 1
+    assert_alike(ours, stock)
+    assert [each["num_tokens"] for each in logged(ours)[:-1]] == [each["num_tokens"] for each in logged(stock)[:-1]]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_the_largest_forward_of_a_trainer_of_trl_is_probed(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    ours = make(kind, tmp_path, tokenizer, AdaptiveArguments(micro_batch_size="auto"))
+    ours.train()
+    assert ours.adaptive.probe.batch_size == 8
+    assert not any("num_tokens" in each and each["num_tokens"] == 0 for each in logged(ours))
+
+
+def test_the_script_of_the_page_trains(tokenizer: Any, tmp_path: Path) -> None:
+    [script] = [block.text for block in blocks("python") if "SFTTrainer" in block.text]
+    args = arguments(tmp_path, trl.SFTConfig, bf16=False, num_train_epochs=1)
+    names: dict[str, Any] = dict(
+        SFTTrainer=trl.SFTTrainer, model=trainers.make_llama(), args=args, data=of_sft(), tokenizer=tokenizer
+    )
+    exec(script, names)
+    assert names["trainer"].adaptive.probe.batch_size == 8
+    assert names["trainer"].state.global_step == 3
+
+
+def test_bfloat16_and_its_autocast_train_in_parts(tokenizer: Any, tmp_path: Path) -> None:
+    stock = make("SFT", tmp_path / "stock", tokenizer, None, bf16=True)
+    stock.train()
+    chance.seed(1)
+    ours = make("SFT", tmp_path / "ours", tokenizer, AdaptiveArguments(micro_batch_size="auto"), bf16=True)
+    ours.train()
+    assert_alike(ours, stock, 1e-2)
+
+
+def test_a_trainer_that_generates_its_data_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    args = arguments(tmp_path, trl.GRPOConfig, bf16=False, num_generations=2, per_device_train_batch_size=2)
+    data = datasets.Dataset.from_list([{"prompt": "w3 w4"}] * 4)
+    with pytest.raises(ValueError, match="makes its batches while training"):
+        adaptive(trl.GRPOTrainer)(
+            trainers.make_llama(), reward_funcs=lambda completions, **rest: [0.0] * len(completions), args=args,
+            train_dataset=data, processing_class=tokenizer, adaptive=AdaptiveArguments(micro_batch_size=2),
+        )  # fmt: skip

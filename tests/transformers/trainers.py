@@ -1,0 +1,145 @@
+"""Tiny models, samples of many lengths, and trainers on them, ours and those of others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn.utils.rnn import pad_sequence
+
+from adaptive_batching.transformers import AdaptiveArguments, adaptive
+
+VOCABULARY = 96
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=2)
+Features = dict[str, Any]
+
+
+def make_llama(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_key_value_heads=2, pad_token_id=0, **{**SIZES, **settings})
+    )
+
+
+def make_bert(kind: str = "BertForMaskedLM") -> Any:
+    torch.manual_seed(0)
+    without_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return getattr(transformers, kind)(transformers.BertConfig(num_labels=3, **SIZES, **without_dropout))
+
+
+def make_t5() -> Any:
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def make_data(num_samples: int = 40, longest: int = 24) -> list[Features]:
+    """Samples of 3 to ``longest`` tokens; a part of each is a prompt, and no target."""
+    chance = random.Random(0)
+    data = []
+    for _ in range(num_samples):
+        ids = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(3, longest + 1))]
+        prompt = chance.randrange(0, len(ids) - 1)
+        data.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return data
+
+
+def collate(samples: list[Features]) -> dict[str, torch.Tensor]:
+    def padded(rows: list[Any], value: int) -> torch.Tensor:  # [b, s]
+        return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+    return {
+        "input_ids": padded([sample["input_ids"] for sample in samples], 0),
+        "attention_mask": padded([[1] * len(sample["input_ids"]) for sample in samples], 0),
+        "labels": padded([sample["labels"] for sample in samples], -100),
+    }
+
+
+def collate_classes(samples: list[Features]) -> dict[str, torch.Tensor]:
+    return {**collate(samples), "labels": torch.tensor([sample["input_ids"][0] % 3 for sample in samples])}
+
+
+def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **settings: Any) -> Any:
+    defaults = dict(
+        per_device_train_batch_size=8, num_train_epochs=2, learning_rate=3e-3, logging_steps=1, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, warmup_steps=2,
+    )  # fmt: skip
+    return kind(output_dir=str(folder), **{**defaults, **settings})
+
+
+def make_trainer(
+    folder: Path,
+    ours: AdaptiveArguments | None = None,
+    *,
+    model: Any = None,
+    collator: Callable[..., Any] = collate,
+    kind: Any = transformers.Trainer,
+    **settings: Any,
+) -> Any:
+    """Return a trainer of ``kind`` with our behaviour, or ``kind`` itself if ``ours`` is None."""
+    given: dict[str, Any] = {
+        key: settings.pop(key) for key in ("callbacks", "eval_dataset", "compute_metrics") if key in settings
+    }
+    data = settings.pop("data", None) or make_data()
+    made = kind if ours is None else adaptive(kind)
+    args = arguments(folder, **settings)
+    if ours is not None:
+        given["adaptive"] = ours
+    return made(model or make_llama(), args, train_dataset=data, data_collator=collator, **given)
+
+
+TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",
+         "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time",
+         "train_tokens_per_second")  # fmt: skip
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """Return what a trainer has logged, but for times."""
+    return [{key: each[key] for key in each if key not in TIMES} for each in trainer.state.log_history]
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Two trainers have trained alike, bit for bit."""
+    assert logged(ours) == logged(theirs)
+    expected = weights(theirs)
+    for name, value in weights(ours).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5, *, keys: tuple[str, ...] = ()) -> None:
+    """Two trainers have taken the same steps, up to rounding."""
+    keys = keys or ("loss", "grad_norm", "learning_rate", "epoch")
+    found, expected = ([each for each in logged(one) if "loss" in each] for one in (ours, theirs))
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        for key in keys:
+            assert abs(one[key] - other[key]) <= tolerance * max(abs(other[key]), 1e-8), (key, one, other)
+
+
+class OutOfMemory:
+    """Runs out of memory in forwards of more than ``most_tokens`` padded tokens, as often as ``times``."""
+
+    def __init__(self, model: Any, most_tokens: int, times: int = 10**9) -> None:
+        self.most_tokens, self.left = most_tokens, times
+        self.forwards: list[torch.Size] = []
+        model.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, model: Any, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        shape = kwargs["input_ids"].shape
+        if shape.numel() > self.most_tokens and self.left:
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.forwards.append(shape)
