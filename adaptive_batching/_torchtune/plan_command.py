@@ -10,6 +10,7 @@ import runpy
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:
     for name in names:
         if not is_recipe and config not in configs and not Path(config).is_file():  # it stands where a recipe would
             raise ConfigError(f"there is no recipe {config!r}{closest(config, known)}")
-        if args.config is not None and not is_recipe:
+        if args.config is not None and not is_recipe and get_close_matches(name, known, n=1):
             raise ConfigError(f"there is no recipe {name!r}{closest(name, known)}")
         raise ConfigError(f"{name!r} is not an override; write key=value")
     return config, recipe, [each for each in args.overrides if is_override(each)]
