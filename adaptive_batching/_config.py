@@ -53,7 +53,7 @@ class AdaptiveBatchingConfig:
 
     micro_batch_size: MicroBatchSize = field(default_factory=Whole)
     """Samples per forward and backward; ``auto``: as many tokens as is fastest within what fits; ``explore``: whatever
-    times best before training; None: the whole batch. The gradient stays the same."""
+    times best before training. None: the whole batch. The gradient stays the same."""
 
     save_every_n_steps: int | None = None
     """Optimizer steps between checkpoints. None saves one per epoch, as stock does."""
