@@ -21,6 +21,7 @@ _ASKED = {"kernels": "kernels", "products": "matrix products", "synchronizations
           "collectives": "collectives"}  # fmt: skip
 _OF_ZEROS = ("ZeroDivisionError", "OverflowError", "ValueError: math domain", "ValueError: expected a positive")
 """Errors of arithmetic, in Python's words, that a loss of zero leads to."""
+_OF_LAUNCHER = "ChildFailedError"  # of torchrun, when one of its processes has failed
 _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 
 
@@ -107,6 +108,7 @@ def read_dry_run(folder: Path, card: Card, ending: Ending) -> DryRun:
     """Read what the processes of a script have left in a folder."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     errors = [each["error"] for each in found if each["error"] is not None]
+    errors.sort(key=lambda error: str(error["text"]).startswith(_OF_LAUNCHER))
     return DryRun(card, ending, [each for each in found if each["peaks"]], errors)
 
 

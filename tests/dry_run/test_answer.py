@@ -74,6 +74,8 @@ LATE = {**FAILED, "step": 4}
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
         ([process(steps=0, error=error("KeyError: 'x'"))], 1, Answer.CANNOT_TELL, "the card's memory: KeyError: 'x'"),
+        ([process(peaks={}, error=error("ChildFailedError: =")), process(error=error("KeyError: 1"))], 1,
+         Answer.CANNOT_TELL, "card's memory: KeyError: 1"),
         ([process(peaks={}, error=error("MemoryError", True))], 1, Answer.CANNOT_TELL, "because the host ran out"),
         ([process(steps=0)], -11, Answer.CANNOT_TELL, "signal 11 (SIGSEGV)"),
         ([], 0, Answer.CANNOT_TELL, "used a CUDA device"),
