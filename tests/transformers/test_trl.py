@@ -147,7 +147,9 @@ def test_the_largest_forward_of_a_trainer_of_trl_is_probed(kind: str, tokenizer:
 
 
 def test_the_script_of_the_page_trains(tokenizer: Any, tmp_path: Path) -> None:
-    [script] = [block.text for block in blocks("python") if "SFTTrainer" in block.text]
+    [script] = [
+        block.text for block in blocks("python") if "SFTTrainer" in block.text and "processing_class" in block.text
+    ]
     args = arguments(tmp_path, trl.SFTConfig, bf16=False, num_train_epochs=1)
     names: dict[str, Any] = dict(
         SFTTrainer=trl.SFTTrainer, model=trainers.make_llama(), args=args, data=of_sft(), tokenizer=tokenizer
