@@ -156,13 +156,13 @@ def _end_of(command: list[str], environment: Mapping[str, str], *, to_stderr: bo
     """Run a command to its end, and end what it has started."""
     begun = time.perf_counter()
     interrupted = False
-    try:
-        child = subprocess.Popen(
-            command, env=environment, start_new_session=True, stdout=sys.stderr if to_stderr else None
-        )
-    except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be run ({error.strerror}); name a program after --") from None
-    with _sigterm_as_interrupt():
+    output = sys.stderr if to_stderr else None
+    with _interruptible():
+        try:
+            child = subprocess.Popen(command, env=environment, start_new_session=True, stdout=output)
+        except OSError as error:
+            line = f"{command[0]} cannot be run ({error.strerror}); name a program after --"
+            raise ConfigError(line) from None
         try:
             child.wait()
         except KeyboardInterrupt:
@@ -179,12 +179,18 @@ def _end_of(command: list[str], environment: Mapping[str, str], *, to_stderr: bo
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
+    """Have SIGINT and SIGTERM raise KeyboardInterrupt, even where a shell that runs this in the background ignores one.
+
+    What is started inside does not ignore them either: a handler is no longer there after exec, an ignored signal is.
+    """
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

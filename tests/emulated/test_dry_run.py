@@ -184,8 +184,13 @@ def test_a_script_that_ends_for_reasons_of_its_own_is_told_from_one_that_does_no
     assert ("ZeroDivisionError" in said) == ("1 / 0" in code)
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by", "before"), [
+    (signal.SIGINT, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN),
+])  # fmt: skip
+def test_an_interrupt_ends_the_script_and_all_that_it_has_started(
+    by: signal.Signals, before: signal.Handlers, tmp_path: Path
+) -> None:
+    """Also where a shell has started it in the background, with interrupts ignored."""
     code = f"""
     import subprocess, time, torch
     torch.zeros({MIB}, device="cuda")
@@ -194,7 +199,10 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(by: signal.Sig
     time.sleep(300)
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(code))
-    process = start(["--memory", "24", "--", "python", "train.py"], tmp_path)
+    process = start(
+        ["--memory", "24", "--", "python", "train.py"], tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, before),
+    )  # fmt: skip
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.send_signal(by)
