@@ -11,7 +11,7 @@ from enum import Enum
 from adaptive_batching._trace.allocator import GIB, MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
 from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import ConfigError, MemoryAmount
 
 SET_UP = "set-up"  # the moment before the first step, while weights are loaded
 
@@ -68,6 +68,21 @@ def find_gpus(name: str) -> list[Gpu]:
     kind = "known" if known is GPUS else "the closest"
     names = ", ".join(gpu.name for gpu in known)
     raise ConfigError(f"--gpu {name!r} is unknown; {kind}: {names}; or give its memory, such as --memory 24GiB")
+
+
+def gpu_memory(text: str) -> int:
+    """Return the bytes that ``--memory`` stands for; a plain number below 4096 is GiB.
+
+    Raises:
+        ConfigError: If it is no amount of memory.
+    """
+    try:
+        plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
+        if found := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
+            return found
+    except ConfigError:
+        pass
+    raise ConfigError(f"--memory {text} is not a memory size; write 24, 24GiB or bytes")
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
     import torch
     from omegaconf import OmegaConf
 
-    from adaptive_batching._torchtune.dry_run import load_zeros
+    from adaptive_batching._torchtune.dry_run import load_zeros, stand_in
 
     if row.devices > 1:
         os.environ.update(
@@ -199,17 +199,9 @@ def train(row: Row, batch_size: int, rank: int, port: int, folder: Path) -> dict
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     cfg = config_of(row, batch_size, folder / f"out_{rank}")
     OmegaConf.set_struct(cfg, False)
-    packed = bool(cfg.dataset.get("packed", False))
     samples = STEPS * batch_size * row.devices * cfg.gradient_accumulation_steps
-    of_plan = "adaptive_batching._torchtune.meta_setup"
-    cfg.dataset = {
-        "_component_": f"{of_plan}.make_data", "length": row.length, "samples": samples, "packed": packed,
-        "pairs": "dpo" in row.recipe,
-    }  # fmt: skip
-    cfg.tokenizer = {"_component_": "adaptive_batching._torchtune.dry_run.Tokenizer", "max_seq_len": row.length}
-    cfg.metric_logger = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder / "logs")}
+    stand_in(cfg, row.recipe, row.length, folder / f"rank_{rank}", samples)
     cfg.update(epochs=1, max_steps_per_epoch=STEPS, seed=0, log_peak_memory_stats=False)
-    cfg.pop("profiler", None)
     load_zeros(cfg, folder / re.sub(r"\W", "_", json.dumps(OmegaConf.to_container(cfg.model)))[:150])
     recipe = _load(row.recipe)
     _save_nothing(recipe)

@@ -1,4 +1,4 @@
-"""What a dry run has found, from the files of its processes: the answer, in words and as one object."""
+"""The answer of a dry run, read from the files of its processes: in words, and as one JSON object."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def as_object(run: DryRun) -> dict[str, Any]:
         "steps": run.steps,
         "out_of_memory_survived": survived,
         "failed_allocation": failure,
-        "peak": {key: value for key, value in worst.get("history", {}).items() if key != "points"},
+        "peak": {key: value for key, value in worst.get("history", {}).items() if key not in ("points", "steps_end")},
         "asked_of_device": worst["steps"][-1] if worst["steps"] else None,
         "processes": len(run.processes),
         "error": run.errors[0]["text"] if run.errors else None,

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
-from adaptive_batching._emulated_device import MOST_DEVICES, BuildError, EmulatedDevice
-from adaptive_batching._plan import find_gpus
-from adaptive_batching._values import ConfigError, MemoryAmount
-
-FOLDER, STEPS = "ADAPTIVE_BATCHING_DRY_RUN", "ADAPTIVE_BATCHING_DRY_RUN_STEPS"
-"""Variables of the environment that ``watch`` reads."""
+from adaptive_batching._emulated_device import MOST_DEVICES, BuildError, EmulatedDevice, parse_capability
+from adaptive_batching._plan import find_gpus, gpu_memory
+from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code
 GRACE = 10  # seconds that a script has to end after an interrupt
@@ -111,12 +109,9 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
         gpu = min(find_gpus(args.gpu), key=lambda each: each.memory_bytes)
         name, memory, capability, processors = gpu.name, gpu.memory_bytes, gpu.capability, gpu.processors
     else:
-        name, memory = "card", _memory(args.memory)
+        name, memory = "card", gpu_memory(args.memory)
     if args.capability is not None:
-        match = re.fullmatch(r"(\d+)\.(\d)", args.capability)
-        if match is None:
-            raise ConfigError(f"--capability {args.capability} is none; write one such as 8.9")
-        capability = (int(match[1]), int(match[2]))
+        capability = parse_capability(args.capability)
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
     device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors)
@@ -129,17 +124,6 @@ def _devices(args: argparse.Namespace) -> int:
         return int(args.devices)
     started = re.search(r" --(?:nproc[_-]per[_-]node|num_processes)[= ](\d+)\b", " ".join(args.command))
     return int(started[1]) if started else 1
-
-
-def _memory(text: str) -> int:
-    """Return bytes; a plain number below 4096 is GiB."""
-    plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
-    try:
-        if found := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
-            return found
-    except ConfigError:
-        pass
-    raise ConfigError(f"--memory {text} is not the memory of a GPU; write 24, 24GiB or bytes")
 
 
 def _environment(on_device: Mapping[str, str], found: Path, steps: int) -> dict[str, str]:

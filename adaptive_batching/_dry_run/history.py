@@ -1,4 +1,4 @@
-"""What the allocator's history tells: when memory was at its peak, what held it then, and how it went over time.
+"""Read the allocator's history: when memory peaked, what held it then, and how it changed over time.
 
 Pure: events are dictionaries as `torch.cuda.memory._snapshot()` gives them, and nothing here imports torch.
 """
@@ -44,7 +44,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Labels:
-    """What memory was known to hold at a moment: address of its first byte -> category."""
+    """What allocations held at one moment: address of the first byte -> category."""
 
     time_us: int
     categories: Mapping[int, str]
@@ -59,7 +59,7 @@ class History:
     peak_frames: Sequence[Frame] = ()
     categories: dict[str, int] = field(default_factory=dict)  # at the peak
     holders: list[dict[str, Any]] = field(default_factory=list)  # at the peak, the largest first
-    points: list[dict[str, Any]] = field(default_factory=list)  # seconds, reserved and categories, over time
+    points: list[dict[str, Any]] = field(default_factory=list)  # event, allocated, reserved and categories, over time
 
 
 def read_history(events: Sequence[Event], labels: Sequence[Labels], until_us: int | None = None) -> History:
@@ -160,14 +160,13 @@ def _points(events: Sequence[Event], allocations: Sequence[tuple[Allocation, int
             changes.append((number, "reserved", sign * event["size"]))
     changes.sort(key=lambda change: change[0])
     stretch = max(1, -(-len(events) // MOST_POINTS))
-    begun, now, points = events[0]["time_us"], Counter[str](), []
+    now, points = Counter[str](), []
     best: dict[str, Any] | None = None
     for at, (number, what, size) in enumerate(changes):
         now[what] += size
         allocated = sum(now[category] for category in CATEGORIES)
         if best is None or allocated >= best["allocated"]:
-            seconds = round((events[number]["time_us"] - begun) / 1e6, 6)
-            best = {"seconds": seconds, "event": number, "allocated": allocated, **now}
+            best = {"event": number, "allocated": allocated, **now}
         if at + 1 == len(changes) or changes[at + 1][0] // stretch != number // stretch:
             points.append(best)
             best = None

@@ -1,7 +1,7 @@
 """Watch a process of a script on the emulated device: its steps, its peaks, and what held the memory.
 
 `start` is called when the process has imported torch; what is found goes to a file of the process, which `answer`
-reads. The script's own process group is left alone, and a process that never asks for a device writes nothing.
+reads. A process that never asks for a device writes nothing but the error that ends it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
@@ -44,7 +45,6 @@ from adaptive_batching._dry_run.history import (
 )
 from adaptive_batching._emulated_device import control, values
 
-FOLDER, STEPS = "ADAPTIVE_BATCHING_DRY_RUN", "ADAPTIVE_BATCHING_DRY_RUN_STEPS"
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
 MOST_TEXT = 300  # of an error
 MOST_FRAMES = 40  # of a stack that are told
@@ -71,7 +71,7 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Watch:
-    """What has been seen of a process so far."""
+    """Watches one process of a script, and keeps what it has seen."""
 
     def __init__(self, folder: Path, most_steps: int) -> None:
         self._folder, self._most_steps, self._process = folder, most_steps, os.getpid()
@@ -107,6 +107,7 @@ class Watch:
         if not torch.compiler.is_compiling():
             self._modules.add(module)
 
+    @_harmless
     def _record(self) -> None:
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
         torch._C._cuda_attach_out_of_memory_observer(self._note_out_of_memory)  # type: ignore[attr-defined]
@@ -204,6 +205,7 @@ class Watch:
                 _add(known, value, STATES)
         self._labels.append(Labels(_now_us(), known))
 
+    @_harmless
     def _keep_peaks(self) -> None:
         if not _uses_device():
             return
@@ -223,8 +225,8 @@ class Watch:
         steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
         found: dict[str, Any] = {
             "process": self._process, "rank": int(os.environ.get("RANK", 0)), "device": device, "steps": steps,
-            "peaks": self._peaks.get(device, {}), "devices": len(self._peaks), "out_of_memory": self._out_of_memory,
-            "ended": ended, "error": self._error, "trouble": self.trouble,
+            "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
+            "error": self._error, "trouble": self.trouble,
         }  # fmt: skip
         if ended:
             found["history"] = self._read_history(device)

@@ -100,6 +100,14 @@ class EmulatedDevice:
         return {**inherited, **own, **joined, "TRITON_LIBCUDA_PATH": str(library.parent)}
 
 
+def parse_capability(text: str) -> tuple[int, int]:
+    """Return a compute capability such as ``8.9``; ConfigError if it is none."""
+    match = re.fullmatch(r"(\d+)\.(\d)", text)
+    if match is None:
+        raise ConfigError(f"--capability {text} is not a compute capability; write one such as 8.9")
+    return int(match[1]), int(match[2])
+
+
 def build() -> Path:
     """Return the library, `libcuda.so.1`, for the torch that is installed; compiled at the first call.
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 
-from adaptive_batching._emulated_device import BuildError, EmulatedDevice
+from adaptive_batching._emulated_device import BuildError, EmulatedDevice, parse_capability
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 
@@ -20,16 +19,13 @@ def main() -> None:
     given = parser.parse_args()
     if not given.command:
         parser.error("which command shall run on the device?")
-    capability = re.fullmatch(r"(\d+)\.(\d)", given.capability)
-    if capability is None:
-        parser.error(f"--capability {given.capability} is none; write one such as 8.0")
     if given.lag != "host" and not given.lag.isdigit():
         parser.error(f"--lag {given.lag} is no number of launches; write one, or 'host'")
     try:
         device = EmulatedDevice(
             memory_bytes=MemoryAmount.parse("--memory", given.memory).of(0),
             count=given.devices,
-            capability=(int(capability[1]), int(capability[2])),
+            capability=parse_capability(given.capability),
             lag=None if given.lag == "host" else int(given.lag),
         )
         environment = device.environment()

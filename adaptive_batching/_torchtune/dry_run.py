@@ -78,7 +78,8 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
     if "vision" in str(cfg.model.get("_component_")):
         raise ConfigError(f"{config}: models that take images are not covered; 'plan' answers for some")
     OmegaConf.set_struct(cfg, False)
-    stand_in(cfg, recipe, int(length), folder)
+    stand_in(cfg, recipe, int(length), folder, SAMPLES)
+    load_zeros(cfg, folder / "weights")
     file = folder / "config.yaml"
     OmegaConf.save(cfg, file)
     launched = ["--nproc_per_node", str(devices)] if devices > 1 else []
@@ -86,8 +87,8 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
     adaptive_batching.__main__.main()
 
 
-def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int = SAMPLES) -> None:
-    """Have a config train on samples of one length, from weights of zeros, and write to ``folder``."""
+def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int) -> None:
+    """Have a config train on samples of one length, and write to ``folder``."""
     packed = [bool(each.get("packed", False)) for each in (cfg.dataset,) if isinstance(each, DictConfig)]
     data = {
         "_component_": f"{meta_setup.__name__}.make_data", "length": length, "samples": samples,
@@ -103,7 +104,6 @@ def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: i
     }  # fmt: skip
     cfg.resume_from_checkpoint = False
     cfg.pop("profiler", None)
-    load_zeros(cfg, folder / "weights")
 
 
 def load_zeros(cfg: DictConfig, folder: Path) -> None:

@@ -27,7 +27,7 @@ from torchtune.datasets import ConcatDataset
 from tqdm import tqdm
 
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._plan import Answer, find_gpus
+from adaptive_batching._plan import Answer, find_gpus, gpu_memory
 from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._torchtune.meta_setup import RECIPES
 from adaptive_batching._torchtune.names import LAUNCHED, closest, why_not_read
@@ -35,7 +35,7 @@ from adaptive_batching._torchtune.plan_answer import VERSION, Asked, answer
 from adaptive_batching._torchtune.planning import CONFIGS, NotPlannedError, PlanRequest
 from adaptive_batching._torchtune.stock_keys import check_kinds
 from adaptive_batching._trace.traced_step import TraceError
-from adaptive_batching._values import ConfigError, MemoryAmount, first_line
+from adaptive_batching._values import ConfigError, first_line
 
 
 def add_plan(subparsers: Any, prog: str) -> None:
@@ -107,7 +107,8 @@ def _read(args: argparse.Namespace) -> Asked:
     said = re.search(r"--nproc_per_node (\d+)", path.read_text(errors="replace"))
     devices = args.devices or (1 if recipe.endswith("single_device") else int(said[1]) if said else 2)
     recipe = _on_so_many(recipe, devices)
-    memory_bytes = min(gpu.memory_bytes for gpu in gpus) if gpus else _memory(args.memory)
+    given = None if args.memory is None else gpu_memory(args.memory)
+    memory_bytes = min((gpu.memory_bytes for gpu in gpus), default=given)
     section = cfg.get("adaptive_batching") or {}
     length = args.sequence_length or section.get("sequence_length") or cfg.tokenizer.get("max_seq_len")
     lengths, why = _read_lengths(cfg) if length is None or args.samples is None else (None, "")
@@ -118,19 +119,6 @@ def _read(args: argparse.Namespace) -> Asked:
         name, question, None if length is None else int(length), unknown, lengths, gpus, args.mfu,
         not args.no_levers and len(gpus) < 2, args.table, args.plot,
     )  # fmt: skip
-
-
-def _memory(text: str | None) -> int | None:
-    """Return bytes; a plain number below 4096 is GiB."""
-    if text is None:
-        return None
-    try:
-        plain = re.fullmatch(r"\d+(\.\d*)?", text) and float(text) < 4096
-        if found := MemoryAmount.parse("--memory", f"{text}GiB" if plain else text).num_bytes:
-            return found
-    except ConfigError:
-        pass
-    raise ConfigError(f"--memory {text} is not a memory size; write 24, 24GiB or bytes")
 
 
 def _named(args: argparse.Namespace) -> tuple[str, str | None, list[str]]:

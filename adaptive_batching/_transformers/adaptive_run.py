@@ -34,13 +34,13 @@ from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Who
 log = logging.getLogger(__name__)
 
 FILE = "adaptive_batching.json"
-"""What a checkpoint has besides what ``Trainer`` saves."""
+"""Name of the file that a checkpoint gets in addition to what ``Trainer`` saves."""
 
 _TO_MEASURE = 32  # samples from the start of the data among which some are run to know the loss
 
 
 class AdaptiveRun:
-    """What a trainer trains with, as ``trainer.adaptive``."""
+    """The adaptive part of a training run, available as ``trainer.adaptive``."""
 
     def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig) -> None:
         check_trainer(trainer)

@@ -25,7 +25,7 @@ _ONLY_IN_RECIPES = {
 
 @dataclass
 class AdaptiveArguments:
-    """What a config of a recipe has as well, by the same names.
+    """Settings for a ``Trainer``, under the names that they have in a recipe's config.
 
     With none of the first three set, training is that of ``Trainer`` itself.
     """

@@ -23,7 +23,7 @@ _NUMBER = 8.0  # that stands for num_items_in_batch: any would do
 
 @dataclass(frozen=True)
 class LossKind:
-    """What the loss of a batch is: a sum over ``num_items_in_batch``, or a mean over targets or samples."""
+    """How the loss of a batch is made up: a sum over ``num_items_in_batch``, or a mean over targets or samples."""
 
     takes_number: bool
     """True if the loss is divided by ``num_items_in_batch``, so that losses of parts add up as they are."""

@@ -24,8 +24,8 @@ HISTORY = {
     "categories": {"weights": 3 * GIB, "activations": 7 * GIB},
     "holders": [{"category": "weights", "where": "train.py:3 main", "bytes": 3 * GIB, "allocations": 30}],
     "points": [
-        {"seconds": 0.0, "event": 1, "allocated": 3 * GIB, "reserved": 3 * GIB, "weights": 3 * GIB},
-        {"seconds": 1.0, "event": 9, "allocated": 10 * GIB, "reserved": 11 * GIB, "weights": 3 * GIB,
+        {"event": 1, "allocated": 3 * GIB, "reserved": 3 * GIB, "weights": 3 * GIB},
+        {"event": 9, "allocated": 10 * GIB, "reserved": 11 * GIB, "weights": 3 * GIB,
          "activations": 7 * GIB},
     ],
 }  # fmt: skip
@@ -42,7 +42,7 @@ def error(text: str, is_of_host_memory: bool = False) -> dict[str, Any]:
 
 def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any) -> dict[str, Any]:
     return {
-        "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps, "devices": 1, "ended": True,
+        "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps,
         "peaks": {"allocated": 10 * GIB, "reserved": reserved * GIB, "retries": 0}, "out_of_memory": [],
         "history": HISTORY, "trouble": None, "error": None, **other,
     }  # fmt: skip

@@ -222,7 +222,7 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(
     [
         ("--gpu 4090", "which command shall run"),
         ("--gpu 409 -- python x", "--gpu '409' is unknown; the closest: RTX 4090"),
-        ("--memory lots -- python x", "--memory lots is not the memory of a GPU"),
+        ("--memory lots -- python x", "--memory lots is not a memory size"),
         ("--memory 24 --steps 0 -- python x", "--steps 0 must be at least 1"),
         ("--memory 24 --sequence-length 0 -- python x", "--sequence-length 0 must be at least 1"),
         ("--memory 24 --devices 40 -- python x", "--devices 40 must be 1 to 16"),
