@@ -1,4 +1,4 @@
-"""Ranks that train one model together, each with a copy (DDP) or a shard of it (FSDP2), seen alike by an optimizer step.
+"""Ranks that train one model together, each with a copy (DDP) or a shard of it (FSDP2), alike to an optimizer step.
 
 No rank waits in vain for one that has run out of memory, or failed: copies communicate only when all ranks know that
 their forwards and backwards have run, and for shards the failing rank issues what the others wait for.
@@ -15,14 +15,18 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives
-from adaptive_batching._ranks.gradients import GradientSum
+from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives, can_drain, sharded_roots
+from adaptive_batching._ranks.gradient_sum import GradientSum
+from adaptive_batching._values import ConfigError
 
 T = TypeVar("T")
 
@@ -42,7 +46,7 @@ class DataParallel:
         ranks: Ranks,
         parameters: Callable[[], Sequence[nn.Parameter]],
         roots: Sequence[nn.Module] = (),
-        copy: nn.parallel.DistributedDataParallel | None = None,
+        copy: DistributedDataParallel | None = None,
     ) -> None:
         self.ranks = ranks
         self._parameters = parameters
@@ -52,8 +56,13 @@ class DataParallel:
         self._sum = GradientSum(ranks, parameters) if ranks.size > 1 and not roots else None
 
     @property
-    def is_sharded(self) -> bool:
-        return bool(self._roots)
+    def fills_up(self) -> bool:
+        """True if a rank may have to run parts without weight; see :meth:`num_fillers`."""
+        return self.ranks.size > 1
+
+    def without_ddp(self, model: nn.Module) -> nn.Module:
+        """Return what DDP wraps, if it is in ``model``, as DDP cannot be copied for a trace."""
+        return model if self._copy is None else self._copy.module
 
     def record(self, forward_backward: Callable[[], object], device: torch.device) -> None:
         """Learn which collectives shards need, from a forward and backward of a few tokens that leaves nothing behind.
@@ -91,7 +100,10 @@ class DataParallel:
         return max(wanted - num_parts, 0)
 
     def run(
-        self, parts: Sequence[Callable[[], T]], discard: Callable[[], None], count_retries: Callable[[], int]
+        self,
+        parts: Sequence[Callable[[], T]],
+        discard: Callable[[], None],
+        count_retries: Callable[[], int] = lambda: 0,
     ) -> Outcome[T]:
         """Run forward and backward of each part, up to the first that runs out of memory on some rank.
 
@@ -100,7 +112,7 @@ class DataParallel:
         Raises:
             Exception: Any other error of a part; an :class:`OtherRankError` repeats it on all other ranks.
         """
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 and not self._roots:
             return run_micro_batches(parts, ALONE, None, discard, count_retries)
         broken: list[Exception] = []
         runs = [partial(_noting, part, broken) for part in parts]
@@ -140,17 +152,79 @@ class DataParallel:
         finally:
             self._copy.require_forward_param_sync = broadcasts
 
-    def sum_gradients(self, scale: torch.Tensor | float = 1.0) -> None:
+    def total(self, loss: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of both, scalars, over ranks."""
+        if self.ranks.size == 1:
+            return loss, number
+        both = torch.stack([loss.double(), number.to(loss.device).double()])
+        dist.all_reduce(both)
+        return both[0].to(loss.dtype), both[1].to(number.dtype)
+
+    def sum_gradients(self, scale: float = 1.0) -> None:
         """Make each gradient its sum over ranks times ``scale``, after :meth:`run`; buffers are those of the first."""
         if self._sum is not None:
             self._sum.run(scale)
-            for buffer in self._copy.modules_buffers if self._copy is not None and self._copy.broadcast_buffers else ():
-                dist.broadcast(buffer, src=0)
+            if self._copy is not None and self._copy.broadcast_buffers:
+                for buffer in self._copy.modules_buffers:
+                    dist.broadcast(buffer, src=0)
             return
         factor = scale * (self.ranks.size if self._roots else 1)  # FSDP2 has taken the mean
-        for parameter in self._parameters() if isinstance(factor, torch.Tensor) or factor != 1 else ():
+        for parameter in self._parameters() if factor != 1 else ():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Parameter]]) -> DataParallel:
+    """Return how the processes of the default group, if there is one, train ``model``.
+
+    Raises:
+        ConfigError: If they do so in a way in which one that runs out of memory would leave others waiting, or in which
+            the gradients of a step are not a sum over ranks.
+    """
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    copies = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    roots = sharded_roots(model)
+    if size == 1 and not roots:
+        return DataParallel(ALONE, parameters)
+    why = _why_not_sharded(roots, parameters(), size) if roots else _why_no_copies(model, copies, parameters(), size)
+    if not why and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        why = "SyncBatchNorm communicates within a forward, which may run out of memory; leave it out"
+    if why:
+        raise ConfigError(why)
+    return DataParallel(Ranks(parameters()[0].device), parameters, roots, copies[0] if copies else None)
+
+
+def _why_not_sharded(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter], size: int) -> str:
+    if not can_drain():
+        return f"AdaptiveStep trains with FSDP2 from torch 2.13 on, and this is {torch.__version__}"
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    apart = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+    if apart:
+        return f"{len(apart)} parameters are not sharded; call fully_shard on the model itself, after its layers"
+    meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
+    if any(mesh.ndim > 1 or mesh.size() != size for mesh in meshes):
+        return f"AdaptiveStep trains with FSDP2 over all {size} processes, without HSDP or tensor parallelism"
+    if any(parameter.device.type != mesh.device_type for parameter in trained for mesh in meshes):
+        return "AdaptiveStep trains with FSDP2 without CPUOffloadPolicy"
+    return ""
+
+
+def _why_no_copies(
+    model: nn.Module, copies: Sequence[DistributedDataParallel], parameters: Sequence[nn.Parameter], size: int
+) -> str:
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "FullyShardedDataParallel (FSDP1) leaves ranks waiting for one that runs out of memory; use fully_shard"
+    if len(copies) != 1 or any(isinstance(parameter, DTensor) for parameter in parameters):
+        return (
+            f"{size} processes train together; wrap the model in DistributedDataParallel, or shard it by fully_shard "
+            "(FSDP2), before AdaptiveStep gets it: other ways of training together do not work"
+        )
+    [copy] = copies
+    if dist.get_world_size(copy.process_group) != size:
+        return f"DistributedDataParallel has a process_group of its own; AdaptiveStep trains with all {size} processes"
+    if copy.static_graph:
+        return "DistributedDataParallel communicates by itself with static_graph=True; leave static_graph out"
+    return ""
 
 
 def _noting(part: Callable[[], T], broken: list[Exception]) -> T:

@@ -44,7 +44,7 @@ class GradientSum:
         if self._room.device.type == "cpu":
             torch.empty(3 * _BYTES_AT_ONCE)  # gloo copies what it reduces; without room it would fail in its own thread
 
-    def run(self, scale: torch.Tensor | float = 1.0) -> None:
+    def run(self, scale: float = 1.0) -> None:
         """Replace each gradient by its sum over ranks times ``scale``; what no rank has used keeps none."""
         trained = self._trained()
         used = [any(each) for each in zip(*self._ranks.gather(self._has_gradient), strict=True)]
