@@ -24,7 +24,13 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives, can_drain, sharded_roots
+from adaptive_batching._ranks.fsdp import (
+    CannotRecoverError,
+    MicroBatchCollectives,
+    can_drain,
+    end_forward,
+    sharded_roots,
+)
 from adaptive_batching._ranks.gradient_sum import GradientSum
 from adaptive_batching._values import ConfigError
 
@@ -114,6 +120,7 @@ class DataParallel:
         """
         if self.ranks.size == 1 and not self._roots:
             return run_micro_batches(parts, ALONE, None, discard, count_retries)
+        end_forward(self._roots)  # of an evaluation, which leaves parameters gathered
         broken: list[Exception] = []
         runs = [partial(_noting, part, broken) for part in parts]
         if self._sum is not None:

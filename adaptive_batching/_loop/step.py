@@ -165,7 +165,7 @@ class AdaptiveStep(Generic[Sample]):
         def run(divisor: float | None, part: list[Sample], weight: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
             total, number = self._retry.forward(part)
             if weight == 0:
-                total, number = total * 0, number * 0
+                total, number = 0 * total.nan_to_num(), 0 * number
             backward(total / (_divisor(number) if divisor is None else divisor))
             return total.detach(), number
 
