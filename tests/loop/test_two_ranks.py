@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
 from tests.loop.test_step import collate, loss
 from tests.loop.two_ranks import BATCHES, CLIP, FAULTS, KINDS, OF_SUMS, Faulty, make_model
+from tests.support.ranks import run_ranks
 
 Found = list[dict[str, Any]]  # of each rank
 TRAINED = [*(f"{kind}, {fault}" for kind in KINDS for fault in FAULTS), *(f"ddp, {fault}" for fault in OF_SUMS)]
@@ -23,24 +19,7 @@ TRAINED = [*(f"{kind}, {fault}" for kind in KINDS for fault in FAULTS), *(f"ddp,
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("two_ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.loop.two_ranks", str(folder)],
-            cwd=ROOT, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in said)
+    run_ranks(["-m", "tests.loop.two_ranks", str(folder)])
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(2)]
 
 
