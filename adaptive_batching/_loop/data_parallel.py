@@ -28,6 +28,7 @@ from adaptive_batching._ranks.fsdp import (
     CannotRecoverError,
     MicroBatchCollectives,
     can_drain,
+    divides_gradients,
     end_forward,
     sharded_roots,
 )
@@ -213,6 +214,8 @@ def _why_not_sharded(roots: Sequence[nn.Module], parameters: Sequence[nn.Paramet
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     if any(mesh.ndim > 1 or mesh.size() != size for mesh in meshes):
         return f"AdaptiveStep trains with FSDP2 over all {size} processes, without HSDP or tensor parallelism"
+    if divides_gradients(roots):
+        return "set_gradient_divide_factor scales gradients that AdaptiveStep scales itself; leave it out"
     if any(parameter.device.type != mesh.device_type for parameter in trained for mesh in meshes):
         return "AdaptiveStep trains with FSDP2 without CPUOffloadPolicy"
     return ""

@@ -74,7 +74,7 @@ class GradientSum:
         torch.cat(group, out=flat)
         dist.all_reduce(flat)
         flat.mul_(scale)
-        for part, summed in zip(group, flat.split([part.numel() for part in group]), strict=True):
+        for part, summed in zip(group, torch.split(flat, [part.numel() for part in group]), strict=True):
             part.copy_(summed)
 
     def _trained(self) -> list[nn.Parameter]:
@@ -97,4 +97,4 @@ def _in_groups(parameters: Sequence[nn.Parameter]) -> list[list[torch.Tensor]]:
 def _flat_parts(parameters: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.numel():
-            yield from parameter.grad.view(-1).split(_BYTES_AT_ONCE // parameter.grad.itemsize)
+            yield from torch.split(parameter.grad.view(-1), _BYTES_AT_ONCE // parameter.grad.itemsize)
