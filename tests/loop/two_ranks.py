@@ -245,10 +245,11 @@ def refusals() -> dict[str, str]:
 
 
 def with_factor() -> nn.Module:
-    model = wrapped("fsdp2", make_model())
-    assert isinstance(model, FSDPModule)
-    model.set_gradient_divide_factor(1.0)
-    return model
+    model = make_model()
+    prepared = wrapped("fsdp2", model)
+    assert isinstance(model.out, FSDPModule)
+    model.out.set_gradient_divide_factor(1.0)
+    return prepared
 
 
 def in_a_collective() -> str:
