@@ -81,6 +81,19 @@ class GradientSum:
         return [parameter for parameter in self._parameters() if parameter.requires_grad]
 
 
+def sums_over_ranks(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return the sum over ranks of each value, a scalar, with its own type and on ``device``."""
+    together = torch.stack([value.to(device).double() for value in values])
+    dist.all_reduce(together)
+    return [summed.to(value.dtype) for summed, value in zip(together, values, strict=True)]
+
+
+def copy_from_first(buffers: Sequence[torch.Tensor]) -> None:
+    """Replace buffers by those of the first rank, as DDP does before a forward."""
+    for buffer in buffers:
+        dist.broadcast(buffer, src=0)
+
+
 def _in_groups(parameters: Sequence[nn.Parameter]) -> list[list[torch.Tensor]]:
     """Return views of the gradients, flat and in groups of one type and some size; what is larger is cut."""
     groups: list[list[torch.Tensor]] = []
