@@ -53,10 +53,24 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def sharded_roots(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules in ``model`` that FSDP2 shards, which may be the model itself."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in sharded_roots(child)]
+
+
 def can_drain() -> bool:
     """Return True if this torch has what draining needs: custom collectives, and a reset after an aborted iteration."""
     needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
     return all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object
+
+
+def divides_gradients(roots: Sequence[nn.Module]) -> bool:
+    """Return True if gradients are divided by something else than the number of ranks."""
+    units = [unit for root in roots if isinstance(root, FSDPModule) for unit in _units_of(root)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return any(group.gradient_divide_factor is not None for group in groups)
 
 
 def end_forward(models: Sequence[nn.Module]) -> None:
