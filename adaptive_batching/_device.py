@@ -1,4 +1,4 @@
-"""Random number generators of a device, read and restored, and copies to it that the host does not wait for."""
+"""A device: its name, its random number generators, and copies to it that the host does not wait for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from typing import Any
 import torch
 
 _PINS_MEMORY = ("cuda", "xpu")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device as its maker calls it, or its type."""
+    module = torch.get_device_module(device)
+    has_name = device.type != "cpu" and hasattr(module, "get_device_name")
+    return str(module.get_device_name(device)) if has_name else device.type
 
 
 @contextlib.contextmanager
@@ -60,3 +67,24 @@ def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if pins and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=pins)
+
+
+class Arrival:
+    """A number on its way from a device to the host, for which nobody waits."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number, self._event = number.detach(), None
+        if number.device.type in _PINS_MEMORY:
+            self._number = self._number.to("cpu", non_blocking=True)  # into pinned memory
+            self._event = torch.get_device_module(number.device).Event()
+            self._event.record()
+
+    @property
+    def is_there(self) -> bool:
+        """True if :meth:`value` would not wait."""
+        return self._number.device.type == "cpu" if self._event is None else bool(self._event.query())
+
+    def value(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._number)

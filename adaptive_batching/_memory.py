@@ -311,6 +311,29 @@ class CpuMeter(MemoryMeter):
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+class PeakSoFar:
+    """The most memory that a process has taken since this was made; counters that others may read are left alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_host: CpuMeter | None = None
+        if device.type == "cpu":
+            meter = CpuMeter()
+            with contextlib.suppress(OSError, KeyError):
+                meter.reset_peak()
+                self._of_host = meter
+
+    def read(self) -> int | None:
+        """Return it in bytes, without waiting for the device; None on a device that does not tell."""
+        if self._device.type != "cpu":
+            # Memory that is reserved stays so until the cache is emptied: it is the peak, and nothing has to be reset.
+            module = torch.get_device_module(self._device)
+            return int(module.memory_reserved(self._device)) if hasattr(module, "memory_reserved") else None
+        with contextlib.suppress(OSError, KeyError, MemoryError):
+            return None if self._of_host is None else self._of_host.peak_bytes()
+        return None
+
+
 def free_host_bytes() -> int:
     """Return the host memory in bytes that this process could take now; 2**62 if the system does not report it."""
     return CpuMeter().free_bytes() if Path("/proc/meminfo").exists() else 2**62

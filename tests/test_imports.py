@@ -46,7 +46,7 @@ PURE = {
         "growth/": "batch_size_schedule increase learning_rate_scale noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",
         "probe/": "search sizes",
-        "report/": "configs events facts page record sections",
+        "report/": "about configs events facts page record sections summary",
         "trace/": "allocator reserved traced_step",
         "transformers/": "arguments course",
     }.items()

@@ -63,7 +63,7 @@ class PlannedEpoch:
     steps: int
     samples: int  # of all replicas
     dropped_samples: int
-    last_lr: float
+    last_lr: float | None  # None if no function of the step gives it
 
 
 class BatchSizeSchedule:
@@ -341,12 +341,19 @@ def plan_batch_sizes(
             something else than a whole number >= 0.
     """
     maximum = samples if maximum is None else maximum
-    for name, value in {"batch_size": batch_size, "epochs": epochs, "samples": samples, "maximum": maximum}.items():
+    name = getattr(increase, "__qualname__", repr(increase))
+    return [each.batch_size for each in plan_decisions(batch_size, increase, name, epochs, samples, maximum)]
+
+
+def plan_decisions(
+    batch_size: int, increase: IncreaseFunction, name: str, epochs: int, samples: int, maximum: int
+) -> list[Decision]:
+    """Return the decision at the start of each epoch, as for :func:`plan_batch_sizes`; ``name`` is the function's."""
+    for key, value in {"batch_size": batch_size, "epochs": epochs, "samples": samples, "maximum": maximum}.items():
         if not hasattr(value, "__index__") or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+            raise ValueError(f"{key}={value!r} must be a whole number of at least 1")
     if batch_size > maximum:
         raise ValueError(f"batch_size={batch_size} is above maximum={maximum}; start smaller")
-    name = getattr(increase, "__qualname__", repr(increase))
     controller = BatchController(batch_size, maximum, f"maximum={maximum}", increase, name)
     if not controller.decides_early:
         raise IncreaseFunctionError(
@@ -354,4 +361,6 @@ def plan_batch_sizes(
             "function of (epoch, current_batch_size), or one of adaptive_batching.growth that needs neither losses "
             "nor noise"
         )
-    return [epoch.batch_sizes[0] for epoch in BatchSizeSchedule(controller, RunShape(epochs, samples)).plan()]
+    schedule = BatchSizeSchedule(controller, RunShape(epochs, samples))
+    schedule.plan()
+    return [schedule._decisions[epoch] for epoch in range(epochs)]

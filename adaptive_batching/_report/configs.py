@@ -10,7 +10,11 @@ from typing import Any
 from adaptive_batching._report.events import Run
 from adaptive_batching._report.facts import bound, grows
 
-_FIELDS = ("batch_size", "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching")
+_OF_TRAINER = "per_device_train_batch_size"
+_FIELDS = (
+    "batch_size", _OF_TRAINER,
+    "use_maximum_batch_size", "batch_increase_function", "micro_batch_size", "adaptive_batching",
+)  # fmt: skip
 # Scalars that YAML reads back as the text that they are.
 _PLAIN = re.compile(r"[A-Za-z_./$][\w./$%{}-]*|[\d.]+(GiB|MiB|KiB|GB|MB|KB|%)")
 _READ_AS_OTHERS = ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
@@ -70,7 +74,7 @@ def snippet(run: Run) -> tuple[str, str] | None:
     if section:
         settings["adaptive_batching"] = section
     said = "Nothing to change: these are the settings of this run."
-    if run.last("probe") is not None:
+    if run.last("probe") is not None and _OF_TRAINER not in settings:
         said = "Nothing to change: the probe's result is kept next to the record, and the next run reuses it."
     if found:
         spared = ["explores nothing"] * bool(explored) + ["needs no probe"] * bool(probed)
@@ -96,7 +100,8 @@ def _probed(run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]) -
         return {}  # forwards are filled by what fits, which a probe has to say
     found: dict[str, tuple[Any, str]] = {}
     if not grows(settings) and maximum:
-        found["batch_size"] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get('batch_size')}"
+        size = _OF_TRAINER if _OF_TRAINER in settings else "batch_size"
+        found[size] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get(size)}"
     elif grows(settings) and settings.get("micro_batch_size") is None:
         found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {bound(probed)}"
     if found and maximum:

@@ -248,13 +248,16 @@ def _out_of_memory(run: Run) -> tuple[str, str]:
 
 
 def model(run: Run) -> str:
-    """Return the name of the model's function, such as ``lora_llama3_2_1b``; empty if the record does not say."""
-    component = ((run.last("run") or {}).get("config") or {}).get("model")
+    """Return the name of the model, such as ``lora_llama3_2_1b``; empty if the record does not say."""
+    begun = run.last("run") or {}
+    if "model" in begun:
+        return str(begun["model"])
+    component = (begun.get("config") or {}).get("model")  # of an older record
     return str(component.get("_component_", "")).rpartition(".")[2] if isinstance(component, Mapping) else ""
 
 
 def where(run: Run) -> str:
-    """Return the recipe, the device and the time of a run; empty if the record does not say."""
+    """Return the recipe or trainer, the device and the time of a run; empty if the record does not say."""
     begun = run.last("run")
     if begun is None:
         return ""

@@ -19,8 +19,15 @@ from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._report.events import RECORD, VERSION, Row, StepCost, Watcher, lines_that_count, written
-from adaptive_batching._report.facts import cost_of_growth, first_too_large, grows
+from adaptive_batching._report.facts import cost_of_growth, grows
 from adaptive_batching._report.page import finish_page, start_page, stop_page
+from adaptive_batching._report.summary import (
+    line_of_rollout,
+    lines_of_probe,
+    named,
+    table_of_decisions,
+    table_of_plan,
+)
 from adaptive_batching._values import ConfigError
 
 log = logging.getLogger(__name__)
@@ -90,31 +97,14 @@ class Report(Watcher):
     ) -> None:
         """Record the result of a probe, ``of`` what the table is to say, for which the run has ``waited`` seconds."""
         self._write("probe", sequence_length=sequence_length, waited=waited, **result.to_dict())
-        budget, found = f"{_mib(result.budget_bytes)} MiB", self._found.append
-        if result.enough is not None:
-            at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
-            found(("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"))
-            found(("memory", f"predicted {_mib(at)} of {budget}, not measured at full size"))
-        else:
-            larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
-            beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
-            peak = f"peak {_mib(result.peak_bytes)} of {budget}"
-            found((of, f"{result.batch_size}, bound by {result.bound}"))
-            found(("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"))
-            if result.shorter:
-                points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
-                found(("shorter samples", points))
-        runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
-        found(("found by", f"{result.search}: {runs}, {result.seconds:.1f} s"))
+        self._found += lines_of_probe(result, sequence_length, of)
         if grows(self._about.get("config") or {}) and (cost := cost_of_growth(result.to_dict())):
-            found(("growth", cost))
+            self._found.append(("growth", cost))
 
     def rollout(self, result: ProbeResult, *, prompt_length: int, generated: int) -> None:
         """Record the result of a probe of rollouts, after that of training steps."""
         self._write("rollout", prompt_length=prompt_length, generated=generated, **result.to_dict())
-        peak = f"peak {_mib(result.peak_bytes)} of {_mib(result.budget_bytes)} MiB"
-        at = f"{prompt_length} + {generated} tokens"
-        self._found.append(("most in a rollout", f"{result.batch_size}: {peak} at {at}"))
+        self._found.append(line_of_rollout(result, prompt_length, generated))
 
     def exploration(self, result: Exploration) -> None:
         best, base = result.recommended, result.estimates[0]
@@ -127,24 +117,16 @@ class Report(Watcher):
         self._write("plan", decided=decided, epochs=[dataclasses.asdict(epoch) for epoch in epochs])
         if not self._writes:
             return
-        rows = [["epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr"]]
-        for epoch in epochs:
-            spans = [f"{sizes[0]}-{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-                     for sizes in (epoch.batch_sizes, epoch.global_batch_sizes)]  # fmt: skip
-            counts = [str(number) for number in (epoch.steps, epoch.samples, epoch.dropped_samples)]
-            rows.append([str(epoch.epoch), *spans, *counts, f"{epoch.last_lr:.3g}"])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
         title = "the plan" if decided else "the plan if the batch does not grow, which is decided while training"
         total = sum(epoch.steps for epoch in epochs)
-        log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table))
+        log.info("%s: %d optimizer steps\n  %s", title, total, "\n  ".join(table_of_plan(epochs)))
 
     def resume(self, step: int, *, epoch: float, batch_size: int, global_batch_size: int) -> None:
         """Record that a run goes on after ``step`` steps, with these sizes: later ones on record run again."""
         self._write("resume", step=step)
         if not self._writes:
             return
-        with self._only_warned():
+        with self.only_warned():
             self._note_all()
         sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size}
         if not self._rows or (self._rows[-1].batch_size, self._rows[-1].global_batch_size) != (*sizes.values(),):
@@ -155,7 +137,7 @@ class Report(Watcher):
         has_trained = bool(self._rows and self._rows[-1].steps)
         self._write("epoch", **values)
         if has_trained and (self._page is None or self._page.poll() is not None):
-            with self._only_warned(_NO_PAGE):
+            with self.only_warned(_NO_PAGE):
                 self._page = start_page(self.directory)
 
     def change(self, **values: Any) -> None:
@@ -190,7 +172,7 @@ class Report(Watcher):
         if not self._writes:
             return
         self.end()
-        with self._only_warned():
+        with self.only_warned():
             log.info("what was decided, and why\n%s", "\n".join(self.table()))
         if self._began:  # else nothing could be written, and an existing record is of another run
             self._make_page()
@@ -207,7 +189,7 @@ class Report(Watcher):
             values = {"type": type(error).__name__, "message": str(error)[:_LONGEST_MESSAGE], "rank": self._rank}
             with contextlib.suppress(KeyboardInterrupt):  # a second one: the page is not waited for any longer
                 if self._began and self.path.exists():  # as in finish
-                    with self._only_warned(), self.path.open("a") as file:
+                    with self.only_warned(), self.path.open("a") as file:
                         # At once, so that lines of several ranks do not mix.
                         file.write(("\n" if self._cut_off else "") + written("error", {"time": _now(), **values}))
                     self._make_page(waits=self._is_alone)
@@ -224,20 +206,11 @@ class Report(Watcher):
             losses = [f"{event['loss']:.4f} after step {event['step']}" for event in (last, least)]
             told.append(("validation loss", f"last {losses[0]}, least {losses[1]}"))
         return [
-            *(f"  {name:<20} {value}" for name, value in told),
-            "",
-            f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why",
-            *(
-                f"  {row.epoch:>5g} {row.batch_size:>10} {row.steps:>6} {row.samples:>8} {row.mean_loss:>7.3f} "
-                f"{row.last_lr:>9.2e}  {row.reason}"
-                for row in self._rows
-            ),
-            "",
-            f"  {'record':<20} {self.path}",
-        ]
+            *named(told), "", *table_of_decisions(self._rows), "", *named([("record", str(self.path))])
+        ]  # fmt: skip
 
     def _make_page(self, *, waits: bool = True) -> None:
-        with self._only_warned(_NO_PAGE):
+        with self.only_warned(_NO_PAGE):
             if self._page is not None:
                 stop_page(self._page, self.directory)  # what it shows is out of date
             self._page = start_page(self.directory)
@@ -245,7 +218,7 @@ class Report(Watcher):
                 log.info("the page of this run: %s", finish_page(self._page, _SECONDS_FOR_PAGE))
 
     @contextlib.contextmanager
-    def _only_warned(self, message: str = _INCOMPLETE) -> Iterator[None]:
+    def only_warned(self, message: str = _INCOMPLETE) -> Iterator[None]:
         """Turn any error inside the context into a warning; each message is logged once."""
         try:
             yield
@@ -258,7 +231,7 @@ class Report(Watcher):
         if not self._writes:
             self._began = True  # on the first rank
             return
-        with self._only_warned():
+        with self.only_warned():
             self._note(event, values)
             text = "\n" if self._cut_off else ""
             if not self._began:
@@ -289,7 +262,3 @@ class Report(Watcher):
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.0f}"

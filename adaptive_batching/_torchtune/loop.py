@@ -14,9 +14,10 @@ import torch
 from torchtune import training as stock_training
 from tqdm import tqdm
 
-from adaptive_batching._memory import MemoryMeter, memory_meter
+from adaptive_batching._memory import PeakSoFar, memory_meter
 from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._report.events import StepCost, Watcher
+from adaptive_batching._report.summary import columns
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching._torchtune.growing import Growth, StockSchedule
@@ -280,7 +281,8 @@ class TrainingLoop(Loop):
         cost = None if self._costs is None else self._costs.of(samples, self._ran, seconds)
         progress.update(1)
         progress.set_description(f"{epoch + 1}|{self.global_step}|Loss: {float(loss):.4f}")
-        progress.set_postfix_str(self._columns(cost))
+        size = len(self._window[-1]) if schedule.adapts else None
+        progress.set_postfix_str(columns(size, cost, self._recovery.num_recoveries))
         if self.global_step % self._run.log_every == 0 and host.ranks.is_first:
             self._log_metrics(loss, sums, grad_norm)
         recoveries = self._recovery.num_recoveries
@@ -290,8 +292,8 @@ class TrainingLoop(Loop):
                 watcher.recovery(epoch=epoch, step=self.global_step, failed=failed, max_tokens=max_tokens)
             if cost is not None:
                 watcher.cost(cost)
-            size = len(samples) * host.num_replicas
-            watcher.step(epoch, self.global_step, size, float(loss), float(self._hooks.learning_rate()), recoveries)
+            seen = len(samples) * host.num_replicas
+            watcher.step(epoch, self.global_step, seen, float(loss), float(self._hooks.learning_rate()), recoveries)
         if self._validation is not None and self._validation.is_due(self.global_step):
             self._validate(epoch, self._validation)
         if schedule.adapts and self._record_step(float(loss), seconds, self._ran):
@@ -307,14 +309,6 @@ class TrainingLoop(Loop):
             watcher.validation(epoch, self.global_step, loss)
         self._note_time("validation", epoch, start)
         self._schedule.note_validation(loss)
-
-    def _columns(self, cost: StepCost | None) -> str:
-        columns = [f"batch {len(self._window[-1])}"] if self._schedule.adapts else []
-        if cost is not None and cost.tokens and cost.padded_tokens is not None:
-            columns.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
-        if self._recovery.num_recoveries:
-            columns.append(f"recovered {self._recovery.num_recoveries}")
-        return ", ".join(columns)
 
     def _log_metrics(self, loss: torch.Tensor | float, sums: Sums, grad_norm: torch.Tensor | None) -> None:
         host = self._host
@@ -340,27 +334,16 @@ class StepCosts:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._meter: MemoryMeter | None = None
         with contextlib.suppress(NotImplementedError, OSError):
-            self._meter = memory_meter(host.device)
-            self._meter.reset_peak()  # what the probe took is its own
+            memory_meter(host.device).reset_peak()  # what the probe took is its own
+        self._peak = PeakSoFar(host.device)
 
     def of(self, samples: Sequence[Sample], micro_batches: Sequence[MicroBatch], seconds: float) -> StepCost:
         objective, tokens, padded = self._host.objective, None, None
         if samples and objective.is_text(samples[0]):
             tokens = sum(len(objective.tokens(sample)) for sample in samples)
             padded = sum(each.tokens for each in micro_batches)
-        return StepCost(seconds, len(micro_batches), tokens, padded, self._peak_bytes())
-
-    def _peak_bytes(self) -> int | None:
-        device = self._host.device
-        if device.type != "cpu":
-            # Memory that is reserved stays so until the cache is emptied: it is the peak, and nothing has to be reset.
-            module = torch.get_device_module(device)
-            return int(module.memory_reserved(device)) if hasattr(module, "memory_reserved") else None
-        with contextlib.suppress(OSError, KeyError, MemoryError):
-            return None if self._meter is None else self._meter.peak_bytes()
-        return None
+        return StepCost(seconds, len(micro_batches), tokens, padded, self._peak.read())
 
 
 @contextlib.contextmanager

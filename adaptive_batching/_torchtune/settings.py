@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import logging
-import os
-import platform
-import re
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +13,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import training
 
-import adaptive_batching
 from adaptive_batching._config import SECTION, TOP_LEVEL, AdaptiveBatchingConfig
+from adaptive_batching._device import device_name
+from adaptive_batching._report.about import about
 from adaptive_batching._torchtune.growing import resolve_increase
 from adaptive_batching._torchtune.names import config_files, config_on_command_line, stock_config
 from adaptive_batching._values import ConfigError, Explore, Fixed, Whole, divisors_of, require_positive_int
@@ -215,19 +211,10 @@ def describe(cfg: DictConfig, recipe: str, device: torch.device, num_ranks: int)
     of_stock = (
         {} if stock is None else {"stock": {"name": stock, "config": _whole(OmegaConf.load(config_files()[stock]))}}
     )
-    module = torch.get_device_module(device)
-    has_name = device.type != "cpu" and hasattr(module, "get_device_name")
-    versions = {name: version(name) for name in ("torch", "torchtune")}
-    return {
-        "adaptive_batching": adaptive_batching.__version__,
-        "recipe": recipe,
-        "device": str(module.get_device_name(device)) if has_name else device.type,
-        "processor": _processor(),
-        "versions": {"Python": platform.python_version(), **versions},
-        "ranks": num_ranks,
-        "config": _whole(cfg),
-        **of_stock,
-    }
+    config = _whole(cfg)
+    model = str((config.get("model") or {}).get("_component_", "")).rpartition(".")[2]
+    known = about(recipe, model, config, device=device_name(device), ranks=num_ranks, packages=("torch", "torchtune"))
+    return {**known, **of_stock}
 
 
 def _whole(cfg: Any) -> Any:
@@ -235,15 +222,6 @@ def _whole(cfg: Any) -> Any:
         return OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException:  # a value that cannot be resolved, and that nothing has asked for
         return OmegaConf.to_container(cfg, resolve=False)
-
-
-def _processor() -> str:
-    """Return the name of the host's processor and the number of its cores, as far as the system tells."""
-    name = platform.machine()
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
-        name = name if found is None else found[1]
-    return f"{name}, {os.cpu_count()} cores"
 
 
 def _is_taken_away(value: Any) -> bool:

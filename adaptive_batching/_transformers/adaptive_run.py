@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.increase import resolve
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
+from adaptive_batching._growth.increase import KeepGlobal, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._transformers.course import Course, Length, growing_sizes, plan_course
+from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
+from adaptive_batching._transformers.course import Course, Length, growing, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
 from adaptive_batching._transformers.loss_kind import LossKind, find_loss_kind
@@ -40,24 +43,41 @@ _TO_MEASURE = 32  # samples from the start of the data among which some are run 
 
 
 class AdaptiveRun:
-    """The adaptive part of a training run, available as ``trainer.adaptive``."""
+    """The adaptive part of a training run, available as ``trainer.adaptive``; printed, what it has found."""
 
-    def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig) -> None:
+    def __init__(self, trainer: Any, settings: AdaptiveBatchingConfig, given: Mapping[str, Any]) -> None:
         check_trainer(trainer)
         check_data(trainer)
         self.settings = settings
+        self.given = given
+        """The settings as they were given."""
+
         self.course: Course | None = None
         """Batch size and steps of each epoch; None before training."""
 
         self.probe: ProbeResult | None = None
         """The largest forward, with every measurement; None if none was looked for, or before training."""
 
+        self.maximum: tuple[int, str] | None = None
+        """The largest batch on a device, and what bounds it; None before training."""
+
+        self.longest: int | None = None
+        """Tokens of the longest sample; None if they are unknown, or nothing was probed."""
+
+        self.is_text = False
+        """True if the tokens of samples are known, which those of images are not."""
+
+        self.waited = 0.0
+        """Seconds that this run has spent on the probe."""
+
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
         self.ranks = Ranks(trainer.args.device)
         self._trainer = trainer
         self._configured = int(trainer.args.per_device_train_batch_size)
-        self._increase = None if not settings.grows else resolve(settings.batch_increase_function or "")[1]
+        self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
+        self._samples = 0  # of the training data
+        self._in_forward: int | None = None  # samples, where the batch stays as it is and its forwards do not
         self._found: dict[str, int] = {}  # by a probe, of this run or the one that is resumed
         self._samplers: list[Any] = []
 
@@ -71,6 +91,42 @@ class AdaptiveRun:
         """Padded tokens that a forward holds at most with ``micro_batch_size="auto"``."""
         return self._found.get("max_tokens")
 
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch on a device, or of a forward with ``keep_global_batch``."""
+        return self._in_forward or int(self._trainer._train_batch_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of an optimizer step on all devices."""
+        args = self._trainer.args
+        return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def planned(self, rate: Callable[[int], float] | None = None, after: int = 0) -> list[PlannedEpoch]:
+        """Return what is left of each epoch after ``after`` steps of the run; arguments as for ``Course.planned``."""
+        assert self.course is not None
+        epochs = self.course.planned(self._samples, self.ranks.size, rate, after)
+        for epoch in epochs:
+            epoch.batch_sizes = [self._in_forward or size for size in epoch.batch_sizes]
+        return epochs
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        if self.course is None:
+            return f"{told}; what fits, and the plan, are found when training begins"
+        assert self.maximum is not None
+        found = [("maximum batch size", f"{self.maximum[0]} ({self.maximum[1]})")]
+        if self.probe is not None:
+            found = lines_of_probe(self.probe, self.longest or 1, self.probed)
+        epochs = self.planned()
+        plan = [f"  {line}" for line in table_of_plan(epochs)]
+        return "\n".join([told, *named(found), f"the plan: {sum(each.steps for each in epochs)} steps", *plan])
+
+    @property
+    def probed(self) -> str:
+        """What a probe has found the largest size of."""
+        return "maximum batch size" if isinstance(self.settings.micro_batch_size, Whole) else "largest forward"
+
     def resume_from(self, checkpoint: Path) -> None:
         """Take what the run that is resumed has found, rather than to look for it again."""
         if (checkpoint / FILE).is_file():
@@ -82,11 +138,16 @@ class AdaptiveRun:
     def prepare(self, make_loader: Callable[[], Any]) -> Any:
         """Find what there is to find before training, and return the training data's loader."""
         trainer, loader = self._trainer, make_loader()
+        self._samples = len(loader.dataset)
         self._samplers = check_loader(trainer, loader)
         samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
         length = length_function(samples[0], getattr(trainer.data_collator, "max_length", None))
+        self.is_text = length is not None
         kind = self._loss_kind(samples, length)
         self._look_for_sizes(loader, kind, length)
+        if self._in_forward is not None and self.step is not None:
+            self.step.size = Fixed(self._in_forward)
+            self.step.check_that_parts_add_up(samples)
         loader = make_loader()  # a probe has made Accelerate forget the first
         self._samplers = check_loader(trainer, loader)
         self.start_epoch(0)
@@ -151,56 +212,71 @@ class AdaptiveRun:
 
     def _look_for_sizes(self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None) -> None:
         settings, args = self.settings, self._trainer.args
-        samples = -(-len(loader.dataset) // args.world_size)
+        samples = -(-self._samples // args.world_size)
         accumulated = int(args.gradient_accumulation_steps)
-        in_one_forward = isinstance(settings.micro_batch_size, Whole)
-        most = max(min(settings.max_batch_size or samples, samples // accumulated), 1)
+        most, reason = self._upper_bound(samples, accumulated)
+        self.maximum = most, reason
         configured = min(self._configured, samples)
-        if in_one_forward and settings.probes and "maximum" not in self._found:
-            found = self._probe(loader, kind, length, most, in_parts=accumulated > 1)
-            self._found["maximum"] = found.batch_size
-        maximum = self._found.get("maximum", most)
-        start = maximum if settings.use_maximum_batch_size else configured
-        if start > maximum:
-            raise (
-                ConfigError(
-                    f"per_device_train_batch_size={start} is more than fits, which is {maximum}; lower it, or set "
-                    f"use_maximum_batch_size=True or micro_batch_size='auto'"
-                )
-                if in_one_forward and settings.probes
-                else ConfigError(
-                    f"per_device_train_batch_size={start} is more than the data have for a step, {maximum}; lower it"
-                )
-            )
-        sizes = growing_sizes(start, maximum, self._increase, samples)
+        if isinstance(settings.micro_batch_size, Whole) and settings.probes:
+            if "maximum" not in self._found:
+                found = self._probe(loader, kind, length, most, reason=reason, in_parts=accumulated > 1)
+                self._found["maximum"] = found.batch_size
+            most = self._found["maximum"]
+            self.maximum = most, "memory" if self.probe is None else self.probe.bound
+        start = most if settings.use_maximum_batch_size else configured
+        if settings.keep_global_batch and settings.use_maximum_batch_size:
+            start, self._in_forward = configured, KeepGlobal(configured * accumulated).allowed(most)
+        elif start > most:
+            raise ConfigError(self._too_large(start, most))
 
         def batches_of(size: int) -> int:
             self._set_size(size)
             return max(len(loader), 1)
 
+        decide = growing(start, most, *self._increase, samples)
         length_of_run = Length(args.num_train_epochs, args.max_steps)
-        self.course = plan_course(sizes, batches_of, accumulated, length_of_run, configured)
+        self.course = plan_course(decide, batches_of, accumulated, length_of_run, configured)
         if isinstance(settings.micro_batch_size, ByLength):
             if "max_tokens" not in self._found:
                 upper = max(self.course.sizes) * accumulated
                 longest = dataclasses.replace(settings, round_to_power_of_two=False)
                 found = self._probe(loader, kind, length, upper, in_parts=True, settings=longest)
-                self._found["max_tokens"] = found.batch_size * self._longest(loader, length)[0]
+                self._found["max_tokens"] = found.batch_size * (self.longest or 1)
             assert self.step is not None
             self.step.max_tokens = self._found["max_tokens"]
 
+    def _upper_bound(self, samples: int, accumulated: int) -> tuple[int, str]:
+        """Return the largest batch that the settings and the data allow, and which of them bounds it."""
+        settings = self.settings
+        most, reason = max(samples // accumulated, 1), f"{samples} samples of data"
+        if settings.keep_global_batch:
+            most, reason = self._configured * accumulated, "the global batch, which is kept"
+        if settings.max_batch_size is not None and settings.max_batch_size <= most:
+            most, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
+        return most, reason
+
+    def _too_large(self, start: int, most: int) -> str:
+        given = f"per_device_train_batch_size={start} is more than"
+        if isinstance(self.settings.micro_batch_size, Whole) and self.settings.probes:
+            remedy = "lower it, or set use_maximum_batch_size=True or micro_batch_size='auto'"
+            return f"{given} fits, which is {most}; {remedy}"
+        return f"{given} the data have for a step, {most}; lower it"
+
     def _probe(
         self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None, upper: int, *, in_parts: bool,
-        settings: AdaptiveBatchingConfig | None = None,
+        reason: str = "the samples of an optimizer step", settings: AdaptiveBatchingConfig | None = None,
     ) -> ProbeResult:  # fmt: skip
+        start = time.perf_counter()
         tokens, sample = self._longest(loader, length)
+        self.longest = None if length is None else tokens
         settings = settings or self.settings
         include = None if settings.micro_batch_size != Whole() else min(self._configured, upper)
         request = ProbeRequest(
-            upper, "samples of a step", include=include, coarse=not settings.round_to_power_of_two, ranks=self.ranks,
+            upper, reason, include=include, coarse=not settings.round_to_power_of_two, ranks=self.ranks,
             scratch=Path(self._trainer.args.output_dir),
         )  # fmt: skip
         self.probe = probe(self._trainer, kind, sample, settings, request, in_parts=in_parts)
+        self.waited = time.perf_counter() - start
         assert self.step is not None
         self.step.retry.limit.note(self.probe.batch_size * tokens)
         return self.probe

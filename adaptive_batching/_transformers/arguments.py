@@ -12,13 +12,11 @@ from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed
 
 _ONLY_IN_RECIPES = {
     "sequence_length": "samples are probed at the longest of the data",
-    "keep_global_batch": "set gradient_accumulation_steps for the batch that the optimizer should see",
     "grow_beyond_memory": "set micro_batch_size='auto', with which a batch grows beyond what fits in one forward",
     "increase_every": "batch_increase_function is asked at the start of each epoch",
     "grow_during_warmup": "give batch_increase_function the epoch to begin at",
     "keep_beta2_half_life": "set adam_beta2 for the batch that the run ends with",
     "noise_scale_every": "take an increase function that needs no gradient noise scale",
-    "report_dir": "what is found goes to the logs of Trainer",
 }
 """Settings of ``adaptive_batching`` that ``Trainer`` has no place for, each with what takes its place."""
 
@@ -53,6 +51,11 @@ class AdaptiveArguments:
         default=None,
         metadata={"help": 'All other settings, such as {"memory_limit": "40GiB", "lr_scaling": "sqrt"}.'},
     )
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are set, as a YAML has them."""
+        values = {each.name: _parsed(each.name, getattr(self, each.name)) for each in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def settings(self, batch_size: int) -> AdaptiveBatchingConfig:
         """Return the validated settings for batches of ``batch_size`` samples.
@@ -96,6 +99,11 @@ def _check(settings: AdaptiveBatchingConfig, batch_size: int) -> None:
         raise ConfigError(
             f"use_maximum_batch_size=True finds what fits in one forward, and with micro_batch_size={size} any batch "
             f"runs; set one of them, and per_device_train_batch_size to what the optimizer should see"
+        )
+    if settings.keep_global_batch and settings.grows:
+        raise ConfigError(
+            "adaptive_batching.keep_global_batch=True keeps what the optimizer sees, which batch_increase_function is "
+            "to raise; set one of them"
         )
     if settings.max_batch_size is not None and settings.max_batch_size < batch_size:
         raise ConfigError(

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adaptive_batching._growth.batch_size_schedule import plan_batch_sizes
-from adaptive_batching._growth.increase import IncreaseFunction
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch, plan_decisions
+from adaptive_batching._growth.increase import Decision, IncreaseFunction
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class Length:
 class Course:
     """Batch sizes of the epochs of a run, of as many as it takes."""
 
-    sizes: Sequence[int]
+    decisions: Sequence[Decision]
+    """The size of each epoch, with its reason."""
+
     batches: Sequence[int]
     """Batches of each epoch, the smaller one at its end included."""
 
@@ -37,6 +39,11 @@ class Course:
 
     reference_size: int
     """The configured size."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batch size of each epoch."""
+        return [each.batch_size for each in self.decisions]
 
     @property
     def steps(self) -> list[int]:
@@ -78,23 +85,46 @@ class Course:
         """Return how many steps of the configured size have seen as many samples as the first ``step`` of this run."""
         return step if self.is_as_configured else self.epochs_after(step) * self.reference_steps
 
+    def planned(
+        self, samples: int, devices: int, rate: Callable[[int], float] | None = None, after: int = 0
+    ) -> list[PlannedEpoch]:
+        """Return what is left of each epoch after ``after`` steps of the run, on ``samples`` samples.
+
+        ``rate`` is the learning rate of the step that follows a number of others; None if that is not known.
+        """
+        epochs, start = [], 0
+        for epoch, (size, batches, steps) in enumerate(zip(self.sizes, self.batches, self.steps, strict=True)):
+            first, last = max(start, after), min(start + steps, self.max_steps)
+            if first < last:
+                window, on_each = size * self.accumulated, -(-samples // devices)
+                seen = [min((at - start) * window, batches * size, on_each) for at in (first, last)]
+                dropped = max(on_each - batches * size, 0) * devices if last == start + steps else 0
+                last_lr = None if rate is None else rate(last - 1)
+                epochs.append(
+                    PlannedEpoch(
+                        epoch, [size], [window * devices], last - first, (seen[1] - seen[0]) * devices, dropped, last_lr
+                    )
+                )
+            start += steps
+        return epochs
+
 
 def plan_course(
-    sizes: Callable[[int], list[int]],
+    decide: Callable[[int], list[Decision]],
     batches_of: Callable[[int], int],
     accumulated: int,
     length: Length,
     configured: int,
 ) -> Course:
-    """Return the course of a run whose first ``n`` epochs have the batch sizes ``sizes(n)``.
+    """Return the course of a run whose first ``n`` epochs have the batch sizes of ``decide(n)``.
 
     ``batches_of`` returns the batches of an epoch at a size, of which each step takes ``accumulated``; ``configured``
     is the size that the run was laid out for.
     """
     epochs = math.ceil(length.epochs)
     while True:
-        found = sizes(epochs)
-        batches = [batches_of(size) for size in found]
+        found = decide(epochs)
+        batches = [batches_of(each.batch_size) for each in found]
         steps = [-(-each // accumulated) for each in batches]
         if length.max_steps <= sum(steps):
             break
@@ -105,14 +135,14 @@ def plan_course(
     return Course(found, batches, accumulated, max_steps, -(-batches_of(configured) // accumulated), configured)
 
 
-def growing_sizes(
-    start: int, maximum: int, increase: IncreaseFunction | None, samples: int
-) -> Callable[[int], list[int]]:
-    """Return a function of a number of epochs that gives the batch size of each."""
+def growing(
+    start: int, maximum: int, name: str, increase: IncreaseFunction | None, samples: int
+) -> Callable[[int], list[Decision]]:
+    """Return a function of a number of epochs that gives the decision at the start of each."""
 
-    def sizes(epochs: int) -> list[int]:
+    def decide(epochs: int) -> list[Decision]:
         if increase is None:
-            return [start] * epochs
-        return plan_batch_sizes(start, increase, epochs=epochs, samples=samples, maximum=maximum)
+            return [Decision(epoch, start, start, "kept") for epoch in range(epochs)]
+        return plan_decisions(start, increase, name, epochs, samples, maximum)
 
-    return sizes
+    return decide

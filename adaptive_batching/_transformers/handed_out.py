@@ -31,8 +31,10 @@ class StepInputs(dict[str, torch.Tensor]):
     def __init__(self, batches: Sequence[list[Sample]] = ()) -> None:
         super().__init__()
         self.batches = batches
+        self.forwards = self.tokens = self.padded_tokens = 0
 
-    def note(self, main_input: str, tokens: int, padded_tokens: int) -> None:
+    def note(self, main_input: str, tokens: int, padded_tokens: int, forwards: int = 0) -> None:
+        self.forwards, self.tokens, self.padded_tokens = forwards, tokens, padded_tokens
         self[main_input] = torch.zeros(1, dtype=torch.long).expand(padded_tokens)
         self["attention_mask"] = torch.ones(1, dtype=torch.long).expand(tokens)
 

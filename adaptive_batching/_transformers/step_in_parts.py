@@ -52,7 +52,8 @@ class StepInParts:
         recovers: bool = True,
     ) -> None:
         self.max_tokens: int | None = None
-        self._trainer, self._kind, self._size, self._ranks = trainer, kind, size, ranks
+        self.size = size
+        self._trainer, self._kind, self._ranks = trainer, kind, ranks
         self.retry = SampleRetry[Sample](
             trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
         )
@@ -66,7 +67,7 @@ class StepInParts:
         put_back_counters(self._trainer, saved)
         if module is not None:
             raise ConfigError(
-                f"micro_batch_size={self._size} would change the result: {module} computes over the batch, so that its "
+                f"micro_batch_size={self.size} would change the result: {module} computes over the batch, so that its "
                 f"parts do not add up to it; leave micro_batch_size out and set a smaller per_device_train_batch_size"
             )
 
@@ -113,12 +114,12 @@ class StepInParts:
         """Return the samples in parts that are expected to fit."""
         limit = self.retry.limit.max_tokens
         samples = [sample for batch in batches for sample in batch]
-        if isinstance(self._size, ByLength):
+        if isinstance(self.size, ByLength):
             limits = [each for each in (self.max_tokens, limit) if each is not None]
             return self._by_length(samples, min(limits), FORWARD_COST) if limits else [samples]
         parts = list(batches)
-        if isinstance(self._size, Fixed):
-            count = self._size.samples
+        if isinstance(self.size, Fixed):
+            count = self.size.samples
             parts = [samples[start : start + count] for start in range(0, len(samples), count)]
         if limit is None:
             return parts
@@ -170,7 +171,7 @@ class StepInParts:
         name = getattr(self._trainer.model, "main_input_name", "input_ids")
         padded = sum(batch[name].numel() for batch in batches if name in batch)
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-        inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded)
+        inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))
 
     def _share_metrics(self, saved: Mapping[str, Any]) -> None:
         """Make what TRL has counted in this step that of all ranks, as it does in every forward."""

@@ -15,6 +15,7 @@ from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingC
 from adaptive_batching._transformers.arguments import AdaptiveArguments
 from adaptive_batching._transformers.handed_out import Samples, StepInputs, handing_out_samples, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
+from adaptive_batching._transformers.recording import Recording
 from adaptive_batching._transformers.trainer_probe import is_ddp
 from adaptive_batching._values import ConfigError
 
@@ -68,15 +69,21 @@ class AdaptiveTraining:
             return
         settings = adaptive.settings(self.args.per_device_train_batch_size)
         if settings.enabled:
-            self.adaptive = AdaptiveRun(self, settings)
+            self.adaptive = AdaptiveRun(self, settings, adaptive.given())
             self._following = FollowingCallback(self.adaptive)
-            self.add_callback(self._following)  # type: ignore[attr-defined]
+            self._recording = Recording(self.adaptive, self)
+            for callback in (self._following, self._recording):
+                self.add_callback(callback)  # type: ignore[attr-defined]
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        stock = super().train  # type: ignore[misc]
+        if self.adaptive is None:
+            return stock(resume_from_checkpoint, *args, **kwargs)
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
-        if self.adaptive is not None and last:
+        if last:
             self.adaptive.resume_from(Path(last))
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        with self._recording.of_training(resumed=bool(last)):
+            return stock(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         stock = super().get_train_dataloader  # type: ignore[misc]
@@ -149,7 +156,9 @@ class AdaptiveTraining:
         assert self.adaptive is not None and self.adaptive.step is not None
         # The wrapper of DDP would communicate in every forward and backward.
         inner = model.module if is_ddp(model) else model
-        return self.adaptive.step(inputs, partial(self.forward_backward, inner))
+        loss = self.adaptive.step(inputs, partial(self.forward_backward, inner))
+        self._recording.ran(inputs, loss)
+        return loss
 
     def forward_backward(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run forward and backward of a part, as the trainer class does with a batch."""
@@ -182,6 +191,6 @@ class AdaptiveTraining:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if self.adaptive is not None and "loss" in logs:
-            logs["oom_retries"] = self.adaptive.num_recoveries
-            logs["batch_size"] = self._train_batch_size  # type: ignore[attr-defined]
+            logs |= self._recording.metrics()
+            self._recording.tell(waits=True)  # Trainer has just waited for the device, for the mean loss
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,85 @@
+"""A run in lines of a terminal: what was found, the plan, and every decision with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
+from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._report.events import Row, StepCost
+from adaptive_batching._report.facts import first_too_large
+
+Named = tuple[str, str]
+"""What a line is about, and what it says."""
+
+
+def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum batch size") -> list[Named]:
+    """Return what a probe has found, ``of`` what."""
+    budget = f"{_mib(result.budget_bytes)} MiB"
+    if result.enough is not None:
+        at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
+        found = [
+            ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
+            ("memory", f"predicted {_mib(at)} of {budget}, not measured at full size"),
+        ]
+    else:
+        larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)
+        beyond = "" if larger is None else f"; {larger[0]} would take about {_mib(larger[1])} MiB"
+        peak = f"peak {_mib(result.peak_bytes)} of {budget}"
+        found = [
+            (of, f"{result.batch_size}, bound by {result.bound}"),
+            ("memory", f"{peak} at {sequence_length} tokens per sample{beyond}"),
+        ]
+        if result.shorter:
+            points = ", ".join(f"{batch_size} of {tokens} tokens" for tokens, batch_size, _ in result.shorter)
+            found.append(("shorter samples", points))
+    runs = f"{result.num_steps} training steps, {result.num_out_of_memory} out of memory"
+    return [*found, ("found by", f"{result.search}: {runs}, {result.seconds:.1f} s")]
+
+
+def line_of_rollout(result: ProbeResult, prompt_length: int, generated: int) -> Named:
+    peak = f"peak {_mib(result.peak_bytes)} of {_mib(result.budget_bytes)} MiB"
+    return "most in a rollout", f"{result.batch_size}: {peak} at {prompt_length} + {generated} tokens"
+
+
+def table_of_plan(epochs: Sequence[PlannedEpoch]) -> list[str]:
+    """Return a line for each epoch, under one that names the columns."""
+    rows = [["epoch", "batch size", "global batch", "steps", "samples", "dropped", "last lr"]]
+    for epoch in epochs:
+        spans = [f"{sizes[0]}-{sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+                 for sizes in (epoch.batch_sizes, epoch.global_batch_sizes)]  # fmt: skip
+        counts = [str(number) for number in (epoch.steps, epoch.samples, epoch.dropped_samples)]
+        rows.append([str(epoch.epoch), *spans, *counts, "" if epoch.last_lr is None else f"{epoch.last_lr:.3g}"])
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True)) for row in rows]
+
+
+def table_of_decisions(rows: Iterable[Row]) -> list[str]:
+    return [
+        f"  {'epoch':>5} {'batch size':>10} {'steps':>6} {'samples':>8} {'loss':>7} {'last lr':>9}  why",
+        *(
+            f"  {row.epoch:>5g} {row.batch_size:>10} {row.steps:>6} {row.samples:>8} {row.mean_loss:>7.3f} "
+            f"{row.last_lr:>9.2e}  {row.reason}"
+            for row in rows
+        ),
+    ]
+
+
+def columns(batch_size: int | None, cost: StepCost | None, recoveries: int) -> str:
+    """Return what a progress bar says of a step, as far as it is known."""
+    told = [] if batch_size is None else [f"batch {batch_size}"]
+    if cost is not None and cost.tokens and cost.padded_tokens is not None:
+        told.append(f"padded {cost.padded_tokens / cost.tokens:.2f}x")
+    if recoveries:
+        told.append(f"recovered {recoveries}")
+    return ", ".join(told)
+
+
+def named(lines: Iterable[Named]) -> list[str]:
+    return [f"  {name:<20} {value}" for name, value in lines]
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f}"
