@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
+
+PAGE = (ROOT / "docs" / "report.md").read_text()
 
 
 def events(run: Run, kind: str) -> list[dict[str, Any]]:
@@ -18,3 +22,20 @@ def without_sizes(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Metrics as stock logs them."""
     ours = ("batch_size", "global_batch_size", "ppo_batch_size", "oom_retries")
     return [{k: v for k, v in step.items() if k not in ours} for step in metrics]
+
+
+def documented(text: str) -> dict[str, set[str]]:
+    """The names in the last column of each row of a table, by the name in its first."""
+    rows = re.findall(r"^\| `(\w+)` \|(?:.*\|)?([^|]*)\|$", text, flags=re.MULTILINE)
+    return {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in rows}
+
+
+def check_the_schema(record: dict[str, Any], without: Mapping[str, set[str]]) -> None:
+    """Each field of a record stands in the page on it, and no other but those that a run is ``without``, by event."""
+    fields_of = documented(PAGE.split("## The record")[1].split("## Metrics")[0])
+    assert set(fields_of) == set(record)
+    for kind, found in record.items():
+        if found:  # of those that this run has
+            values = [each for event in found for each in event.values() if isinstance(each, list)]
+            inner = {key for each in values for value in each if isinstance(value, dict) for key in value}
+            assert {key for event in found for key in event} | inner == fields_of[kind] - without.get(kind, set()), kind

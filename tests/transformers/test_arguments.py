@@ -78,6 +78,13 @@ def test_trls_parser_reads_a_yaml(tmp_path: Path) -> None:
             "noise_scale_every=5 is for the torchtune recipes",
         ),
         ({"adaptive_batching": {"increase_every": 0.5}}, "asked at the start of each epoch"),
+        (
+            {
+                "batch_increase_function": {"_component_": "adaptive_batching.growth.step"},
+                "adaptive_batching": {"keep_global_batch": True},
+            },
+            "keep_global_batch=True keeps what the optimizer sees, which batch_increase_function is to raise",
+        ),
         ({"batch_increase_function": "nowhere.at_all"}, "cannot be imported"),
     ],
 )

@@ -33,6 +33,7 @@ def test_with_none_set_training_is_trainers_own_bit_for_bit(settings: dict[str, 
     assert ours.adaptive is None
     ours.train()
     assert_same(ours, stock)
+    assert [*(tmp_path / "ours").rglob("*")] == [*(tmp_path / "stock").rglob("*")] == [], "nothing is written"
 
 
 def test_what_is_no_trainer_is_refused_and_what_is_ours_already_stays_as_it_is() -> None:

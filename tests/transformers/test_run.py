@@ -69,6 +69,23 @@ def test_the_maximum_is_what_the_run_trains_with(accumulated: int, tmp_path: Pat
     assert_alike(ours, stock)
 
 
+@pytest.mark.parametrize(("fits", "forwards"), [(16, [8, 8, 8]), (32, [24])])
+def test_the_maximum_can_leave_what_the_optimizer_sees_as_it_is(fits: int, forwards: list[int], tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(gradient_accumulation_steps=3, per_device_train_batch_size=8)
+    stock = make_trainer(tmp_path / "stock", **settings)
+    stock.train()
+    arguments = AdaptiveArguments(
+        use_maximum_batch_size=True, adaptive_batching={"keep_global_batch": True, "search": "binary_search"}
+    )
+    ours = make_trainer(tmp_path / "ours", arguments, **settings)
+    OutOfMemory(ours.model, 24 * fits)
+    watched = OutOfMemory(ours.model, 10**9)
+    ours.train()
+    assert_alike(ours, stock)
+    assert [shape[0] for shape in watched.forwards[-2 * len(forwards) - 2 :]][: len(forwards)] == forwards
+    assert {(each["batch_size"], each["global_batch_size"]) for each in losses(ours)} == {(forwards[0], 24)}
+
+
 def test_a_forward_that_runs_out_in_a_probe_bounds_the_maximum(tmp_path: Path) -> None:
     ours = make_trainer(
         tmp_path, AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"})

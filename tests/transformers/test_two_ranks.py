@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
 from tests.conftest import ROOT
+from tests.transformers import trainers
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in said)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    found = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return [{**each, "folder": folder} for each in found]
 
 
 @pytest.mark.parametrize("name", ["parts", "short", "probed"])
@@ -50,13 +52,25 @@ def test_two_processes_train_as_trainer_does(name: str, ranks: list[dict[str, An
     assert ranks[0][name]["weights"] == ranks[1][name]["weights"], "both have the same weights"
 
 
+def test_the_first_process_records_what_all_have_done(ranks: list[dict[str, Any]]) -> None:
+    record = read_events(find_record(ranks[0]["folder"] / "short"))
+    assert [each["ranks"] for each in record["run"]] == [2] and len(record["end"]) == 1
+    logs = [each for each in ranks[0]["short"]["logged"] if "loss" in each]
+    assert [each["step"] for each in record["step"]] == [1, 2, 3, 4]
+    assert [each["recoveries"] for each in record["step"]] == [each["oom_retries"] for each in logs]
+    # 45 samples are 46 for two, in batches of 8, two of which make a step
+    assert [each["samples"] for each in record["step"]] == [32, 14] * 2
+    assert "on rank 1 with 8 samples" in record["recovery"][0]["failed"]
+    assert [sum(each["samples"] for each in plan["epochs"]) for plan in record["plan"]] == [92]
+
+
 @pytest.mark.parametrize("name", ["parts sft", "short sft", "probed sft"])
 def test_two_processes_of_trl_train_as_before(name: str, ranks: list[dict[str, Any]]) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     losses, stock = ([each for each in ranks[0][run]["logged"] if "loss" in each] for run in (name, "stock sft"))
     assert len(losses) == len(stock) == 6
     for ours, theirs in zip(losses, stock, strict=True):
-        assert ours.keys() == {*theirs, "oom_retries", "batch_size"}
+        assert ours.keys() == {*theirs, *trainers.OURS}
         for key in ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-5), key
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-2)

@@ -97,7 +97,9 @@ def make_trainer(
 
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime",
          "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time",
-         "train_tokens_per_second")  # fmt: skip
+         "train_tokens_per_second", "tokens_per_second_per_device")  # fmt: skip
+OURS = {"oom_retries", "batch_size", "global_batch_size", "padding"}
+"""What we add to the logs, but for times."""
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:

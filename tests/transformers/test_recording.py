@@ -1,0 +1,192 @@
+"""What a run leaves: a record and a page that say what has happened, and nothing that changes it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching import ConfigError  # noqa: E402
+from adaptive_batching.__main__ import main  # noqa: E402
+from adaptive_batching._report.events import Events, read_events  # noqa: E402
+from adaptive_batching._report.page import write_page  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.support.html import check_that_it_asks_for_nothing, read_page  # noqa: E402
+from tests.support.records import check_the_schema  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, logged, make_trainer, weights  # noqa: E402
+
+DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
+
+
+def growing(folder: Path, **settings: Any) -> Any:
+    """Batches of 6, 12 and 20 of 40 samples, two of which make a step, in forwards of up to 4."""
+    arguments = AdaptiveArguments(
+        batch_increase_function=DOUBLE, micro_batch_size=4, adaptive_batching={"max_batch_size": 24}
+    )
+    defaults: dict[str, Any] = dict(
+        per_device_train_batch_size=6, gradient_accumulation_steps=2, num_train_epochs=3, warmup_steps=0
+    )
+    return make_trainer(folder, arguments, **{**defaults, **settings})
+
+
+def record_of(folder: Path) -> Events:
+    return read_events(folder / "adaptive_batching" / "report.jsonl")
+
+
+def decided(record: Events) -> list[tuple[int, int, int, str]]:
+    return [(each["epoch"], each["step"], each["batch_size"], each["reason"]) for each in record["epoch"]]
+
+
+@pytest.mark.usefixtures("makes_pages")
+def test_a_run_leaves_a_record_and_a_page_that_say_the_same_as_its_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "adaptive_batching")
+    held_out = dict(eval_dataset=trainers.make_data(5), eval_strategy="epoch", save_strategy="epoch")
+    trainer = growing(tmp_path / "first", disable_tqdm=False, **held_out)
+    OutOfMemory(trainer.model, 60)
+    trainer.train()
+    record, logs = record_of(tmp_path / "first"), [each for each in logged(trainer) if "loss" in each]
+    check_the_schema(record, without={"run": {"stock", "name"}})
+    assert [each["loss"] for each in record["step"]] == pytest.approx([each["loss"] for each in logs], rel=1e-6)
+    for key, of_log in {"lr": "learning_rate", "recoveries": "oom_retries"}.items():
+        assert [each[key] for each in record["step"]] == [each[of_log] for each in logs]
+    assert [each["samples"] for each in record["step"]] == [12, 12, 12, 4, 24, 16, 40]
+    assert [each["padded_tokens"] / each["tokens"] for each in record["step"]] == [each["padding"] for each in logs]
+    added = "adaptive_batching.growth.step added"
+    assert decided(record) == [(0, 0, 6, "kept"), (1, 4, 12, f"{added} 6"), (2, 6, 20, f"{added} 8")]
+    [plan] = record["plan"]
+    assert [(each["steps"], each["samples"], each["dropped_samples"]) for each in plan["epochs"]] == [
+        (4, 40, 0), (2, 40, 0), (1, 40, 0)
+    ]  # fmt: skip
+    last_of = {each["epoch"]: each["lr"] for each in record["step"]}
+    assert {each["epoch"]: each["last_lr"] for each in plan["epochs"]} == pytest.approx(last_of)
+    assert [each["batch_size"] for each in record["maximum"]] == [20]
+    evaluated = [each["eval_loss"] for each in logged(trainer) if "eval_loss" in each]
+    assert [(each["step"], each["loss"]) for each in record["validation"]] == [*zip([4, 6, 7], evaluated, strict=True)]
+    assert [each["what"] for each in record["took"]] == ["validation", "checkpoint"] * 3
+    assert record["recovery"] and record["step"][0]["recoveries"] >= 1
+    page = read_page(tmp_path / "first" / "adaptive_batching" / "report.html")
+    check_that_it_asks_for_nothing(page)
+    assert "<title>first · LlamaForCausalLM · adaptive batching</title>" in page.text
+    assert page.data["runs"][0]["columns"]["loss"] == pytest.approx([each["loss"] for each in logs], rel=1e-5)
+    assert "per_device_train_batch_size: 6" in page.codes[0]
+    assert f"recovered {trainer.adaptive.num_recoveries}" in capfd.readouterr().err, "in the progress bar"
+    assert "what was decided, and why" in caplog.text
+    assert [line.split() for line in str(trainer.adaptive).splitlines()][-1] == ["2", "20", "40", "1", "40", "0"]
+
+
+def test_the_command_line_reads_and_compares_runs_of_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, size in (("one", 4), ("other", 8)):
+        make_trainer(tmp_path / name, AdaptiveArguments(micro_batch_size=size), max_steps=2).train()
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for arguments, name in ([], "other"), (["one"], "one"):
+        monkeypatch.setattr(sys, "argv", ["adaptive-batching", "report", *arguments])
+        main()
+        assert capsys.readouterr().out == f"{name}/adaptive_batching/report.html\n"
+    both = read_page(write_page([Path("one"), Path("other")], tmp_path / "both.html"))
+    assert ["micro_batch_size", "4", "8"] in both.tables["summary"][-1]
+
+
+def test_a_run_that_goes_on_leaves_the_record_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    growing(tmp_path / "whole").train()
+    whole = record_of(tmp_path / "whole")
+
+    class Interrupt(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    saves = dict(save_strategy="steps", save_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        growing(tmp_path / "again", callbacks=[Interrupt()], **saves).train()
+    [error] = record_of(tmp_path / "again")["error"]
+    assert error["type"] == "KeyboardInterrupt"
+    growing(tmp_path / "again", **saves).train(resume_from_checkpoint=True)
+    again = record_of(tmp_path / "again")
+    assert decided(again) == decided(whole)
+    for key in ("step", "epoch", "samples", "loss", "lr"):
+        assert [each[key] for each in again["step"]] == [each[key] for each in whole["step"]], key
+    assert [each["resumed"] for each in again["run"]] == [False, True]
+    assert [each["step"] for each in again["resume"]] == [3]
+    assert again["end"] and not again["error"]
+    growing(tmp_path / "again").train()
+    assert [each["resumed"] for each in record_of(tmp_path / "again")["run"]] == [False], "a new run replaces it"
+
+
+def full_disk(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("broken", ["record", "watching"])
+def test_what_goes_wrong_in_recording_is_a_warning_and_changes_nothing(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = growing(tmp_path / "whole")
+    whole.train()
+    trainer = growing(tmp_path / "broken")
+    if broken == "record":
+        monkeypatch.setattr("adaptive_batching._report.record.written", full_disk)
+    else:
+        monkeypatch.setattr(trainer._recording, "_cost_of", full_disk)
+    trainer.train()
+    keys = ("loss", "grad_norm", "learning_rate", "epoch")
+    for one, other in zip(logged(trainer), logged(whole), strict=True):
+        assert all(one.get(key) == other.get(key) for key in keys)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(trainer).items())
+    [warning] = [each for each in caplog.records if each.levelname == "WARNING" and "incomplete" in each.getMessage()]
+    assert "No space left on device" in warning.getMessage() and "training continues" in warning.getMessage()
+
+
+@pytest.mark.parametrize("where", ["step", "save"])
+def test_an_error_that_ends_a_run_is_in_its_record(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = growing(tmp_path, save_strategy="epoch")
+    if where == "save":
+        monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", full_disk)
+    else:
+        monkeypatch.setattr(trainer, "_clip_grad_norm", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    record = record_of(tmp_path)
+    assert [(each["type"], each["rank"]) for each in record["error"]] == [("OSError", 0)]
+    assert len(record["step"]) == (4 if where == "save" else 0) and not record["end"]
+
+
+def test_the_record_goes_where_it_is_told_to(tmp_path: Path) -> None:
+    def run(folder: Any) -> None:
+        arguments = AdaptiveArguments(micro_batch_size=4, adaptive_batching={"report_dir": str(folder)})
+        make_trainer(tmp_path / "outputs", arguments, max_steps=1).train()
+
+    run(tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere" / "report.jsonl").is_file()
+    assert not (tmp_path / "outputs" / "adaptive_batching").exists()
+    with pytest.raises(ConfigError, match=r"report_dir='/dev/null' cannot be written"):
+        run("/dev/null")
+
+
+def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
+    assert str(trainer.adaptive) == "micro_batch_size=auto; what fits, and the plan, are found when training begins"
+    told: list[str] = []
+
+    class Tell(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            told.extend(str(trainer.adaptive).splitlines())
+
+    trainer.add_callback(Tell())
+    trainer.train()
+    probed = trainer.adaptive.probe
+    assert told[1].split() == ["largest", "forward", f"{probed.batch_size},", *f"bound by {probed.bound}".split()]
+    assert "the plan: 10 steps" in told
+    [recorded] = record_of(tmp_path)["probe"]
+    assert recorded["batch_size"] == probed.batch_size and recorded["sequence_length"] == 24
+    assert 0 < recorded["seconds"] <= recorded["waited"]
