@@ -73,7 +73,7 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, ours: Any, tmp_
     [
         {"gradient_accumulation_steps": 3},
         {"gradient_accumulation_steps": 3, "max_steps": 5},
-        {"gradient_accumulation_steps": 2, "num_train_epochs": 1.5},
+        {"gradient_accumulation_steps": 2, "num_train_epochs": 2.5},
         {"gradient_accumulation_steps": 2, "dataloader_drop_last": True},
         {"gradient_checkpointing": True},
         {"train_sampling_strategy": "group_by_length"},

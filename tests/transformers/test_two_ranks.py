@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
+from adaptive_batching._report.events import find_record, read_events
 from tests.conftest import ROOT
 from tests.transformers import trainers
 

@@ -1,0 +1,133 @@
+"""What people set or override in a Trainer keeps working when its batches run in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import assert_alike, logged, make_trainer  # noqa: E402
+
+
+def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of a user: of the sum over targets, of which each counts by its id."""
+    each = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return (each * labels[:, 1:].flatten()).sum() / (1 if num_items_in_batch is None else num_items_in_batch)
+
+
+class OwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Overrides ``compute_loss`` as in the documentation of Trainer: a mean over samples, without a number."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = [logits[mask].square().mean() for logits, mask in zip(outputs.logits, inputs["attention_mask"].bool())]
+        loss = torch.stack(losses).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Steps(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Writes down what a callback is told of, with the step."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **kwargs: self.told.append((name, state.global_step))
+
+
+@pytest.mark.parametrize("ours", [3, "auto"])
+@pytest.mark.parametrize("way", ["compute_loss", "compute_loss_func"])
+def test_a_loss_of_ones_own_is_that_of_the_whole_batch(way: str, ours: Any, tmp_path: Path) -> None:
+    kind = OwnLoss if way == "compute_loss" else transformers.Trainer
+
+    def train(folder: str, arguments: AdaptiveArguments | None) -> Any:
+        made = kind if arguments is None else adaptive(kind)
+        given: dict[str, Any] = {} if arguments is None else {"adaptive": arguments}
+        given |= {"compute_loss_func": summed} if way == "compute_loss_func" else {}
+        args = trainers.arguments(tmp_path / folder)
+        trainer = made(
+            trainers.make_llama(), args, train_dataset=trainers.make_data(), data_collator=trainers.collate, **given
+        )
+        if ours == "auto" and arguments is not None:
+            trainer.adaptive._found["max_tokens"] = 60
+        trainer.train()
+        return trainer
+
+    stock, split = train("stock", None), train("ours", AdaptiveArguments(micro_batch_size=ours))
+    assert_alike(split, stock)
+
+
+def test_noise_on_embeddings_is_drawn_once_and_again_alike(tmp_path: Path) -> None:
+    settings = {"neftune_noise_alpha": 5.0}
+    stock = make_trainer(tmp_path / "stock", **settings)
+    stock.train()
+    plain = make_trainer(tmp_path / "plain")
+    plain.train()
+    assert logged(stock)[0]["loss"] != logged(plain)[0]["loss"], "there is noise"
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=8), **settings)
+    count = iter(range(10**6))
+
+    def fail_once(*args: Any) -> None:
+        if torch.is_grad_enabled() and next(count) == 5:  # when as many tokens have fitted
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    ours.model.lm_head.register_forward_hook(fail_once)
+    ours.train()
+    assert ours.adaptive.num_recoveries == 1
+    assert_alike(ours, stock)
+    assert not ours.model.get_input_embeddings()._forward_hooks, "it is taken away at the end"
+
+
+def test_callbacks_are_told_what_they_were_told(tmp_path: Path) -> None:
+    told = {}
+    for name, arguments in {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}.items():
+        callback = Steps()
+        make_trainer(
+            tmp_path / name, arguments, callbacks=[callback], gradient_accumulation_steps=3, save_strategy="epoch",
+            eval_strategy="epoch", eval_dataset=trainers.make_data(5),
+        ).train()  # fmt: skip
+        told[name] = callback.told
+    # An epoch's last step, of fewer batches, takes as many substeps as the others.
+    steps = {name: [each for each in of if each[0] != "on_substep_end"] for name, of in told.items()}
+    assert steps["ours"] == steps["stock"]
+    assert {"on_substep_end", "on_evaluate", "on_save", "on_log"} <= {name for name, _ in told["ours"]}
+
+
+@pytest.mark.parametrize("ours", [4, "auto"])
+def test_a_sample_longer_than_the_model_takes_ends_a_run_as_before(ours: Any, tmp_path: Path) -> None:
+    def end(arguments: AdaptiveArguments | None) -> Exception:
+        model = trainers.make_bert()
+        model.config.max_position_embeddings = 16
+        short = transformers.BertForMaskedLM(model.config)
+        with pytest.raises(Exception) as caught:
+            make_trainer(tmp_path, arguments, model=short).train()
+        return caught.value
+
+    stock, found = end(None), end(AdaptiveArguments(micro_batch_size=ours))
+    assert type(found) is type(stock) and "memory" not in str(found)
+
+
+def test_an_early_stop_and_the_best_model_work_as_before(tmp_path: Path) -> None:
+    stopped = {}
+    for name, arguments in {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}.items():
+        stopped[name] = trainer = make_trainer(
+            tmp_path / name, arguments, num_train_epochs=6, load_best_model_at_end=True,
+            save_strategy="epoch", eval_strategy="epoch", eval_dataset=trainers.make_data(9),
+            callbacks=[transformers.EarlyStoppingCallback(1, early_stopping_threshold=9.0)],
+        )  # fmt: skip
+        trainer.train()
+    assert stopped["ours"].state.global_step == stopped["stock"].state.global_step == 10
+    best = [trainer.state.best_model_checkpoint.rpartition("/")[2] for trainer in stopped.values()]
+    assert best[0] == best[1]
