@@ -96,15 +96,13 @@ class Course:
         for epoch, (size, batches, steps) in enumerate(zip(self.sizes, self.batches, self.steps, strict=True)):
             first, last = max(start, after), min(start + steps, self.max_steps)
             if first < last:
-                window, on_each = size * self.accumulated, -(-samples // devices)
-                seen = [min((at - start) * window, batches * size, on_each) for at in (first, last)]
-                dropped = max(on_each - batches * size, 0) * devices if last == start + steps else 0
+                window, whole = size * self.accumulated * devices, batches * size * devices
+                # On several devices Accelerate repeats samples, so that the last batch is full on each.
+                of_epoch = whole if devices > 1 else min(whole, samples)
+                seen = [min((at - start) * window, of_epoch) for at in (first, last)]
+                dropped = max(samples - whole, 0) if last == start + steps else 0
                 last_lr = None if rate is None else rate(last - 1)
-                epochs.append(
-                    PlannedEpoch(
-                        epoch, [size], [window * devices], last - first, (seen[1] - seen[0]) * devices, dropped, last_lr
-                    )
-                )
+                epochs.append(PlannedEpoch(epoch, [size], [window], last - first, seen[1] - seen[0], dropped, last_lr))
             start += steps
         return epochs
 

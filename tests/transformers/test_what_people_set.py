@@ -29,9 +29,8 @@ class OwnLoss(transformers.Trainer):  # type: ignore[misc, name-defined]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         inputs.pop("labels")
-        outputs = model(**inputs)
-        losses = [logits[mask].square().mean() for logits, mask in zip(outputs.logits, inputs["attention_mask"].bool())]
-        loss = torch.stack(losses).mean()
+        outputs, mask = model(**inputs), inputs["attention_mask"]  # [b, s]
+        loss = ((outputs.logits.square().mean(-1) * mask).sum(-1) / mask.sum(-1)).mean()
         return (loss, outputs) if return_outputs else loss
 
 
