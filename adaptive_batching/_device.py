@@ -85,6 +85,6 @@ class Arrival:
         return self._number.device.type == "cpu" if self._event is None else bool(self._event.query())
 
     def value(self) -> float:
-        if self._event is not None:
+        if self._event is not None and not self.is_there:
             self._event.synchronize()
         return float(self._number)

@@ -137,7 +137,7 @@ class AdaptiveRun:
 
     def prepare(self, make_loader: Callable[[], Any]) -> Any:
         """Find what there is to find before training, and return the training data's loader."""
-        trainer, loader = self._trainer, make_loader()
+        trainer, loader, self.waited = self._trainer, make_loader(), 0.0
         self._samples = len(loader.dataset)
         self._samplers = check_loader(trainer, loader)
         samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
@@ -219,7 +219,7 @@ class AdaptiveRun:
         configured = min(self._configured, samples)
         if isinstance(settings.micro_batch_size, Whole) and settings.probes:
             if "maximum" not in self._found:
-                found = self._probe(loader, kind, length, most, reason=reason, in_parts=accumulated > 1)
+                found = self._probe(loader, kind, length, (most, reason), in_parts=accumulated > 1)
                 self._found["maximum"] = found.batch_size
             most = self._found["maximum"]
             self.maximum = most, "memory" if self.probe is None else self.probe.bound
@@ -233,12 +233,13 @@ class AdaptiveRun:
             self._set_size(size)
             return max(len(loader), 1)
 
-        decide = growing(start, most, *self._increase, samples)
+        name, increase = self._increase
+        decide = growing(start, most, name, increase, samples)
         length_of_run = Length(args.num_train_epochs, args.max_steps)
         self.course = plan_course(decide, batches_of, accumulated, length_of_run, configured)
         if isinstance(settings.micro_batch_size, ByLength):
             if "max_tokens" not in self._found:
-                upper = max(self.course.sizes) * accumulated
+                upper = max(self.course.sizes) * accumulated, "the samples of an optimizer step"
                 longest = dataclasses.replace(settings, round_to_power_of_two=False)
                 found = self._probe(loader, kind, length, upper, in_parts=True, settings=longest)
                 self._found["max_tokens"] = found.batch_size * (self.longest or 1)
@@ -263,9 +264,10 @@ class AdaptiveRun:
         return f"{given} the data have for a step, {most}; lower it"
 
     def _probe(
-        self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None, upper: int, *, in_parts: bool,
-        reason: str = "the samples of an optimizer step", settings: AdaptiveBatchingConfig | None = None,
+        self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None, bound: tuple[int, str], *,
+        in_parts: bool, settings: AdaptiveBatchingConfig | None = None,
     ) -> ProbeResult:  # fmt: skip
+        upper, reason = bound
         start = time.perf_counter()
         tokens, sample = self._longest(loader, length)
         self.longest = None if length is None else tokens

@@ -69,7 +69,7 @@ def test_a_loss_of_ones_own_is_that_of_the_whole_batch(way: str, ours: Any, tmp_
 
 
 def test_noise_on_embeddings_is_drawn_once_and_again_alike(tmp_path: Path) -> None:
-    settings = {"neftune_noise_alpha": 5.0}
+    settings: dict[str, Any] = {"neftune_noise_alpha": 5.0}
     stock = make_trainer(tmp_path / "stock", **settings)
     stock.train()
     plain = make_trainer(tmp_path / "plain")
