@@ -154,23 +154,17 @@ class AdaptiveRun:
         samples = -(-len(loader.dataset) // args.world_size)
         accumulated = int(args.gradient_accumulation_steps)
         in_one_forward = isinstance(settings.micro_batch_size, Whole)
-        most = max(min(settings.max_batch_size or samples, samples // accumulated), 1)
         configured = min(self._configured, samples)
+        most = max(min(settings.max_batch_size or samples, samples // accumulated), configured)
         if in_one_forward and settings.probes and "maximum" not in self._found:
             found = self._probe(loader, kind, length, most, in_parts=accumulated > 1)
             self._found["maximum"] = found.batch_size
         maximum = self._found.get("maximum", most)
         start = maximum if settings.use_maximum_batch_size else configured
         if start > maximum:
-            raise (
-                ConfigError(
-                    f"per_device_train_batch_size={start} is more than fits, which is {maximum}; lower it, or set "
-                    f"use_maximum_batch_size=True or micro_batch_size='auto'"
-                )
-                if in_one_forward and settings.probes
-                else ConfigError(
-                    f"per_device_train_batch_size={start} is more than the data have for a step, {maximum}; lower it"
-                )
+            raise ConfigError(
+                f"per_device_train_batch_size={start} is more than fits, which is {maximum}; lower it, or set "
+                f"use_maximum_batch_size=True or micro_batch_size='auto'"
             )
         sizes = growing_sizes(start, maximum, self._increase, samples)
 
