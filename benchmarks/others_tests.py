@@ -7,8 +7,8 @@ Every trainer that a test makes, of whatever class, becomes ``adaptive(class)``:
 ``micro_batch_size="auto"``. What passes with the trainers as they are has to pass with ours, or to be refused in a line
 that says what works.
 
-Nothing is downloaded. TRL's tests get what its own scripts make: its data sets, and its tiny models with random weights,
-with a tokenizer made of the data in place of theirs. Tests that want something else from the hub fail in all three.
+Nothing is downloaded. TRL's tests get what its own scripts make: its data sets, and its tiny models with random
+weights, with a tokenizer of bytes in place of theirs. Tests that want something else from the hub fail in all three.
 
 The last line printed is a JSON object.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -127,8 +128,9 @@ class Standins:
         from transformers import PreTrainedTokenizerFast
 
         def likeness(path: Path) -> tuple[int, int]:
-            names = [name.replace("_", "") for name in (path.stem, self._name)]
-            return len(os.path.commonprefix(names)), -len(path.stem)
+            one, other = (name.replace("_", "") for name in (path.stem, self._name))
+            alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+            return len(list(alike)), -len(one)
 
         special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
         bytelevel = ByteLevelBPETokenizer()
