@@ -21,12 +21,15 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from common import write_report
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
 STOCK, MODES = "stock", {"none set": {}, "auto": {"micro_batch_size": "auto"}}
@@ -37,6 +40,16 @@ SUITES = {
 # Of transformers, that its newest versions no longer have and its tests still import.
 RETIRED = ("GlueDataset", "GlueDataTrainingArguments", "LineByLineTextDataset", "TextDataset")
 PASSED, REFUSED = "passed", "refused"
+CALLBACKS = "the list of callbacks has one of ours"
+WHY = {
+    "test_custom_callback_added_at_init": CALLBACKS,
+    "test_default_callbacks_are_present": CALLBACKS,
+    "test_printer_callback_when_tqdm_disabled": CALLBACKS,
+    "test_gradient_checkpointing": "the model takes one sample at a time, and two are run to know its loss",
+    "test_training_with_resume_from_checkpoint_false": "the model adds random numbers to its loss",
+    "test_resume_training_with_different_batch_size": "the model adds random numbers to its loss",
+}
+"""Why a test ends otherwise, where its error does not say so."""
 
 
 def pytest_configure() -> None:
@@ -148,7 +161,20 @@ class Standins:
 def run(suite: str, checkout: Path, mode: str, folder: Path, chosen: list[str]) -> dict[str, tuple[str, str]]:
     """Return how each test of a suite ends in a mode, and the first line of its error."""
     result = folder / f"{suite}-{mode.replace(' ', '-')}.jsonl"
-    result.unlink(missing_ok=True)
+    if not result.is_file():
+        run_suite(suite, checkout, mode, result, chosen)
+    found: dict[str, tuple[str, str]] = {}
+    for name, outcome, error in map(json.loads, result.read_text().splitlines()):
+        first = error.partition("\n")[0]
+        if found.get(name, (PASSED,))[0] == PASSED:
+            found[name] = (REFUSED if "ConfigError" in first else outcome, first.rpartition("ConfigError: ")[2])
+    return found
+
+
+def run_suite(suite: str, checkout: Path, mode: str, result: Path, chosen: list[str]) -> None:
+    """Have pytest run a suite, and write how each test ended to ``result``."""
+    part = result.with_suffix(".part")
+    part.unlink(missing_ok=True)
     here = str(Path(__file__).parent.resolve())
     paths = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
     files = [checkout / path for path in SUITES[suite]]
@@ -157,16 +183,20 @@ def run(suite: str, checkout: Path, mode: str, folder: Path, chosen: list[str]) 
         f"--rootdir={checkout}", *chosen, *map(str, files),
     ]  # fmt: skip
     environment = {
-        **os.environ, "PYTHONPATH": paths, "OTHERS_TESTS_MODE": mode, "OTHERS_TESTS_RESULT": str(result),
+        **os.environ, "PYTHONPATH": paths, "OTHERS_TESTS_MODE": mode, "OTHERS_TESTS_RESULT": str(part),
         "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true",
     }  # fmt: skip
     with result.with_suffix(".log").open("w") as log:
-        subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log, check=False)
-    found: dict[str, tuple[str, str]] = {}
-    for name, outcome, error in map(json.loads, result.read_text().splitlines()):
-        if found.get(name, (PASSED,))[0] == PASSED:
-            found[name] = (REFUSED if "ConfigError" in error.partition("\n")[0] else outcome, error)
-    return found
+        subprocess.run(command, cwd=result.parent, env=environment, stdout=log, stderr=log, check=False)
+    part.rename(result)
+
+
+def version_of(checkout: Path) -> str:
+    """Return the version of a checkout."""
+    if (named := checkout / "VERSION").is_file():
+        return named.read_text().strip()
+    found = re.search(r'^ *version="([^"]+)"', (checkout / "setup.py").read_text(), re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def main() -> None:
@@ -174,7 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for suite in SUITES:
         parser.add_argument(f"--{suite}", type=Path, help=f"a checkout of {suite}")
-    parser.add_argument("--folder", type=Path, help="for what the tests need and write; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="for what tests need and write, and what is there already; default: temporary"
+    )
     parser.add_argument("-k", default="", help="which tests, as pytest takes it; default: all")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/others_tests_cpu.md")
     args = parser.parse_args()
@@ -183,18 +215,43 @@ def main() -> None:
         found = {}
         for suite in SUITES:
             if checkout := getattr(args, suite):
-                checkout = checkout.resolve()
                 if suite == "trl" and not (folder / "trl-internal-testing").is_dir():
-                    Standins(checkout, folder).make()
+                    Standins(checkout.resolve(), folder).make()
                 chosen = ["-k", args.k] if args.k else []
-                found[suite] = {mode: run(suite, checkout, mode, folder, chosen) for mode in (STOCK, *MODES)}
+                modes = (STOCK, *MODES)
+                found[suite] = {mode: run(suite, checkout.resolve(), mode, folder, chosen) for mode in modes}
+    versions = [f"{suite}: tests of {version_of(getattr(args, suite))}" for suite in found]
+    report(args.output, found, versions)
+
+
+def report(output: Path | None, found: dict[str, dict[str, dict[str, tuple[str, str]]]], versions: list[str]) -> None:
+    """Write what passes, what is refused, and each test that ends otherwise than with the trainers as they are."""
+    rows = ["| tests of | settings | pass with the trainers as they are | of these pass | are refused | fail |",
+            "|---" * 6 + "|"]  # fmt: skip
+    differences: list[str] = []
+    failed = Counter[str]()
     for suite, of in found.items():
-        for mode in of:
-            print(suite, mode, Counter(outcome for outcome, _ in of[mode].values()))
+        passing = [name for name, (outcome, _) in of[STOCK].items() if outcome == PASSED]
         for mode in MODES:
-            for name, (outcome, error) in of[mode].items():
-                if of[STOCK].get(name, ("",))[0] == PASSED != outcome:
-                    print(mode, outcome, name, error.partition("\n")[0])
+            ends = {name: of[mode].get(name, ("not run", "")) for name in passing}
+            counts = Counter(outcome for outcome, _ in ends.values())
+            others = len(passing) - counts[PASSED] - counts[REFUSED]
+            rows.append(f"| {suite} | {mode} | {len(passing)} | {counts[PASSED]} | {counts[REFUSED]} | {others} |")
+            failed[mode] += others
+            for name, (outcome, error) in ends.items():
+                if outcome != PASSED:
+                    test = name.partition("::")[2]
+                    why = WHY.get(re.sub(r"\[.*", "", test.rpartition("::")[2]), error)
+                    differences.append(f"- {suite}, {mode}: `{test}` {outcome}: {why}")
+    write_report(
+        "Tests of transformers and TRL with adaptive trainers",
+        device="cpu",
+        facts=[*versions, "a test that fails as it is, for want of the hub above all, or is skipped, does not count"],
+        rows=[*rows, "", *differences],
+        figures={f"fail_{mode.replace(' ', '_')}": failed[mode] for mode in MODES},
+        output=output,
+        packages=PACKAGES,
+    )
 
 
 if __name__ == "__main__":

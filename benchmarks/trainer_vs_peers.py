@@ -310,7 +310,7 @@ def what_was_found(method: str, trainer: Any, budget: int) -> dict[str, Any]:
 def main() -> None:
     """Measure each in a process of its own, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the table has all, the figures medians")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each; the table has all, the figures medians")
     parser.add_argument("--samples", type=int, default=512, help="samples of the epoch")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/trainer_vs_peers_cpu.md")
     parser.add_argument("--measure", metavar="METHOD", help=argparse.SUPPRESS)
