@@ -32,7 +32,8 @@ from typing import Any
 from common import write_report
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
-STOCK, MODES = "stock", {"none set": {}, "auto": {"micro_batch_size": "auto"}}
+STOCK = "stock"
+MODES: dict[str, dict[str, Any]] = {"none set": {}, "auto": {"micro_batch_size": "auto"}}
 SUITES = {
     "transformers": [f"tests/trainer/test_{name}.py" for name in ("trainer", "trainer_seq2seq", "trainer_callback")],
     "trl": [f"tests/test_{name}_trainer.py" for name in ("sft", "dpo", "reward")],
@@ -93,7 +94,8 @@ class Standins:
         import transformers
 
         sys.path.insert(0, str(self._checkout))
-        datasets.DatasetDict.push_to_hub = lambda data, *args, **kwargs: self._save_data(data, *args, **kwargs)
+        saved: Any = datasets.DatasetDict
+        saved.push_to_hub = lambda data, *args, **kwargs: self._save_data(data, *args, **kwargs)
         for name in ("zen", "harmony", "toolcall"):
             script = importlib.import_module(f"scripts.generate_{name}_dataset")
             script.main(0.1, True, f"trl-internal-testing/{name}")

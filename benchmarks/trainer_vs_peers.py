@@ -50,6 +50,7 @@ from typing import Any
 import torch
 from common import measure_in_fresh_process, write_report
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
     LlamaConfig,
@@ -179,8 +180,7 @@ def arguments(method: str, by_hand: int, budget: int, lengths: list[int]) -> dic
     """Return the settings of a method."""
     if method == ODB:  # makes batches of up to so many padded tokens of what its worker has prepared
         batches = max(round(BATCH_SIZE * sum(lengths) / len(lengths) / budget), 1)
-        workers = dict(dataloader_num_workers=1, dataloader_prefetch_factor=64)
-        return dict(per_device_train_batch_size=1, gradient_accumulation_steps=batches, **workers)
+        return dict(per_device_train_batch_size=1, gradient_accumulation_steps=batches)
     size = by_hand if method in BY_HAND else BATCH_SIZE
     return dict(
         per_device_train_batch_size=size, gradient_accumulation_steps=BATCH_SIZE // size,
@@ -211,7 +211,9 @@ def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folde
     if method == ODB:
         from odb.integrations.hf import enable_odb
 
-        enable_odb(trainer, train_dataset=data, token_budget=budget)
+        # Its own way, by Trainer's loader, does not take what Accelerate makes of that.
+        loader = DataLoader(data, 1, shuffle=True, num_workers=1, prefetch_factor=64, collate_fn=collate)
+        enable_odb(trainer, train_dataloader=loader, train_dataset=data, token_budget=budget)
     return trainer
 
 

@@ -225,7 +225,7 @@ def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_loader_of_another_kind_is_refused(tmp_path: Path) -> None:
-    class OfItsOwn(transformers.Trainer):
+    class OfItsOwn(transformers.Trainer):  # type: ignore[name-defined]
         def get_train_dataloader(self) -> Any:
             return [trainers.collate(trainers.make_data(4))]
 
@@ -258,6 +258,7 @@ class Remembers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = torch.nn.Embedding(trainers.VOCABULARY, 1)
+        self.met: torch.Tensor
         self.register_buffer("met", torch.zeros(0, dtype=torch.long))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
