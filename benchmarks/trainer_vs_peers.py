@@ -16,7 +16,8 @@ to find a size.
   epoch again, with the weights as they are by then.
 - ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``.
 - ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive`` has found. It makes batches of as many, and
-  accumulates so many of these that 64 samples make a step on average.
+  accumulates so many of these that 64 samples make a step on average. If it runs out of memory, it is told three quarters
+  of that, and so on.
 
 With ``short``, memory shrinks after two optimizer steps, as where another process takes some: who survives, with what.
 ``tried`` has the steps that were taken to find a size, and how many of them ran out of memory.
@@ -338,9 +339,12 @@ def main() -> None:
     while run(FLAT, "--by-hand", str(sizes[FLAT]))["ended"] and sizes[FLAT] > 1:
         sizes[FLAT] //= 2
     first = run(OURS)
+    budget = int(first["tokens"])
+    while ODB in PEERS and budget > LONGEST and run(ODB, "--budget", str(budget))["ended"]:
+        budget = budget * 3 // 4
 
     def given(method: str) -> list[str]:
-        return ["--by-hand", str(sizes.get(method, 1)), "--budget", str(first["tokens"])]
+        return ["--by-hand", str(sizes.get(method, 1)), "--budget", str(budget)]
 
     runs = [(OURS, first)]
     for repeat in range(args.repeats):
