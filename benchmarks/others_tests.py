@@ -99,7 +99,7 @@ class Standins:
         for name in ("zen", "harmony", "toolcall"):
             script = importlib.import_module(f"scripts.generate_{name}_dataset")
             script.main(0.1, True, f"trl-internal-testing/{name}")
-        common = importlib.import_module("scripts.generate_tiny_models._common")
+        common: Any = importlib.import_module("scripts.generate_tiny_models._common")
         for name in ("check_transformers_version", "smoke_test", "check_dtype_pattern", "print_config_diff"):
             setattr(common, name, lambda *args, **kwargs: None)
         common.push_to_hub = self._save_model

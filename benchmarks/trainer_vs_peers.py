@@ -16,8 +16,8 @@ to find a size.
   epoch again, with the weights as they are by then.
 - ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``.
 - ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive`` has found. It makes batches of as many, and
-  accumulates so many of these that 64 samples make a step on average. If it runs out of memory, it is told three quarters
-  of that, and so on.
+  accumulates so many of these that 64 samples make a step on average. If it runs out of memory, it is told three
+  quarters of that, and so on.
 
 With ``short``, memory shrinks after two optimizer steps, as where another process takes some: who survives, with what.
 ``tried`` has the steps that were taken to find a size, and how many of them ran out of memory.
@@ -213,7 +213,7 @@ def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folde
         from odb.integrations.hf import enable_odb
 
         # Its own way, by Trainer's loader, does not take what Accelerate makes of that.
-        loader = DataLoader(data, 1, shuffle=True, num_workers=1, prefetch_factor=64, collate_fn=collate)
+        loader: Any = DataLoader(data, 1, shuffle=True, num_workers=1, prefetch_factor=64, collate_fn=collate)  # type: ignore[arg-type]
         enable_odb(trainer, train_dataloader=loader, train_dataset=data, token_budget=budget)
     return trainer
 
