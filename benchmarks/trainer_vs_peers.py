@@ -1,7 +1,7 @@
 """Compare ``adaptive(Trainer)`` with what Hugging Face's ``Trainer`` has of its own, in the same memory limit.
 
-    pip install -e '.[bench]'
-    python benchmarks/trainer_vs_peers.py --repeats 1   # some minutes on 2 cores
+    pip install -e '.[bench]' online-dynamic-batching
+    python benchmarks/trainer_vs_peers.py   # about 8 minutes on 2 cores
 
 Each runs in a fresh process with the same seed, model, optimizer and samples: docstrings of Python's standard library,
 by words, of up to 384. The optimizer is to see 64 samples in a step. After a forward and backward of one sample the
@@ -9,12 +9,18 @@ process may take a fixed amount of memory more (RLIMIT_DATA), and ``train()`` is
 to find a size.
 
 - ``Trainer`` has the batch of a person who knows what fits: the largest power of two of the longest samples that a
-  forward holds, accumulated to 64. So have ``group_by_length`` and ``batch_rebalance``, its sampling strategies.
+  forward holds, accumulated to 64. So have ``group_by_length`` and ``batch_rebalance``, its sampling strategies, and
+  ``padding_free``, which lays samples end to end, as ``SFTTrainer`` does with the setting of that name; if it runs out
+  of memory with that batch, the person takes half of it, and so on.
 - ``auto_find_batch_size`` is asked for batches of 64. It takes a tenth off at each out-of-memory error, and starts the
   epoch again, with the weights as they are by then.
 - ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``.
+- ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive`` has found. It makes batches of as many, and
+  accumulates so many of these that 64 samples make a step on average. If it runs out of memory, it is told three
+  quarters of that, and so on.
 
 With ``short``, memory shrinks after two optimizer steps, as where another process takes some: who survives, with what.
+``tried`` has the steps that were taken to find a size, and how many of them ran out of memory.
 
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
 the most of the longest samples that a forward and backward can hold next to gradients and optimizer states. The loss
@@ -27,6 +33,7 @@ from __future__ import annotations
 import argparse
 import ast
 import gc
+import importlib.util
 import json
 import os
 import random
@@ -44,15 +51,25 @@ from typing import Any
 import torch
 from common import measure_in_fresh_process, write_report
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import (
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from adaptive_batching import AdaptiveBatchingError, is_out_of_memory
 from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
-PACKAGES = ("torch", "transformers", "accelerate")
-OURS, WHOLE, TRUTH, FINDS = "adaptive", "whole", "truth", "auto_find_batch_size"
-BY_HAND = ["Trainer", "group_by_length", "batch_rebalance"]
-PEERS = [*BY_HAND, FINDS]
+PACKAGES = ("torch", "transformers", "accelerate", "online-dynamic-batching")
+OURS, WHOLE, TRUTH, FINDS, ODB, FLAT = "adaptive", "whole", "truth", "auto_find_batch_size", "odb", "padding_free"
+STRATEGIES = ["group_by_length", "batch_rebalance"]
+BY_HAND = ["Trainer", *STRATEGIES, FLAT]
+IN_ORDER = ["Trainer", FLAT, OURS]  # whose steps have the samples of those of the whole batch
+PEERS = [*BY_HAND, FINDS, *([ODB] if importlib.util.find_spec("odb") else [])]
 TAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 BATCH_SIZE, LONGEST, VOCABULARY = 64, 384, 4096
 LIMIT_MIB, SHRINKS_BY_MIB, STEPS_BEFORE = 900, 350, 2
@@ -102,12 +119,22 @@ def collate(samples: list[Features]) -> dict[str, torch.Tensor]:
     }
 
 
+def collate_flat(samples: list[Features]) -> dict[str, torch.Tensor]:
+    """Lay samples end to end, without a padding token."""
+    rows = [{key: sample[key] for key in ("input_ids", "labels")} for sample in samples]
+    return {**DataCollatorWithFlattening()(rows), "index": torch.tensor([sample["index"] for sample in samples])}
+
+
+def of_model(inputs: Any) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in inputs.items() if key != "index"}
+
+
 class Watched(Trainer):
     """Notes the samples and tokens of each forward of training, and what runs out of memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.in_step: list[int] = []
-        self.tokens = self.padded_tokens = self.failures = 0
+        self.tokens = self.padded_tokens = self.failures = self.steps_before_failure = 0
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -115,15 +142,19 @@ class Watched(Trainer):
         try:
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         except Exception as error:
-            self.failures += is_out_of_memory(error)
+            if is_out_of_memory(error):
+                self.failures += 1
+                self.steps_before_failure = self.seen.steps
             raise
         self.in_step += indices
-        self.tokens += int(inputs["attention_mask"].sum())
         self.padded_tokens += inputs["input_ids"].numel()
+        self.tokens += (
+            int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
+        )
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {k: v for k, v in inputs.items() if k != "index"}, *args, **kwargs)
+        return super().compute_loss(model, of_model(inputs), *args, **kwargs)
 
 
 class Seen(TrainerCallback):
@@ -132,6 +163,7 @@ class Seen(TrainerCallback):
     def __init__(self, *, shrinks: bool) -> None:
         self.trainer: Any = None
         self.indices: list[int] = []
+        self.steps = 0
         self._shrinks = shrinks
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -139,24 +171,37 @@ class Seen(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.indices += self.trainer.in_step
+        self.steps += 1
         if self._shrinks and state.global_step == STEPS_BEFORE:
             limit, most = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (limit - SHRINKS_BY_MIB * 2**20, most))
 
 
-def make_trainer(method: str, num_samples: int, by_hand: int, folder: str, *, shrinks: bool) -> Any:
+def arguments(method: str, by_hand: int, budget: int, lengths: list[int]) -> dict[str, Any]:
+    """Return the settings of a method."""
+    if method == ODB:  # makes batches of up to so many padded tokens of what its worker has prepared
+        batches = max(round(BATCH_SIZE * sum(lengths) / len(lengths) / budget), 1)
+        return dict(per_device_train_batch_size=1, gradient_accumulation_steps=batches)
     size = by_hand if method in BY_HAND else BATCH_SIZE
-    strategy = method if method in BY_HAND[1:] else "random"
+    return dict(
+        per_device_train_batch_size=size, gradient_accumulation_steps=BATCH_SIZE // size,
+        auto_find_batch_size=method == FINDS,
+        train_sampling_strategy=method if method in STRATEGIES else "random",
+    )  # fmt: skip
+
+
+def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folder: str, *, shrinks: bool) -> Any:
+    data = make_data(num_samples)
     args = TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=size, gradient_accumulation_steps=BATCH_SIZE // size,
-        num_train_epochs=1, max_grad_norm=1.0, auto_find_batch_size=method == FINDS, remove_unused_columns=False,
-        train_sampling_strategy=strategy, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        use_cpu=True,
+        output_dir=folder, num_train_epochs=1, max_grad_norm=1.0, remove_unused_columns=False, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
+        **arguments(method, by_hand, budget, [len(each["input_ids"]) for each in data]),
     )  # fmt: skip
     seen = Seen(shrinks=shrinks)
     shared: dict[str, Any] = dict(
-        model=make_model(), args=args, train_dataset=make_data(num_samples), data_collator=collate, callbacks=[seen]
-    )
+        model=make_model(), args=args, train_dataset=data, callbacks=[seen],
+        data_collator=collate_flat if method == FLAT else collate,
+    )  # fmt: skip
     if method == OURS:
         ours = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"headroom": 0})
         trainer: Any = adaptive(Watched)(**shared, adaptive=ours)
@@ -164,6 +209,12 @@ def make_trainer(method: str, num_samples: int, by_hand: int, folder: str, *, sh
         trainer = Watched(**shared)
     seen.trainer = trainer
     trainer.seen = seen
+    if method == ODB:
+        from odb.integrations.hf import enable_odb
+
+        # Its own way, by Trainer's loader, does not take what Accelerate makes of that.
+        loader: Any = DataLoader(data, 1, shuffle=True, num_workers=1, prefetch_factor=64, collate_fn=collate)  # type: ignore[arg-type]
+        enable_odb(trainer, train_dataloader=loader, train_dataset=data, token_budget=budget)
     return trainer
 
 
@@ -209,12 +260,12 @@ def find_truth(trainer: Any) -> int:
     return largest
 
 
-def measure(method: str, num_samples: int, by_hand: int, *, shrinks: bool) -> dict[str, Any]:
+def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks: bool) -> dict[str, Any]:
     """Train, or find the truth, in this process, which is not fit for another measurement afterwards."""
     error = ""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(method, num_samples, by_hand, folder, shrinks=shrinks)
-        trainer.compute_loss(trainer.model, collate(trainer.train_dataset[:1])).backward()
+        trainer = make_trainer(method, num_samples, by_hand, budget, folder, shrinks=shrinks)
+        trainer.model(**of_model(collate(trainer.train_dataset[:1]))).loss.backward()
         trainer.model.zero_grad()
         if method != WHOLE:
             set_limit()
@@ -228,11 +279,9 @@ def measure(method: str, num_samples: int, by_hand: int, *, shrinks: bool) -> di
                 raise
             error = "out of memory"
         seconds = time.perf_counter() - start
-    seen, ours = trainer.seen.indices, method == OURS
-    sizes = {WHOLE: BATCH_SIZE, OURS: trainer.adaptive.max_tokens // LONGEST if ours else 0}
+    seen = trainer.seen.indices
     return {
-        "size": sizes.get(method) or trainer._train_batch_size,
-        "failures": trainer.adaptive.num_recoveries if ours else trainer.failures,
+        **what_was_found(method, trainer, budget),
         "steps": trainer.state.global_step,
         "lost": num_samples - len(set(seen)),
         "repeated": len(seen) - len(set(seen)),
@@ -243,18 +292,38 @@ def measure(method: str, num_samples: int, by_hand: int, *, shrinks: bool) -> di
     }
 
 
+def what_was_found(method: str, trainer: Any, budget: int) -> dict[str, Any]:
+    """Return the longest samples that a forward takes, what finding that took, and what ran out of memory later."""
+    if method == OURS:
+        tried = trainer.adaptive.probe.measurements if trainer.adaptive.probe else []
+        return {
+            "size": (trainer.adaptive.max_tokens or 0) // LONGEST,
+            "tokens": trainer.adaptive.max_tokens,
+            "tried": f"{sum(each.steps for each in tried)}, {sum(not each.fits for each in tried)}",
+            "failures": trainer.adaptive.num_recoveries,
+        }
+    found = f"{trainer.steps_before_failure + trainer.failures}, {trainer.failures}"
+    return {
+        "size": budget // LONGEST if method == ODB else trainer._train_batch_size,
+        "tried": found if method == FINDS else "told",
+        "failures": 0 if method == FINDS else trainer.failures,
+    }
+
+
 def main() -> None:
     """Measure each in a process of its own, and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the table has all, the figures medians")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each; the table has all, the figures medians")
     parser.add_argument("--samples", type=int, default=512, help="samples of the epoch")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/trainer_vs_peers_cpu.md")
     parser.add_argument("--measure", metavar="METHOD", help=argparse.SUPPRESS)
     parser.add_argument("--by-hand", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--shrinks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(args.measure, args.samples, args.by_hand, shrinks=args.shrinks)))
+        found = measure(args.measure, args.samples, args.by_hand, args.budget, shrinks=args.shrinks)
+        print(json.dumps(found))
         return
 
     def run(method: str, *more: str) -> dict[str, Any]:
@@ -265,19 +334,37 @@ def main() -> None:
         return found
 
     truth = run(TRUTH)["size"]
-    by_hand = ("--by-hand", str(2 ** (truth.bit_length() - 1)))
     whole = run(WHOLE)
-    runs = [(method, run(method, *by_hand)) for _ in range(args.repeats) for method in (*PEERS, OURS)]
-    runs += [(f"{method}, short", run(method, *by_hand, "--shrinks")) for method in (*PEERS, OURS)]
+    sizes = dict.fromkeys(BY_HAND, 2 ** (truth.bit_length() - 1))
+    while run(FLAT, "--by-hand", str(sizes[FLAT]))["ended"] and sizes[FLAT] > 1:
+        sizes[FLAT] //= 2
+    first = run(OURS)
+    budget = int(first["tokens"])
+    while ODB in PEERS and budget > LONGEST and run(ODB, "--budget", str(budget))["ended"]:
+        budget = budget * 3 // 4
+
+    def given(method: str) -> list[str]:
+        return ["--by-hand", str(sizes.get(method, 1)), "--budget", str(budget)]
+
+    runs = [(OURS, first)]
+    for repeat in range(args.repeats):
+        runs += [(method, run(method, *given(method))) for method in (*PEERS, *([OURS] if repeat else []))]
+    runs += [(f"{method}, short", run(method, *given(method), "--shrinks")) for method in (*PEERS, OURS)]
     report(args.output, args.samples, truth, whole, runs)
 
 
 def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list[tuple[str, Any]]) -> None:
     """Write the table and the figures."""
-    columns = ["size", "failures", "steps", "lost", "repeated", "padding", "seconds", "ended"]
+    columns = ["size", "tried", "failures", "steps", "lost", "repeated", "padding", "difference", "seconds", "ended"]
+    for name, found in runs:
+        found["difference"] = ""
+        if name in IN_ORDER and not found["ended"]:
+            pairs = zip(found["losses"], whole["losses"], strict=True)
+            found["difference"] = f"{max(abs(one - other) / other for one, other in pairs):.0e}"
     rows = [
-        "| run | size | out of memory | steps | lost | seen again | padded over real tokens | seconds | ended |",
-        "|---" * 9 + "|",
+        "| run | size | tried | out of memory | steps | lost | seen again | padded over real tokens | loss differs by "
+        "| seconds | ended |",
+        "|---" * 11 + "|",
         *("| " + " | ".join(map(str, [method, *(found[key] for key in columns)])) + " |" for method, found in runs),
     ]
 
@@ -286,8 +373,6 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
 
     finished = [method for method in PEERS if not any(of(method, "ended"))]
     best = min(statistics.median(of(method, "seconds")) for method in finished)
-    losses = of(OURS, "losses")[0]
-    assert len(losses) == len(whole["losses"]), (len(losses), len(whole["losses"]))
     write_report(
         "An epoch in a Hugging Face Trainer, in a memory limit",
         device="cpu",
@@ -305,9 +390,7 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
             "samples_repeated": max(of(OURS, "repeated")),
             "peers": finished,
             "survive_short": [method for method in (*PEERS, OURS) if not any(of(f"{method}, short", "ended"))],
-            "loss_difference": max(
-                abs(ours - theirs) / theirs for ours, theirs in zip(losses, whole["losses"], strict=True)
-            ),
+            "loss_difference": max(map(float, of(OURS, "difference"))),
             "found_over_truth": round(statistics.median_low(of(OURS, "size")) / truth, 2),
         },
         output=output,

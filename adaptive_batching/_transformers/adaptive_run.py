@@ -227,7 +227,10 @@ class AdaptiveRun:
         if settings.keep_global_batch and settings.use_maximum_batch_size:
             start, self._in_forward = configured, KeepGlobal(configured * accumulated).allowed(most)
         elif start > most:
-            raise ConfigError(self._too_large(start, most))
+            raise ConfigError(
+                f"per_device_train_batch_size={start} is more than fits, which is {most}; lower it, or set "
+                "use_maximum_batch_size=True or micro_batch_size='auto'"
+            )
 
         def batches_of(size: int) -> int:
             self._set_size(size)
@@ -249,19 +252,12 @@ class AdaptiveRun:
     def _upper_bound(self, samples: int, accumulated: int) -> tuple[int, str]:
         """Return the largest batch that the settings and the data allow, and which of them bounds it."""
         settings = self.settings
-        most, reason = max(samples // accumulated, 1), f"{samples} samples of data"
+        most, reason = max(samples // accumulated, min(self._configured, samples)), f"{samples} samples of data"
         if settings.keep_global_batch:
             most, reason = self._configured * accumulated, "the global batch, which is kept"
         if settings.max_batch_size is not None and settings.max_batch_size <= most:
             most, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
         return most, reason
-
-    def _too_large(self, start: int, most: int) -> str:
-        given = f"per_device_train_batch_size={start} is more than"
-        if isinstance(self.settings.micro_batch_size, Whole) and self.settings.probes:
-            remedy = "lower it, or set use_maximum_batch_size=True or micro_batch_size='auto'"
-            return f"{given} fits, which is {most}; {remedy}"
-        return f"{given} the data have for a step, {most}; lower it"
 
     def _probe(
         self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None, bound: tuple[int, str], *,

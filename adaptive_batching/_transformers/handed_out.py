@@ -92,6 +92,20 @@ def alone(trainer: Any) -> Iterator[None]:
             del own[name]
 
 
+@contextlib.contextmanager
+def unchanged_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Put the buffers of ``model`` back on exit, those that a forward has replaced included."""
+    kept = [(module, name, value) for module in model.modules() for name, value in module.named_buffers(recurse=False)]
+    saved = [value.detach().clone() for _, _, value in kept]
+    try:
+        yield
+    finally:
+        for (module, name, value), before in zip(kept, saved, strict=True):
+            with torch.no_grad():
+                value.copy_(before)
+            setattr(module, name, value)
+
+
 def counters_of(trainer: Any) -> dict[str, Any]:
     """Return copies of the numbers that ``trainer`` keeps, such as the metrics that TRL logs, to put back."""
     return {name: _copied(value) for name, value in vars(trainer).items() if _is_plain(value)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._loop.samples import Loss, collated
-from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters, unchanged_buffers
 from adaptive_batching._values import ConfigError
 
 IGNORED = -100
@@ -72,7 +73,12 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample]) -> LossKind:
     with _measuring(trainer):
         errors = {kind: _error(trainer, kind, pair) for kind in kinds}
     least, (enough, clear) = min(errors.values()), _precision(trainer.model)
-    if not least <= enough:
+    if not math.isfinite(least):
+        raise ConfigError(
+            f"the loss of {type(trainer).__name__} with {type(trainer.model).__name__} is not finite before training; "
+            f"look at the weights that it begins with"
+        )
+    if least > enough:
         raise ConfigError(
             f"the loss of {type(trainer).__name__} with {type(trainer.model).__name__} is neither a sum over "
             f"num_items_in_batch nor a mean over targets or samples, so that parts of a batch do not add up to it; "
@@ -130,7 +136,7 @@ def _measuring(trainer: Any) -> Iterator[None]:
     saved = counters_of(trainer)
     trainer.model.eval()
     try:
-        with unchanged_random_state(trainer.args.device), alone(trainer):
+        with unchanged_random_state(trainer.args.device), unchanged_buffers(trainer.model), alone(trainer):
             yield
     finally:
         for module, training in modes:

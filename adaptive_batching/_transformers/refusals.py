@@ -63,7 +63,8 @@ def check_loader(trainer: Any, loader: Any) -> list[BatchSampler]:
     Raises:
         ConfigError: If the loader is of another kind.
     """
-    samplers = [loader.batch_sampler, getattr(loader.batch_sampler, "batch_sampler", None)]
+    outermost = getattr(loader, "batch_sampler", None)
+    samplers = [outermost, getattr(outermost, "batch_sampler", None)]
     found = [each for each in samplers if isinstance(each, BatchSampler)]
     if not found or not isinstance(loader.collate_fn([loader.dataset[0]]), Samples):
         raise ConfigError(

@@ -136,7 +136,9 @@ class StepInParts:
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self._kind.takes_number:
-            return self._trainer._get_num_items_in_batch(batches, self._trainer.args.device)
+            # Each part has it filled in on the device, which takes no wait, and may run out of memory as the part may.
+            device = torch.device("cpu") if self._ranks.size == 1 else self._trainer.args.device
+            return self._trainer._get_num_items_in_batch(batches, device)
         return sum(numbers)
 
     def _run(
@@ -145,6 +147,8 @@ class StepInParts:
         trainer = self._trainer
         if self._kind.takes_number:
             trainer.current_gradient_accumulation_steps = num_parts
+            if self._ranks.size == 1:
+                total = torch.full((), int(total), device=trainer.args.device)
             return forward_backward(batch, total)
         if number == 0 and total != 0:  # the mean of nothing is NaN
             return torch.zeros((), device=trainer.args.device)

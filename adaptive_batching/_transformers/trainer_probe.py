@@ -17,7 +17,7 @@ from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._trace.training import Run, TrainingStep
-from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters, unchanged_buffers
 from adaptive_batching._transformers.loss_kind import LossKind
 
 _FORWARDS = ("forward", "_original_forward")
@@ -32,7 +32,7 @@ def probe(
 
     State is restored afterwards, with the model and the optimizer as they were before Accelerate prepared them.
     """
-    with _prepared(trainer) as (model, optimizer), alone(trainer):
+    with unchanged_buffers(trainer.model), _prepared(trainer) as (model, optimizer), alone(trainer):
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             def run(batch: Any) -> None:

@@ -1,45 +1,173 @@
-"""What a run of Trainer records waits for nothing on the device."""
+"""``Trainer`` on the device: what a step asks of it, what 4-bit LoRA survives, and what the probe answers."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+from adaptive_batching._emulated_device import control
+from adaptive_batching._report.events import find_record, read_events
+from adaptive_batching._transformers.recording import Recording
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.conftest import without_pages
+from tests.transformers.trainers import make_data, make_llama, make_trainer
 
-from adaptive_batching._emulated_device import control  # noqa: E402
-from adaptive_batching._report.events import find_record, read_events  # noqa: E402
-from adaptive_batching._transformers.recording import Recording  # noqa: E402
-from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
-from tests.conftest import without_pages  # noqa: E402
-from tests.transformers.trainers import make_trainer  # noqa: E402
+GIB = 2**30
+ON_DEVICE: dict[str, Any] = dict(use_cpu=False, num_train_epochs=1, logging_steps=1000)
 
 
-class Asked(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    """Counts what steps 4 to 18 ask of the device."""
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer would spread a model over all devices of a process."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+class Steps(transformers.TrainerCallback):
+    """Notes what each step has asked of the device, its data included, and calls ``before`` when one begins."""
+
+    def __init__(self, before: Callable[[int], None] = lambda step: None) -> None:
+        self.asked: list[control.Counters] = []
+        self._last = control.counters()
+        self._before = before
 
     def on_step_begin(self, args: Any, state: Any, control_: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            self._before = control.counters()
-        elif state.global_step == 18:
-            self.counters = control.counters() - self._before
+        self._before(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control_: Any, **kwargs: Any) -> None:
+        now = control.counters()
+        self.asked.append(now - self._last)
+        self._last = now
+
+
+SAME, AUTO = AdaptiveArguments(), AdaptiveArguments(micro_batch_size="auto")
+COSTS: dict[str, tuple[AdaptiveArguments, int, int]] = {
+    # settings, the batches that Trainer accumulates for as many forwards, and those that ours accumulates
+    "none set": (SAME, 1, 1),
+    "auto": (AUTO, 1, 1),
+    "as configured": (AdaptiveArguments(micro_batch_size=8), 1, 1),
+    "split in 2": (AdaptiveArguments(micro_batch_size=4), 2, 1),
+    "split in 4": (AdaptiveArguments(micro_batch_size=2), 4, 1),
+    "accumulated": (AdaptiveArguments(micro_batch_size=4), 2, 2),
+}
+
+
+@pytest.mark.parametrize("case", COSTS)
+def test_a_step_asks_no_more_of_the_device_than_trainers_with_as_many_forwards(case: str, tmp_path: Path) -> None:
+    settings, theirs, accumulated = COSTS[case]
+
+    def asked(name: str, ours: AdaptiveArguments | None, accumulated: int) -> control.Counters:
+        steps = Steps()
+        trainer = make_trainer(
+            tmp_path / name, ours, callbacks=[steps], data=make_data(1)[:1] * 128, **ON_DEVICE,
+            per_device_train_batch_size=8 // accumulated, gradient_accumulation_steps=accumulated,
+        )  # fmt: skip
+        trainer.train()
+        assert len(steps.asked) == 16
+        return steps.asked[-3]
+
+    stock, ours = asked("stock", None, theirs), asked("ours", settings, accumulated)
+    assert ours.products == stock.products and ours.collectives == stock.collectives == 0
+    assert ours.kernels <= stock.kernels
+    assert ours.synchronizations <= stock.synchronizations
+    assert ours.copies_to_device <= stock.copies_to_device
+    assert ours.copies_to_host <= stock.copies_to_host
+    assert ours.device_allocations == ours.device_frees == 0
+
+
+def four_bit_lora(folder: Path) -> Any:
+    """Return a Llama whose weights are of 4 bits, with LoRA."""
+    peft, _ = pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+    # The torchao that torchtune takes is older than what PEFT asks for, and is not used here.
+    importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
+    make_llama(hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    quantized = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized, device_map={"": 0})
+    config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "up_proj"])
+    return peft.get_peft_model(peft.prepare_model_for_kbit_training(model), config)
+
+
+def test_4_bit_lora_with_checkpointing_and_bfloat16_survives_out_of_memory_anywhere_in_forward_and_backward(
+    tmp_path: Path,
+) -> None:
+    faults, allocations, begun = 12, 0, control.counters()
+
+    def before(step: int) -> None:
+        nonlocal begun
+        begun = control.counters()
+        if step >= 4 and step % 2 == 0:
+            control.fail_allocations(allocations * (step // 2 - 2) // faults)
+
+    class Counting(transformers.Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            nonlocal allocations
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            allocations = (control.counters() - begun).allocations
+            return loss
+
+    steps = Steps(before)
+    model = four_bit_lora(tmp_path / "model")
+    assert "Linear4bit" in str(model)
+    trainer = make_trainer(
+        tmp_path, AdaptiveArguments(micro_batch_size=4), model=model, callbacks=[steps], kind=Counting,
+        bf16=True, gradient_checkpointing=True, data=make_data(1)[:1] * 8 * (4 + 2 * faults), **ON_DEVICE,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 4 + 2 * faults and trainer.adaptive.num_recoveries == faults
+    undisturbed = {each.products for each in steps.asked[3::2]}
+    assert len(undisturbed) == 1, "what a recovery leaves changes no later step"
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_probes_answer_trains_and_a_third_more_runs_out(in_parts: bool, tmp_path: Path) -> None:
+    control.set_memory(6 * GIB)
+    sizes = dict(hidden_size=256, intermediate_size=1024, vocab_size=8192, max_position_embeddings=512)
+    row = list(range(1, 513))
+    data = [{"input_ids": row, "labels": row}] * 512
+    exact: dict[str, Any] = {"adaptive_batching": {"round_to_power_of_two": False}}
+    exact.update(micro_batch_size="auto") if in_parts else exact.update(use_maximum_batch_size=True)
+    size = 64 if in_parts else 1
+
+    def train(ours: AdaptiveArguments | None, size: int, accumulated: int = 1) -> Any:
+        trainer = make_trainer(
+            tmp_path, ours, model=make_llama(**sizes), data=data, **{**ON_DEVICE, "max_steps": 4},
+            per_device_train_batch_size=size, gradient_accumulation_steps=accumulated,
+        )  # fmt: skip
+        trainer.train()
+        return trainer
+
+    found = train(AdaptiveArguments(**exact), size)
+    answer = found.adaptive.max_tokens // 512 if in_parts else found.adaptive.probe.batch_size
+    assert found.adaptive.probe.reason == "memory" and found.adaptive.num_recoveries == 0
+    del found
+    train(None, answer, 2 if in_parts else 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(None, answer * 4 // 3, 2 if in_parts else 1)
 
 
 def test_recording_a_step_waits_for_nothing(tmp_path: Path) -> None:
     asked = {}
     for records in (False, True):
-        callback = Asked()
+        steps = Steps()
         trainer = make_trainer(
-            tmp_path / str(records), AdaptiveArguments(micro_batch_size=4), use_cpu=False, num_train_epochs=4,
-            logging_steps=100, logging_nan_inf_filter=False, callbacks=[callback],
+            tmp_path / str(records), AdaptiveArguments(micro_batch_size=4), logging_nan_inf_filter=False,
+            callbacks=[steps], **{**ON_DEVICE, "num_train_epochs": 4},
         )  # fmt: skip
         if not records:
             trainer.remove_callback(Recording)
         with without_pages():
             trainer.train()
-        asked[records] = callback.counters
+        asked[records] = steps.asked[3:18]
     assert len(read_events(find_record(tmp_path / "True"))["step"]) == 20
-    assert asked[True].synchronizations <= asked[False].synchronizations
-    assert asked[True].kernels == asked[False].kernels
+    waits, kernels = (
+        {records: sum(getattr(each, name) for each in steps) for records, steps in asked.items()}
+        for name in ("synchronizations", "kernels")
+    )
+    assert waits[True] <= waits[False] and kernels[True] == kernels[False]

@@ -245,3 +245,53 @@ def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="train_dataset is a Stream, which has no length"):
         make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), data=Stream(), max_steps=2)
+
+
+def test_a_loader_of_another_kind_is_refused(tmp_path: Path) -> None:
+    class OfItsOwn(transformers.Trainer):  # type: ignore[name-defined]
+        def get_train_dataloader(self) -> Any:
+            return [trainers.collate(trainers.make_data(4))]
+
+    with pytest.raises(ConfigError, match="get_train_dataloader of AdaptiveOfItsOwn does not use data_collator"):
+        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), kind=OfItsOwn).train()
+
+
+def test_a_loss_that_is_not_finite_before_training_is_told(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4))
+    torch.nn.init.constant_(ours.model.lm_head.weight, math.nan)
+    with pytest.raises(ConfigError, match="is not finite before training"):
+        ours.train()
+
+
+@pytest.mark.parametrize("given", [{"micro_batch_size": "auto"}, {"use_maximum_batch_size": True}])
+def test_a_step_of_more_samples_than_there_are_takes_them_all(given: dict[str, Any], tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(per_device_train_batch_size=16, gradient_accumulation_steps=5)
+    stock = make_trainer(tmp_path / "stock", **settings)
+    stock.train()
+    ours = make_trainer(tmp_path / "ours", AdaptiveArguments(**given), **settings)
+    ours.train()
+    assert_alike(ours, stock, keys=("loss", "grad_norm", "epoch"))
+
+
+class Remembers(torch.nn.Module):
+    """A model with a buffer that each forward replaces: the first token of each sample that it has met."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Embedding(trainers.VOCABULARY, 1)
+        self.met: torch.Tensor
+        self.register_buffer("met", torch.zeros(0, dtype=torch.long))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+        self.met = torch.cat([self.met, input_ids[:, 0]])
+        targets = labels.ne(-100)
+        return {"loss": (self.weights(input_ids)[..., 0] * targets).sum() / targets.sum().clamp(min=1)}
+
+
+def test_what_a_forward_leaves_in_buffers_is_training_s_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=Remembers(), num_train_epochs=1)
+    ours.train()
+    assert sorted(ours.model.met.tolist()) == sorted(each["input_ids"][0] for each in trainers.make_data())
