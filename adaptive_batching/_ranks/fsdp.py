@@ -180,6 +180,19 @@ class MicroBatchCollectives:
         return forwards
 
     @property
+    def num_issued(self) -> int:
+        """Number of collectives that this rank has issued since :meth:`start`."""
+        return len(self._issued)
+
+    @property
+    def num_in_group(self) -> int:
+        """Number of collectives that this rank has ever issued in FSDP's group, those of others included.
+
+        It is 0 before a first sequence is known.
+        """
+        return _num_issued(self._sequence[0]) if self._sequence else 0
+
+    @property
     def can_drain(self) -> bool:
         """True if the rest of the aborted micro-batch is known.
 

@@ -25,8 +25,9 @@ from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._transformers.course import Course, Length, growing_sizes, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
-from adaptive_batching._transformers.loss_kind import LossKind, find_loss_kind
+from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
+from adaptive_batching._transformers.sharded import Sharded, shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
@@ -55,6 +56,7 @@ class AdaptiveRun:
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
         self.ranks = Ranks(trainer.args.device)
+        self.is_sharded = bool(trainer.is_fsdp_enabled)
         self._trainer = trainer
         self._configured = int(trainer.args.per_device_train_batch_size)
         self._increase = None if not settings.grows else resolve(settings.batch_increase_function or "")[1]
@@ -85,22 +87,27 @@ class AdaptiveRun:
         self._samplers = check_loader(trainer, loader)
         samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
         length = length_function(samples[0], getattr(trainer.data_collator, "max_length", None))
-        kind = self._loss_kind(samples, length)
-        self._look_for_sizes(loader, kind, length)
+        self._make_step(samples, length)
+        self._look_for_sizes(loader, length)
         loader = make_loader()  # a probe has made Accelerate forget the first
         self._samplers = check_loader(trainer, loader)
         self.start_epoch(0)
         return loader
 
-    def _loss_kind(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> LossKind:
-        """Return what the loss is, with the step made that is right for it."""
+    def _make_step(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> None:
+        """Find out what the loss is, and make the step that is right for it."""
         trainer, settings, size = self._trainer, self.settings, self.settings.micro_batch_size
         assert not isinstance(size, Explore)  # is refused
         try:
+            if self.is_sharded:
+                shard(trainer)
             kind = find_loss_kind(trainer, samples)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             self.step = StepInParts(trainer, kind, size, length, self.ranks, recovers=settings.recover_from_oom)
-            if isinstance(size, (Fixed, ByLength)):
+            if self.is_sharded:
+                self.step.sharded = Sharded(trainer, kind, samples)
+            # Ranks with a sharded model cannot find out later, by samples that are not the same on all of them.
+            if isinstance(size, (Fixed, ByLength)) or (self.is_sharded and settings.recover_from_oom):
                 self.step.check_that_parts_add_up(samples)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -109,7 +116,6 @@ class AdaptiveRun:
                 "out of memory in a forward of a few short samples, before training; nothing larger will fit. What "
                 "takes less: gradient_checkpointing=True, bf16=True, LoRA"
             ) from error
-        return kind
 
     def start_epoch(self, epoch: int) -> None:
         assert self.course is not None
@@ -149,7 +155,7 @@ class AdaptiveRun:
             sampler.batch_size = size
         self._trainer._train_batch_size = size
 
-    def _look_for_sizes(self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None) -> None:
+    def _look_for_sizes(self, loader: Any, length: Callable[[Sample], int] | None) -> None:
         settings, args = self.settings, self._trainer.args
         samples = -(-len(loader.dataset) // args.world_size)
         accumulated = int(args.gradient_accumulation_steps)
@@ -157,7 +163,7 @@ class AdaptiveRun:
         most = max(min(settings.max_batch_size or samples, samples // accumulated), 1)
         configured = min(self._configured, samples)
         if in_one_forward and settings.probes and "maximum" not in self._found:
-            found = self._probe(loader, kind, length, most, in_parts=accumulated > 1)
+            found = self._probe(loader, length, most, in_parts=accumulated > 1)
             self._found["maximum"] = found.batch_size
         maximum = self._found.get("maximum", most)
         start = maximum if settings.use_maximum_batch_size else configured
@@ -184,13 +190,13 @@ class AdaptiveRun:
             if "max_tokens" not in self._found:
                 upper = max(self.course.sizes) * accumulated
                 longest = dataclasses.replace(settings, round_to_power_of_two=False)
-                found = self._probe(loader, kind, length, upper, in_parts=True, settings=longest)
+                found = self._probe(loader, length, upper, in_parts=True, settings=longest)
                 self._found["max_tokens"] = found.batch_size * self._longest(loader, length)[0]
             assert self.step is not None
             self.step.max_tokens = self._found["max_tokens"]
 
     def _probe(
-        self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None, upper: int, *, in_parts: bool,
+        self, loader: Any, length: Callable[[Sample], int] | None, upper: int, *, in_parts: bool,
         settings: AdaptiveBatchingConfig | None = None,
     ) -> ProbeResult:  # fmt: skip
         tokens, sample = self._longest(loader, length)
@@ -200,8 +206,8 @@ class AdaptiveRun:
             upper, "samples of a step", include=include, coarse=not settings.round_to_power_of_two, ranks=self.ranks,
             scratch=Path(self._trainer.args.output_dir),
         )  # fmt: skip
-        self.probe = probe(self._trainer, kind, sample, settings, request, in_parts=in_parts)
         assert self.step is not None
+        self.probe = probe(self._trainer, self.step, sample, settings, request, in_parts=in_parts)
         self.step.retry.limit.note(self.probe.batch_size * tokens)
         return self.probe
 

@@ -18,6 +18,7 @@ from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
+from adaptive_batching._transformers.sharded import Sharded
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 Parts = list[list[Sample]]
@@ -30,8 +31,8 @@ _BYTES_AT_ONCE = 2**25  # of gradients that are summed over ranks in one collect
 class StepInParts:
     """Runs forward and backward of all samples of an optimizer step, in parts, and again in smaller ones if need be.
 
-    The gradient is that of the loss over all samples, as ``Trainer`` defines it, however they are split. No part
-    communicates with other ranks: when all have run everywhere, gradients are summed once.
+    The gradient is that of the loss over all samples, as ``Trainer`` defines it, however they are split. With DDP, no
+    part communicates with other ranks: when all have run everywhere, gradients are summed once.
 
     Args:
         trainer: Has the model, the collate function and the loss.
@@ -52,7 +53,11 @@ class StepInParts:
         recovers: bool = True,
     ) -> None:
         self.max_tokens: int | None = None
-        self._trainer, self._kind, self._size, self._ranks = trainer, kind, size, ranks
+        self.sharded: Sharded | None = None
+        """The model with what its parts communicate, if it is sharded."""
+
+        self.kind = kind
+        self._trainer, self._size, self._ranks = trainer, size, ranks
         self.retry = SampleRetry[Sample](
             trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
         )
@@ -80,7 +85,6 @@ class StepInParts:
         saved = counters_of(self._trainer)
         total: Any = None
         batches: list[Any] = []
-        count_retries = partial(num_allocation_retries, self._trainer.args.device)
 
         def attempt(again: bool) -> Iterable[tuple[Parts, Outcome[torch.Tensor]]]:
             nonlocal total, batches
@@ -88,16 +92,18 @@ class StepInParts:
                 put_back_counters(self._trainer, saved)
             parts = self._split(inputs.batches)
             batches = [collated(part, self._trainer.data_collator) for part in parts]
-            numbers = [self._kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
+            numbers = [self.kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
             if total is None:  # alike however samples are split; the ranks ask each other for it
                 total = self._total(batches, numbers)
             runs = [
                 partial(self._run, forward_backward, batch, number, total, len(parts))
                 for batch, number in zip(batches, numbers, strict=True)
             ]
-            with alone(self._trainer):
-                outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
-            return [(parts, self._agreed(outcome))]
+            if self.sharded is not None:
+                num_idle = int(self._ranks.largest(len(runs))) - len(runs)
+                runs += [self.sharded.run_idle] * num_idle
+                parts = [*parts, *[[self.sharded.sample]] * num_idle]
+            return [(parts, self.run(runs))]
 
         [(_, outcome)] = self.retry.run_until_fits(attempt)
         self.retry.end_step()
@@ -105,6 +111,15 @@ class StepInParts:
         self._sum_gradients()
         self._share_metrics(saved)
         return torch.stack(outcome.results).sum()
+
+    def run(self, runs: Sequence[Callable[[], torch.Tensor]]) -> Outcome[torch.Tensor]:
+        """Run forwards and backwards, up to the first that runs out of memory; the outcome is that of all ranks."""
+        count_retries = partial(num_allocation_retries, self._trainer.args.device)
+        with alone(self._trainer):
+            if self.sharded is not None:
+                return self.sharded.run(runs, self._ranks, self._discard, count_retries)
+            outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
+        return self._agreed(outcome)
 
     def _with_number(self, samples: list[Sample]) -> tuple[Any, int]:
         return self._trainer.data_collator(samples), len(samples)
@@ -134,7 +149,7 @@ class StepInParts:
         return [[samples[index] for index in part] for part in split]
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
-        if self._kind.takes_number:
+        if self.kind.takes_number:
             return self._trainer._get_num_items_in_batch(batches, self._trainer.args.device)
         return sum(numbers)
 
@@ -142,11 +157,11 @@ class StepInParts:
         self, forward_backward: ForwardBackward, batch: Any, number: Any, total: Any, num_parts: int
     ) -> torch.Tensor:
         trainer = self._trainer
-        if self._kind.takes_number:
+        if self.kind.takes_number:
             trainer.current_gradient_accumulation_steps = num_parts
             return forward_backward(batch, total)
         if number == 0 and total != 0:  # the mean of nothing is NaN
-            return torch.zeros((), device=trainer.args.device)
+            return torch.zeros((), device=trainer.args.device) if self.sharded is None else self.sharded.run_idle()
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
         trainer.current_gradient_accumulation_steps = float(total) / float(number) if total != 0 else 1
         return forward_backward(batch, None)
@@ -188,8 +203,8 @@ class StepInParts:
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
 
     def _sum_gradients(self) -> None:
-        """Replace the gradients by their mean over ranks, as DDP does in the backward pass."""
-        if self._ranks.size == 1:
+        """Replace the gradients by their mean over ranks, as DDP and FSDP do in the backward pass."""
+        if self._ranks.size == 1 or self.sharded is not None:
             return
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         for parameter in parameters:
