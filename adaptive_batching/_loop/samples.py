@@ -18,6 +18,7 @@ from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
 from adaptive_batching._micro_batches.split import padded_tokens
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
 from adaptive_batching._values import ConfigError
 
 Sample = TypeVar("Sample")
@@ -48,7 +49,7 @@ class SampleRetry(Retry[list[Sample]]):
         self._loss = loss
         self._collate = collate
         self._length = length
-        self._parts_add_up = False
+        self.parts_add_up = False  # True if this is known, on all ranks
 
     def start_with(self, samples: list[Sample]) -> None:
         self.start()
@@ -98,18 +99,42 @@ class SampleRetry(Retry[list[Sample]]):
 
     def batch_dependent_module(self) -> str | None:
         """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
-        if self._parts_add_up or len(self._samples) == 1:
+        if self.parts_add_up:
             return None
-        # Short samples show a dependence best. The longest of them comes first in both batches, which have one shape.
-        *others, first = sorted(self._samples, key=lambda sample: self.tokens([sample]))[:3]
+        # Short samples show a dependence best. They are the same on every rank, as shards need the same forwards.
+        shortest = max(self._ranks.gather(sorted(self._samples, key=lambda s: self.tokens([s]))[:3]), key=len)
+        if len(shortest) < 2:
+            return None
+        # The longest of them comes first in both batches, which have one shape.
+        *others, first = shortest
         one, other = others[0], [*others, first][1]
         batches = [collated([first, each, each], self._collate) for each in (one, other)]
         forward = partial(run_forward, self._loss, self._model)
-        found = find_batch_dependent_module(self._model, forward, *batches, num_samples=3)
-        if found is None:
-            found = find_batch_dependence_of_loss(self._model, self.forward, first, one, other)
-        self._parts_add_up = found is None
+        found = self._first_found(
+            lambda: find_batch_dependent_module(self._model, forward, *batches, num_samples=3)
+        ) or self._first_found(
+            lambda: find_batch_dependence_of_loss(self._model, self._forward_alike, first, one, other)
+        )
+        self.parts_add_up = found is None
         return found
+
+    def _first_found(self, find: Callable[[], str | None]) -> str | None:
+        """Return what ``find`` has found on the first rank where it found something."""
+        roots = sharded_roots(self._model)
+        if roots:  # a rank that fails leaves the others within a forward: to tell them, it has to end
+            found = self._ranks.gather(find())
+            end_forward(roots)
+        else:
+            found = self._ranks.all_results(find)
+        return next((each for each in found if each is not None), None)
+
+    def _forward_alike(self, part: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a forward, and return the same values on all ranks that share it: what they decide follow from them."""
+        total, number = self.forward(part)
+        if self._ranks.size == 1 or not sharded_roots(self._model):
+            return total, number
+        found, count = self._ranks.gather((total.item(), number.item()))[0]
+        return torch.tensor(found), torch.tensor(count)
 
 
 def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:

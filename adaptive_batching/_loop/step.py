@@ -8,12 +8,12 @@ from functools import partial, reduce
 from typing import Any, Generic
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._loop.data_parallel import DataParallel, data_parallel_of
 from adaptive_batching._loop.samples import (
     FORWARD_COST,
     Loss,
@@ -24,7 +24,7 @@ from adaptive_batching._loop.samples import (
     run_forward,
 )
 from adaptive_batching._memory import memory_meter, num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._micro_batches.split import Capacity, padded_tokens, split_by_length
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
@@ -73,18 +73,14 @@ class AdaptiveStep(Generic[Sample]):
         length: Callable[[Sample], int] | None = None,
         clip_norm: float | None = None,
     ) -> None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ConfigError(
-                f"AdaptiveStep works in one process, but {dist.get_world_size()} train together; on several devices, "
-                "use this package's torchtune recipes"
-            )
         self.max_tokens = None
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
         self._collate = collate
         self._clip_norm = clip_norm
-        self._retry = SampleRetry(model, loss, collate, length)
+        self._parallel = data_parallel_of(model, self._parameters)
+        self._retry = SampleRetry(model, loss, collate, length, self._parallel.ranks)
 
     @property
     def max_tokens(self) -> int | None:
@@ -150,30 +146,50 @@ class AdaptiveStep(Generic[Sample]):
                 :attr:`max_tokens` would split a batch whose parts do not add up to it.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
         """
-        samples = self._checked(samples)
+        with self._parallel.without_sync():
+            samples, filler = self._begin(samples)
+            total, number, divisor = self._run_parts(samples, filler, backward)
+        total, number = self._parallel.total(total, number)
+        number = _divisor(number)
+        if divisor is not None:
+            self._parallel.sum_gradients(divisor / number.item())
+        return total / number
+
+    def _run_parts(
+        self, samples: list[Sample], filler: Sample, backward: Callable[[torch.Tensor], None]
+    ) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+        """Run forward and backward of all samples, and return the sum of their losses, its number, and the divisor."""
         self._retry.start_with(samples)
         count_retries = partial(num_allocation_retries, device_of(self._model))
 
-        def run(part: list[Sample], divisor: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(divisor: float | None, part: list[Sample], weight: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
             total, number = self._retry.forward(part)
+            if weight == 0:
+                total, number = total * 0, number * 0
             backward(total / (_divisor(number) if divisor is None else divisor))
             return total.detach(), number
 
         def attempt(again: bool) -> list[tuple[list[list[Sample]], Outcome[tuple[torch.Tensor, torch.Tensor]]]]:
             parts = self._split(samples)
-            runs = [partial(run, part, _divisor_of_parts(parts)) for part in parts]
-            return [(parts, run_micro_batches(runs, ALONE, None, self._discard, count_retries))]
+            run_one = partial(run, self._divisor_of(parts))
+            runs = [partial(run_one, part) for part in parts]
+            fillers = [[filler]] * self._parallel.num_fillers(len(parts))
+            runs += [partial(run_one, part, 0) for part in fillers]
+            return [(parts + fillers, self._parallel.run(runs, self._discard, count_retries))]
 
         [(parts, outcome)] = self._retry.run_until_fits(attempt)
         self._retry.end_step()
         total = torch.stack([loss for loss, _ in outcome.results]).sum()
-        number = _divisor(reduce(operator.add, [number for _, number in outcome.results]))
-        if (divisor := _divisor_of_parts(parts)) is not None:
-            scale = divisor / number.item()
-            for parameter in self._parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
-        return total / number
+        number = reduce(operator.add, [number for _, number in outcome.results])
+        return total, number, self._divisor_of(parts)
+
+    def _divisor_of(self, parts: Sequence[Sequence[Any]]) -> float | None:
+        """Return what losses of parts are divided by; None if there is one, whose number of losses is known.
+
+        It is near the number of losses, so that half precision neither overflows nor vanishes.
+        """
+        ranks = self._parallel.ranks.size
+        return None if len(parts) == ranks == 1 else self._num_samples / ranks
 
     def find_maximum_batch_size(
         self,
@@ -204,24 +220,65 @@ class AdaptiveStep(Generic[Sample]):
             NotImplementedError: If the peak of a step cannot be measured on the model's device.
         """
 
+        device, ranks = device_of(self._model), self._parallel.ranks
+        whole = self._parallel.without_ddp(self._model)
+
+        def forward_backward(model: nn.Module, batch: Any) -> None:
+            total, number = run_forward(self._loss, model, batch)
+            (total / number).backward()  # type: ignore[no-untyped-call]
+
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+            is_real = model is whole
+            parallel = self._parallel if is_real else DataParallel(ALONE, model.parameters)
+            of_batch = partial(forward_backward, self._model if is_real else model)
+
             def run(batch: Any) -> None:
-                for _ in range(2 if in_parts else 1):
-                    total, number = run_forward(self._loss, model, batch)
-                    (total / number).backward()  # type: ignore[no-untyped-call]
+                outcome = parallel.run([partial(of_batch, batch)] * (2 if in_parts else 1), self._discard)
+                if outcome.failed:
+                    raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
+                parallel.sum_gradients()
                 for optimizer in optimizers:
                     _update(model, optimizer, self._clip_norm)
 
             return run
 
-        device = device_of(self._model)
+        self._parallel.record(lambda: forward_backward(self._model, collated([sample], self._collate)), device)
         step = TrainingStep(
-            self._model, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
+            whole, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
             on_cuda=device.type == "cuda",
         )  # fmt: skip
-        result = find_largest(step, settings, memory_meter(device), ProbeRequest(upper))
+        request = ProbeRequest(int(ranks.smallest(upper)), ranks=ranks)
+        result = find_largest(step, settings, memory_meter(device), request)
         self._retry.limit.note(result.batch_size * self._retry.tokens([sample]))
         return result
+
+    def _begin(self, samples: Sequence[Sample]) -> tuple[list[Sample], Sample]:
+        """Return the samples of a step, and one that may fill up what this rank runs; any error is one of all ranks."""
+        checked: list[Sample] = []
+        shortest: list[Sample] = []
+
+        def check() -> int:
+            checked.extend(self._checked(samples))
+            if self._parallel.fills_up:
+                shortest.extend(sorted(checked, key=lambda sample: self._retry.tokens([sample]))[:1])
+            return len(checked)
+
+        ranks = self._parallel.ranks
+        counts = ranks.all_results(check)
+        self._num_samples = sum(counts)
+        if self._num_samples == 0:
+            raise ConfigError("samples is empty; a step needs at least one")
+        filler = (shortest or checked or [None])[0]
+        if not all(counts):
+            filler = next(each for each in ranks.gather(filler) if each is not None)
+        assert filler is not None
+
+        def forward_backward() -> None:
+            batch = collated([filler] * 2, self._collate)
+            run_forward(self._loss, self._model, batch)[0].backward()  # type: ignore[no-untyped-call]
+
+        self._parallel.record(forward_backward, device_of(self._model))
+        return checked, filler
 
     def _checked(self, samples: Sequence[Sample]) -> list[Sample]:
         if isinstance(samples, Mapping):
@@ -230,8 +287,6 @@ class AdaptiveStep(Generic[Sample]):
                 "DataLoader with collate_fn=list yields"
             )
         samples = list(samples)
-        if not samples:
-            raise ConfigError("samples is empty; a step needs at least one")
         if any(parameter.grad is not None for parameter in self._parameters()):
             raise ConfigError(
                 "gradients are left over from before this step and would be lost if it ran out of memory; call "
@@ -244,21 +299,27 @@ class AdaptiveStep(Generic[Sample]):
 
     def _split(self, samples: list[Sample]) -> list[list[Sample]]:
         """Return ``samples`` in parts that are expected to fit, the longest first."""
+        parts = self._parts(samples)
+        if self._retry.parts_add_up or not self._parallel.ranks.any(len(parts) > 1):
+            return parts
+        module = self._retry.batch_dependent_module()
+        if module is not None:
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its "
+                "parts do not add up; set max_tokens=None and a smaller batch size"
+            )
+        return parts
+
+    def _parts(self, samples: list[Sample]) -> list[list[Sample]]:
         limits = [limit for limit in (self.max_tokens, self._retry.limit.max_tokens) if limit is not None]
-        if not limits or len(samples) == 1:
-            return [samples]
+        if not limits or len(samples) < 2:
+            return [samples] if samples else []
         lengths = [self._retry.tokens([sample]) for sample in samples]
         if self.max_tokens is None and padded_tokens(lengths) <= limits[0]:
             return [samples]
         # A high cost keeps the number of parts low where the user has not asked for any.
         forward_cost = limits[0] if self.max_tokens is None else FORWARD_COST
         split = split_by_length(lengths, Capacity.of_tokens(min(limits)), forward_cost)
-        module = self._retry.batch_dependent_module() if len(split) > 1 else None
-        if module is not None:
-            raise ConfigError(
-                f"max_tokens={self.max_tokens} would change the result: {module} computes over the batch, so its "
-                "parts do not add up; set max_tokens=None and a smaller batch size"
-            )
         return [[samples[index] for index in part] for part in split]
 
     def _discard(self) -> None:
@@ -275,14 +336,6 @@ def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> 
     for parameter in parameters:  # those that the optimizer does not have, too
         parameter.grad = None
     torch.clear_autocast_cache()  # copies of the weights before the step, where the caller's context is still open
-
-
-def _divisor_of_parts(parts: Sequence[Sequence[Any]]) -> int | None:
-    """Return what losses of parts are divided by; None if there is one part, whose number of losses is known.
-
-    It is near the number of losses, so that half precision neither overflows nor vanishes.
-    """
-    return None if len(parts) == 1 else sum(map(len, parts))
 
 
 def _divisor(number: torch.Tensor) -> torch.Tensor:

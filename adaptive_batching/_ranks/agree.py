@@ -36,6 +36,10 @@ class GroupError(AdaptiveBatchingError, RuntimeError):
         )
 
 
+class OtherRankError(AdaptiveBatchingError, RuntimeError):
+    """Raised where nothing is wrong, because another rank cannot go on. The message repeats its error."""
+
+
 def is_lost_rank(error: Exception) -> bool:
     """Return True if ``error`` means that another rank has closed its connections, as it does when its process ends."""
     lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -120,6 +124,27 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def all_results(self, function: Callable[[], T]) -> list[T]:
+        """Run ``function`` on every rank, and return all results; if it fails on one, raise an error on every rank.
+
+        That is the error itself where it happened, and an :class:`OtherRankError` with its words elsewhere.
+        """
+        if self.size == 1:
+            return [function()]
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        found = self.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        for rank, (_, words) in enumerate(found):
+            if words is not None:
+                raise OtherRankError(f"on rank {rank}, {words}")
+        return [each for each, _ in found]
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the first rank only, and return its result, or raise its error, on every rank."""

@@ -53,6 +53,13 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def sharded_roots(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules in ``model`` that FSDP2 shards, which may be the model itself."""
+    if isinstance(model, FSDPModule):
+        return [model]
+    return [root for child in model.children() for root in sharded_roots(child)]
+
+
 def can_drain() -> bool:
     """Return True if this torch has what draining needs: custom collectives, and a reset after an aborted iteration."""
     needed = ("set_custom_all_gather", "set_custom_reduce_scatter", "reset_iter_state")
