@@ -27,7 +27,7 @@ from adaptive_batching._transformers.evaluation_in_parts import EvaluationInPart
 from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
-from adaptive_batching._transformers.sharded import Sharded, shard
+from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
@@ -105,9 +105,8 @@ class AdaptiveRun:
             trainer.loss_is_scaled_for_ga = kind.takes_number
             self.step = StepInParts(trainer, kind, size, length, self.ranks, recovers=settings.recover_from_oom)
             if self.is_sharded:
-                self.step.sharded = Sharded(trainer, kind, samples)
-            # Ranks with a sharded model cannot find out later, by samples that are not the same on all of them.
-            if isinstance(size, (Fixed, ByLength)) or (self.is_sharded and settings.recover_from_oom):
+                self.step.record_collectives(samples)
+            if isinstance(size, (Fixed, ByLength)):
                 self.step.check_that_parts_add_up(samples)
         except Exception as error:
             if not is_out_of_memory(error):

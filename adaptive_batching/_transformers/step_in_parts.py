@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from adaptive_batching._loop.data_parallel import DataParallel
 from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._micro_batches.split import Capacity, split_by_length
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
-from adaptive_batching._transformers.sharded import Sharded
+from adaptive_batching._transformers.sharded import run_without_weight, sharded_models, short_with_targets
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 Parts = list[list[Sample]]
 ForwardBackward = Callable[[Any, Any], torch.Tensor]
 """(batch, num_items_in_batch) -> the loss; what ``training_step`` of a trainer does."""
-
-_BYTES_AT_ONCE = 2**25  # of gradients that are summed over ranks in one collective
 
 
 class StepInParts:
@@ -53,11 +51,14 @@ class StepInParts:
         recovers: bool = True,
     ) -> None:
         self.max_tokens: int | None = None
-        self.sharded: Sharded | None = None
-        """The model with what its parts communicate, if it is sharded."""
-
         self.kind = kind
+        """What the loss is."""
+
+        self.models = sharded_models(trainer)
+        """Models that are sharded."""
+
         self._trainer, self._size, self._ranks = trainer, size, ranks
+        self._parallel = DataParallel(ranks, self._parameters, self.models)
         self.retry = SampleRetry[Sample](
             trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
         )
@@ -99,16 +100,14 @@ class StepInParts:
                 partial(self._run, forward_backward, batch, number, total, len(parts))
                 for batch, number in zip(batches, numbers, strict=True)
             ]
-            if self.sharded is not None:
-                num_idle = int(self._ranks.largest(len(runs))) - len(runs)
-                runs += [self.sharded.run_idle] * num_idle
-                parts = [*parts, *[[self.sharded.sample]] * num_idle]
-            return [(parts, self.run(runs))]
+            fillers = [self._fillers] * self._parallel.num_fillers(len(parts))
+            runs += [partial(self._run_filler, forward_backward)] * len(fillers)
+            return [(parts + fillers, self.run(runs))]
 
         [(_, outcome)] = self.retry.run_until_fits(attempt)
         self.retry.end_step()
         self._note(inputs, batches)
-        self._sum_gradients()
+        self._parallel.sum_gradients(1 / self._ranks.size)
         self._share_metrics(saved)
         return torch.stack(outcome.results).sum()
 
@@ -116,10 +115,31 @@ class StepInParts:
         """Run forwards and backwards, up to the first that runs out of memory; the outcome is that of all ranks."""
         count_retries = partial(num_allocation_retries, self._trainer.args.device)
         with alone(self._trainer):
-            if self.sharded is not None:
-                return self.sharded.run(runs, self._ranks, self._discard, count_retries)
-            outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
-        return self._agreed(outcome)
+            return self._parallel.run([partial(self._run_alike, each) for each in runs], self._discard, count_retries)
+
+    def record_collectives(self, samples: Sequence[Sample]) -> None:
+        """Learn what a sharded model communicates, from a short one of ``samples``, which is to fill up as well.
+
+        Raises:
+            ConfigError: If that is more than FSDP does.
+            DoesNotFitError: If memory runs out.
+        """
+        trainer = self._trainer
+        self._fillers = [short_with_targets(trainer, self.kind, samples)]
+        end_forward(self.models)
+        with alone(trainer):
+            record = partial(self._run_filler, partial(trainer.forward_backward, trainer.model))
+            self._parallel.record(partial(self._run_alike, record), trainer.args.device)
+
+    def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        loss = run()
+        end_forward(self.models[1:])  # so that the next part gathers them again
+        return loss
+
+    def _run_filler(self, forward_backward: ForwardBackward) -> torch.Tensor:
+        batch = collated(self._fillers, self._trainer.data_collator)
+        number = self.kind.count(batch, 1) if self.kind.takes_number else None
+        return run_without_weight(self._trainer, partial(forward_backward, batch, number))
 
     def _with_number(self, samples: list[Sample]) -> tuple[Any, int]:
         return self._trainer.data_collator(samples), len(samples)
@@ -161,17 +181,12 @@ class StepInParts:
             trainer.current_gradient_accumulation_steps = num_parts
             return forward_backward(batch, total)
         if number == 0 and total != 0:  # the mean of nothing is NaN
-            return torch.zeros((), device=trainer.args.device) if self.sharded is None else self.sharded.run_idle()
+            if self.models:
+                return self._run_filler(forward_backward)
+            return torch.zeros((), device=trainer.args.device)
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
         trainer.current_gradient_accumulation_steps = float(total) / float(number) if total != 0 else 1
         return forward_backward(batch, None)
-
-    def _agreed(self, outcome: Outcome[torch.Tensor]) -> Outcome[torch.Tensor]:
-        """Return the outcome with what happened on any rank."""
-        worst = self._ranks.largest(2 if outcome.failed else 1 if outcome.retried else 0)
-        if worst == 2 and not outcome.failed:
-            self._discard()
-        return replace(outcome, failed=worst == 2, retried=worst == 1)
 
     def _discard(self) -> None:
         for parameter in self._parameters():
@@ -201,31 +216,3 @@ class StepInParts:
             metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
         self._trainer._total_train_tokens = saved["_total_train_tokens"] + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
-
-    def _sum_gradients(self) -> None:
-        """Replace the gradients by their mean over ranks, as DDP and FSDP do in the backward pass."""
-        if self._ranks.size == 1 or self.sharded is not None:
-            return
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:  # unused on this rank, perhaps not on others
-                parameter.grad = torch.zeros_like(parameter)
-        for group in _in_groups([parameter.grad for parameter in parameters]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in group])
-            dist.all_reduce(flat)
-            flat /= self._ranks.size
-            for gradient, mean in zip(group, torch.split(flat, [each.numel() for each in group]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
-
-
-def _in_groups(gradients: Sequence[Any]) -> list[list[torch.Tensor]]:
-    """Return gradients of one type in groups of some size."""
-    groups: list[list[torch.Tensor]] = []
-    num_bytes = 0
-    for gradient in sorted(gradients, key=lambda each: str(each.dtype)):
-        if not groups or groups[-1][0].dtype != gradient.dtype or num_bytes + gradient.nbytes > _BYTES_AT_ONCE:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append(gradient)
-        num_bytes += gradient.nbytes
-    return groups

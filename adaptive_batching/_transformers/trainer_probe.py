@@ -19,6 +19,7 @@ from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.sharded import can_be_traced
 from adaptive_batching._transformers.step_in_parts import StepInParts
 
 _FORWARDS = ("forward", "_original_forward")
@@ -34,8 +35,8 @@ def probe(
     State is restored afterwards, with the model and the optimizer as they were before Accelerate prepared them; one
     that is sharded stays so.
     """
-    kind, sharded = step.kind, step.sharded
-    with _prepared(trainer, keeps=sharded is not None) as (whole, optimizer), alone(trainer):
+    kind = step.kind
+    with _prepared(trainer, keeps=bool(step.models)) as (whole, optimizer), alone(trainer):
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             def forward_backward(inputs: Any, count: int) -> torch.Tensor:
@@ -44,7 +45,7 @@ def probe(
 
             def run(batch: Any) -> None:
                 forwards = [partial(forward_backward, *batch)] * (2 if in_parts else 1)
-                if sharded is None or model is not whole:
+                if not step.models or model is not whole:
                     for each in forwards:
                         each()
                 elif (outcome := step.run(forwards)).failed:
@@ -65,7 +66,7 @@ def probe(
         device = trainer.args.device
         trained = TrainingStep(
             whole, [optimizer], make_batch, bind, on_cuda=device.type == "cuda",
-            can_be_traced=sharded is None or sharded.can_be_traced,
+            can_be_traced=can_be_traced(step.models),
         )  # fmt: skip
         return find_largest(trained, settings, memory_meter(device), request)
 
