@@ -104,8 +104,7 @@ class AdaptiveRun:
             kind = find_loss_kind(trainer, samples)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             self.step = StepInParts(trainer, kind, size, length, self.ranks, recovers=settings.recover_from_oom)
-            if self.is_sharded:
-                self.step.record_collectives(samples)
+            self.step.get_ready(samples)
             if isinstance(size, (Fixed, ByLength)):
                 self.step.check_that_parts_add_up(samples)
         except Exception as error:

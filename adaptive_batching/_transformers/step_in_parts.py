@@ -58,6 +58,7 @@ class StepInParts:
         """Models that are sharded."""
 
         self._trainer, self._size, self._ranks = trainer, size, ranks
+        self._fillers: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._parallel = DataParallel(ranks, self._parameters, self.models)
         self.retry = SampleRetry[Sample](
             trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
@@ -117,8 +118,8 @@ class StepInParts:
         with alone(self._trainer):
             return self._parallel.run([partial(self._run_alike, each) for each in runs], self._discard, count_retries)
 
-    def record_collectives(self, samples: Sequence[Sample]) -> None:
-        """Learn what a sharded model communicates, from a short one of ``samples``, which is to fill up as well.
+    def get_ready(self, samples: Sequence[Sample]) -> None:
+        """Choose a short one of ``samples`` to fill up with, and learn from it what a sharded model communicates.
 
         Raises:
             ConfigError: If that is more than FSDP does.
