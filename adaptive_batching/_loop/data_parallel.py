@@ -24,7 +24,13 @@ from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
-from adaptive_batching._ranks.fsdp import CannotRecoverError, MicroBatchCollectives, can_drain, sharded_roots
+from adaptive_batching._ranks.fsdp import (
+    CannotRecoverError,
+    MicroBatchCollectives,
+    can_drain,
+    end_forward,
+    sharded_roots,
+)
 from adaptive_batching._ranks.gradient_sum import GradientSum
 from adaptive_batching._values import ConfigError
 
@@ -118,7 +124,9 @@ class DataParallel:
             Exception: Any other error of a part; an :class:`OtherRankError` repeats it on all other ranks.
         """
         if self.ranks.size == 1 and not self._roots:
-            return run_micro_batches(parts, ALONE, None, discard, count_retries)
+            with self.without_sync():
+                return run_micro_batches(parts, ALONE, None, discard, count_retries)
+        end_forward(self._roots)  # of an evaluation, which leaves parameters gathered
         broken: list[Exception] = []
         runs = [partial(_noting, part, broken) for part in parts]
         if self._sum is not None:
@@ -189,14 +197,15 @@ def data_parallel_of(model: nn.Module, parameters: Callable[[], Sequence[nn.Para
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     copies = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     roots = sharded_roots(model)
+    copy = copies[0] if copies else None
     if size == 1 and not roots:
-        return DataParallel(ALONE, parameters)
+        return DataParallel(ALONE, parameters, copy=copy)
     why = _why_not_sharded(roots, parameters(), size) if roots else _why_no_copies(model, copies, parameters(), size)
     if not why and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         why = "SyncBatchNorm communicates within a forward, which may run out of memory; leave it out"
     if why:
         raise ConfigError(why)
-    return DataParallel(Ranks(parameters()[0].device), parameters, roots, copies[0] if copies else None)
+    return DataParallel(Ranks(parameters()[0].device), parameters, roots, copy)
 
 
 def _why_not_sharded(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter], size: int) -> str:

@@ -44,11 +44,13 @@ class AdaptiveStep(Generic[Sample]):
     state of torch's random number generators is put back, and the same samples run again in smaller parts: none is lost
     and none counts twice.
 
-    For one process with one device. A batch whose samples depend on each other, as with batch normalisation, is not
-    split.
+    A batch whose samples depend on each other, as with batch normalisation, is not split.
+
+    In a process group whose ranks train together with DDP or FSDP2, each rank calls it with samples of its own, as many
+    as it has, and "all samples" below are those of all ranks. If one of them runs out of memory, all run theirs again.
 
     Args:
-        model: The model, on its device.
+        model: The model, on its device. On several, as ``DistributedDataParallel`` or ``fully_shard`` returns it.
         optimizer: Its optimizer, which may have parameters from elsewhere as well, such as those of the loss.
         loss: Runs the forward pass: (model, batch) -> the sum of the batch's losses, a scalar tensor, and their number,
             which is that of its samples or target tokens, or the sum of their weights. A mean will not do: parts have
@@ -60,7 +62,7 @@ class AdaptiveStep(Generic[Sample]):
         clip_norm: Largest L2 norm of the gradient of all parameters; None to leave it as it is.
 
     Raises:
-        ConfigError: If the process is one of several that train together.
+        ConfigError: If several processes train together in another way.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class AdaptiveStep(Generic[Sample]):
             The mean loss: a scalar on the model's device, without a graph.
 
         Raises:
-            ConfigError: If ``samples`` is empty or collated already, gradients are left over from before, ``loss``
+            ConfigError: If ``samples`` is empty on all ranks or collated already, gradients are left over from before, ``loss``
                 returns something else than a sum and a number, ``length`` something else than a whole number, or
                 :attr:`max_tokens` would split a batch whose parts do not add up to it.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
@@ -165,7 +167,7 @@ class AdaptiveStep(Generic[Sample]):
         def run(divisor: float | None, part: list[Sample], weight: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
             total, number = self._retry.forward(part)
             if weight == 0:
-                total, number = total * 0, number * 0
+                total, number = 0 * total.nan_to_num(), 0 * number
             backward(total / (_divisor(number) if divisor is None else divisor))
             return total.detach(), number
 

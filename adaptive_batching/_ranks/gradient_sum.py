@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._ranks.fsdp import CannotRecoverError
 from adaptive_batching._values import ConfigError
 
 _BYTES_AT_ONCE = 2**25  # of gradients that are summed in one collective
@@ -51,18 +53,29 @@ class GradientSum:
         for parameter, is_used in zip(trained, used, strict=True):
             if not is_used:
                 parameter.grad = None
-        for group in _in_groups(trained):
-            if len(group) == 1:
-                dist.all_reduce(group[0])
-                group[0].mul_(scale)
-                continue
-            flat = self._room[: sum(part.nbytes for part in group)].view(group[0].dtype)
-            torch.cat(group, out=flat)
-            dist.all_reduce(flat)
-            flat.mul_(scale)
-            for part, summed in zip(group, flat.split([part.numel() for part in group]), strict=True):
-                part.copy_(summed)
+        try:
+            for group in _in_groups(trained):
+                self._sum(group, scale)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CannotRecoverError(
+                "memory ran out inside a collective that sums gradients: whether the other ranks got what they wait "
+                "for is unknown, so the step cannot run again. Set a smaller batch size"
+            ) from error
         self._room = torch.empty(0)
+
+    def _sum(self, group: list[torch.Tensor], scale: float) -> None:
+        if len(group) == 1:
+            dist.all_reduce(group[0])
+            group[0].mul_(scale)
+            return
+        flat = self._room[: sum(part.nbytes for part in group)].view(group[0].dtype)
+        torch.cat(group, out=flat)
+        dist.all_reduce(flat)
+        flat.mul_(scale)
+        for part, summed in zip(group, flat.split([part.numel() for part in group]), strict=True):
+            part.copy_(summed)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters() if parameter.requires_grad]

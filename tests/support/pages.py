@@ -46,9 +46,11 @@ def blocks(language: str) -> list[Block]:
     return found
 
 
-def loops() -> list[str]:
-    """The whole training loops among the blocks of Python."""
-    return [block.text for block in blocks("python") if "AdaptiveStep" in block.text]
+def loops(library: str = "") -> list[str]:
+    """The whole training loops among the blocks of Python: those with a library, or with none besides torch."""
+    found = [block.text for block in blocks("python") if "AdaptiveStep" in block.text]
+    of_library = {text: re.search("^from (accelerate|lightning)", text) for text in found}
+    return [text for text, match in of_library.items() if (match[1] if match else "") == library]
 
 
 def commands() -> Iterator[tuple[str, str]]:
