@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -33,6 +34,15 @@ def sharded_models(trainer: Any) -> list[nn.Module]:
     """Return what FSDP2 shards of the model of ``trainer`` and others that it needs, such as a reference model."""
     models = [each for each in (trainer.model, *vars(trainer).values()) if isinstance(each, nn.Module)]
     return list({id(each): each for each in models if is_sharded(each)}.values())
+
+
+def head_of(model: nn.Module) -> list[FSDPModule]:
+    """Return the output layer if it is sharded, apart from other layers or with them; TRL may gather its weight itself.
+
+    It does not if the layer has been gathered before.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return [head] if isinstance(head, FSDPModule) else []
 
 
 def can_be_traced(models: Sequence[nn.Module]) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching._loop.data_parallel import DataParallel
 from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
@@ -18,7 +19,7 @@ from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
-from adaptive_batching._transformers.sharded import run_without_weight, sharded_models, short_with_targets
+from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 Parts = list[list[Sample]]
@@ -58,6 +59,7 @@ class StepInParts:
         """Models that are sharded."""
 
         self._trainer, self._size, self._ranks = trainer, size, ranks
+        self._gathered_first: list[FSDPModule] = []
         self._fillers: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._parallel = DataParallel(ranks, self._parameters, self.models)
         self.retry = SampleRetry[Sample](
@@ -128,11 +130,20 @@ class StepInParts:
         trainer = self._trainer
         self._fillers = [short_with_targets(trainer, self.kind, samples)]
         end_forward(self.models)
+        forward_backward = partial(self._run_filler, partial(trainer.forward_backward, trainer.model))
+        record = partial(self._parallel.record, partial(self._run_alike, forward_backward), trainer.args.device)
         with alone(trainer):
-            record = partial(self._run_filler, partial(trainer.forward_backward, trainer.model))
-            self._parallel.record(partial(self._run_alike, record), trainer.args.device)
+            try:
+                record()
+            except ConfigError:
+                self._gathered_first = head_of(trainer.model)
+                if not self._gathered_first:
+                    raise
+                record()
 
     def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        for unit in self._gathered_first:
+            unit.unshard()
         loss = run()
         end_forward(self.models[1:])  # so that the next part gathers them again
         return loss
