@@ -22,7 +22,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 from adaptive_batching._ranks import fsdp
-from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import trainers
 
 RANK = int(os.environ.get("RANK", 0))
@@ -43,7 +43,7 @@ OURS = {
 """Settings of a run by its name; other names are places where memory runs out once."""
 
 GROWING = {"gradient_accumulation_steps": 1, "num_train_epochs": 3}
-SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0, "ddp_backend": "gloo"}
+SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
 
 
 class ShortOnOneRank(trainers.OutOfMemory):
@@ -120,7 +120,7 @@ def sharding_on_hosts() -> Iterator[None]:
 def make(name: str, folder: Path, **more: Any) -> Any:
     """Return the trainer of a run."""
     strategy, ours, model = name.split()
-    settings: dict[str, Any] = {**SHORT, **(GROWING if ours == "growing" else {}), **more}
+    settings: dict[str, Any] = {**SHORT, **(GROWING if ours == "growing" else {}), "ddp_backend": "gloo", **more}
     settings |= {"fsdp": True} if strategy == "fsdp" else {}
     arguments = OURS.get(ours, AdaptiveArguments(micro_batch_size=3))
     torch.manual_seed(0)
@@ -163,7 +163,9 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 def outcome(trainer: Any) -> dict[str, Any]:
     """Return what a trainer has logged, its weights in numbers, and what ours has found."""
-    values = [value.full_tensor() if isinstance(value, DTensor) else value for value in trainer.model.state_dict().values()]
+    values = [
+        value.full_tensor() if isinstance(value, DTensor) else value for value in trainer.model.state_dict().values()
+    ]
     digest = hashlib.sha256(b"".join(value.float().numpy().tobytes() for value in values)).hexdigest()
     sums = [float(value.double().abs().sum()) for value in values]
     found = {"logged": trainers.logged(trainer), "weights": sums, "digest": digest}
@@ -175,21 +177,26 @@ def outcome(trainer: Any) -> dict[str, Any]:
 
 
 def runs() -> list[str]:
-    both = ["stock llama", "parts llama", "short llama", "probed llama", "maximum llama"]
-    ddp = [*both, "parts bert", "short bert"]
+    ddp = ["parts llama", "short llama", "probed llama", "parts bert", "short bert"]
     places = [f"{place} llama" for place in ("forward", "head", "backward", "gather", "reduce")]
-    sharded = [*both, "off llama", "growing llama", "parts classes", "short classes", *places]
+    sharded = [
+        "stock llama",
+        "off llama",
+        "short llama",
+        "probed llama",
+        "maximum llama",
+        "growing llama",
+        "short classes",
+    ]
     if importlib.util.find_spec("trl") is not None:
-        of_trl = [f"{ours} {model}" for model in ("sft", "dpo", "reward") for ours in ("stock", "parts", "short")]
-        ddp += [*of_trl, "probed sft"]
-        sharded += [*of_trl, "probed dpo", *(f"{ours} lora" for ours in ("stock", "parts", "short"))]
-    return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in sharded]
+        ddp += [f"{ours} {model}" for model in ("sft", "dpo", "reward") for ours in ("stock", "short")]
+        ddp += ["parts sft", "probed sft"]
+        sharded += ["short sft", "short dpo", "short reward", "probed dpo"]
+        if importlib.util.find_spec("peft") is not None:
+            sharded += ["stock lora", "short lora"]
+    return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in (*sharded, *places)]
 
 
 if __name__ == "__main__":
-    import time
-    def run_(name, folder, run=run):
-        b=time.process_time(), time.time(); r=run(name, folder); print("TIME", name, time.process_time()-b[0], time.time()-b[1], file=sys.stderr, flush=True); return r
-    run = run_
     found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:] or runs()}
     Path(sys.argv[1], f"rank_{RANK}.json").write_text(json.dumps(found))
