@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
@@ -57,10 +58,12 @@ def _check_fsdp(trainer: Any) -> None:
     plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.parallelism_config
     if plugin.fsdp_version != 2:
         raise ConfigError("FSDP1 leaves ranks waiting for one that runs out of memory; set fsdp_config={'version': 2}")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ConfigError("fsdp_config cpu_offload=True steps the optimizer on the host; set it to False")
     if mesh is not None and mesh.dp_replicate_size > 1:
         raise ConfigError(
-            f"dp_replicate_size={mesh.dp_replicate_size} sums gradients in a second collective, for which other ranks "
-            f"would wait; set it to 1"
+            f"parallelism_config dp_replicate_size={mesh.dp_replicate_size} sums gradients in a second collective, for "
+            f"which ranks would wait if one ran out of memory; set it to 1"
         )
     if not can_drain():
         raise ConfigError(f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can); train with DDP")
@@ -76,6 +79,10 @@ def check_data(trainer: Any) -> None:
     for key in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, key):
             raise ConfigError(f"accelerator_config.{key}=True cuts batches after they are collated; set it to False")
+    if args.world_size > 1 and not args.accelerator_config.even_batches:
+        raise ConfigError(
+            "accelerator_config.even_batches=False gives ranks different numbers of steps; set it to True"
+        )
 
 
 def check_loader(trainer: Any, loader: Any) -> list[BatchSampler]:
