@@ -80,9 +80,7 @@ def check_data(trainer: Any) -> None:
         if getattr(args.accelerator_config, key):
             raise ConfigError(f"accelerator_config.{key}=True cuts batches after they are collated; set it to False")
     if args.world_size > 1 and not args.accelerator_config.even_batches:
-        raise ConfigError(
-            "accelerator_config.even_batches=False gives ranks different numbers of steps; set it to True"
-        )
+        raise ConfigError("accelerator_config.even_batches=False gives ranks unequal numbers of steps; set it to True")
 
 
 def check_loader(trainer: Any, loader: Any) -> list[BatchSampler]:

@@ -229,8 +229,8 @@ def test_what_leaves_ranks_waiting_is_refused_in_one_line(
     check_trainer(trainer)
     state = trainer.accelerator.state
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
-    monkeypatch.setattr(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**plugin))
-    monkeypatch.setattr(state, "parallelism_config", ParallelismConfig(**mesh) if mesh else None)
+    monkeypatch.setattr(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**plugin), raising=False)
+    monkeypatch.setattr(state, "parallelism_config", ParallelismConfig(**mesh) if mesh else None, raising=False)
     with pytest.raises(ConfigError, match=said) as caught:
         check_trainer(trainer)
     assert "\n" not in str(caught.value)
