@@ -41,7 +41,8 @@ def head_of(model: nn.Module) -> list[FSDPModule]:
 
     It does not if the layer has been gathered before.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    get: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = get()
     return [head] if isinstance(head, FSDPModule) else []
 
 

@@ -46,8 +46,8 @@ def probe(
             def run(batch: Any) -> None:
                 forwards = [partial(forward_backward, *batch)] * (2 if in_parts else 1)
                 if not step.models or model is not whole:
-                    for each in forwards:
-                        each()
+                    for forward in forwards:
+                        forward()
                 elif (outcome := step.run(forwards)).failed:
                     raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
                 parameters = parameters_of(model, optimizers)
