@@ -28,10 +28,11 @@ from adaptive_batching._ranks.fsdp import (
     CannotRecoverError,
     MicroBatchCollectives,
     can_drain,
+    divides_gradients,
     end_forward,
     sharded_roots,
 )
-from adaptive_batching._ranks.gradient_sum import GradientSum
+from adaptive_batching._ranks.gradient_sum import GradientSum, copy_from_first, sums_over_ranks
 from adaptive_batching._values import ConfigError
 
 T = TypeVar("T")
@@ -169,17 +170,15 @@ class DataParallel:
         """Return the sums of both, scalars, over ranks."""
         if self.ranks.size == 1:
             return loss, number
-        both = torch.stack([loss.double(), number.to(loss.device).double()])
-        dist.all_reduce(both)
-        return both[0].to(loss.dtype), both[1].to(number.dtype)
+        loss, number = sums_over_ranks([loss, number], loss.device)
+        return loss, number
 
     def sum_gradients(self, scale: float = 1.0) -> None:
         """Make each gradient its sum over ranks times ``scale``, after :meth:`run`; buffers are those of the first."""
         if self._sum is not None:
             self._sum.run(scale)
             if self._copy is not None and self._copy.broadcast_buffers:
-                for buffer in self._copy.modules_buffers:
-                    dist.broadcast(buffer, src=0)
+                copy_from_first(self._copy.modules_buffers)
             return
         factor = scale * (self.ranks.size if self._roots else 1)  # FSDP2 has taken the mean
         for parameter in self._parameters() if factor != 1 else ():
@@ -218,6 +217,8 @@ def _why_not_sharded(roots: Sequence[nn.Module], parameters: Sequence[nn.Paramet
     meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
     if any(mesh.ndim > 1 or mesh.size() != size for mesh in meshes):
         return f"AdaptiveStep trains with FSDP2 over all {size} processes, without HSDP or tensor parallelism"
+    if divides_gradients(roots):
+        return "set_gradient_divide_factor scales gradients that AdaptiveStep scales itself; leave it out"
     if any(parameter.device.type != mesh.device_type for parameter in trained for mesh in meshes):
         return "AdaptiveStep trains with FSDP2 without CPUOffloadPolicy"
     return ""

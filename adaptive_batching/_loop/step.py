@@ -143,10 +143,11 @@ class AdaptiveStep(Generic[Sample]):
             The mean loss: a scalar on the model's device, without a graph.
 
         Raises:
-            ConfigError: If ``samples`` is empty on all ranks or collated already, gradients are left over from before, ``loss``
-                returns something else than a sum and a number, ``length`` something else than a whole number, or
-                :attr:`max_tokens` would split a batch whose parts do not add up to it.
+            ConfigError: If ``samples`` is collated already, or empty on every rank, gradients are left over from
+                before, ``loss`` returns something else than a sum and a number, ``length`` something else than a whole
+                number, or :attr:`max_tokens` would split a batch whose parts do not add up to it.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
+            Exception: Any error of ``loss``, ``collate`` or ``backward``; an error on other ranks repeats it.
         """
         with self._parallel.without_sync():
             samples, filler = self._begin(samples)
@@ -231,7 +232,7 @@ class AdaptiveStep(Generic[Sample]):
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             is_real = model is whole
-            parallel = self._parallel if is_real else DataParallel(ALONE, model.parameters)
+            parallel = self._parallel if is_real else DataParallel(ALONE, lambda: parameters_of(model, optimizers))
             of_batch = partial(forward_backward, self._model if is_real else model)
 
             def run(batch: Any) -> None:
@@ -270,7 +271,7 @@ class AdaptiveStep(Generic[Sample]):
         self._num_samples = sum(counts)
         if self._num_samples == 0:
             raise ConfigError("samples is empty; a step needs at least one")
-        filler = (shortest or checked or [None])[0]
+        filler = next(iter(shortest or checked), None)
         if not all(counts):
             filler = next(each for each in ranks.gather(filler) if each is not None)
         assert filler is not None

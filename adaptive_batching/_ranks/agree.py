@@ -1,6 +1,6 @@
 """Agreement among the ranks of a run.
 
-Every collective that this package adds to a training program is in this module or :mod:`adaptive_batching._ranks.fsdp`.
+Every collective that this package adds to a plain loop is in this module or one of its neighbours.
 All ranks call them in the same order; without a process group they return their input.
 """
 

@@ -66,6 +66,13 @@ def can_drain() -> bool:
     return all(hasattr(FSDPModule, name) for name in needed) and _AllGatherBase is not object
 
 
+def divides_gradients(roots: Sequence[nn.Module]) -> bool:
+    """Return True if gradients are divided by something else than the number of ranks."""
+    units = [unit for root in roots if isinstance(root, FSDPModule) for unit in _units_of(root)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    return any(group.gradient_divide_factor is not None for group in groups)
+
+
 def end_forward(models: Sequence[nn.Module]) -> None:
     """Take back what a forward without a backward leaves of the sharded among ``models``.
 

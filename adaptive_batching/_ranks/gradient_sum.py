@@ -74,11 +74,24 @@ class GradientSum:
         torch.cat(group, out=flat)
         dist.all_reduce(flat)
         flat.mul_(scale)
-        for part, summed in zip(group, flat.split([part.numel() for part in group]), strict=True):
+        for part, summed in zip(group, torch.split(flat, [part.numel() for part in group]), strict=True):
             part.copy_(summed)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._parameters() if parameter.requires_grad]
+
+
+def sums_over_ranks(values: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return the sum over ranks of each value, a scalar, with its own type and on ``device``."""
+    together = torch.stack([value.to(device).double() for value in values])
+    dist.all_reduce(together)
+    return [summed.to(value.dtype) for summed, value in zip(together, values, strict=True)]
+
+
+def copy_from_first(buffers: Sequence[torch.Tensor]) -> None:
+    """Replace buffers by those of the first rank, as DDP does before a forward."""
+    for buffer in buffers:
+        dist.broadcast(buffer, src=0)
 
 
 def _in_groups(parameters: Sequence[nn.Parameter]) -> list[list[torch.Tensor]]:
@@ -97,4 +110,4 @@ def _in_groups(parameters: Sequence[nn.Parameter]) -> list[list[torch.Tensor]]:
 def _flat_parts(parameters: Sequence[nn.Parameter]) -> Iterator[torch.Tensor]:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.numel():
-            yield from parameter.grad.view(-1).split(_BYTES_AT_ONCE // parameter.grad.itemsize)
+            yield from torch.split(parameter.grad.view(-1), _BYTES_AT_ONCE // parameter.grad.itemsize)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,7 +50,7 @@ class Faulty(Model):
         self.where = where
         self.sometimes, self.never = (nn.Parameter(torch.ones(20)) for _ in range(2))
         self.rare_token = 7
-        self.register_buffer("seen", torch.zeros(()))
+        self.seen = nn.Buffer(torch.zeros(()))
 
     def use_every_parameter(self) -> None:
         """Have none that is used in some forwards only, as FSDP2 cannot reduce its gradient."""
@@ -63,7 +63,7 @@ class Faulty(Model):
             logits = super().forward(tokens)
         finally:
             self.most_tokens = most
-        self.seen += tokens.numel()
+        self.seen.add_(tokens.numel())
         is_rare = tokens == self.rare_token
         if self.rare_token >= 0 and is_rare.any():
             logits = torch.where(is_rare[..., None], logits * self.sometimes, logits)
@@ -87,7 +87,12 @@ def wrapped(kind: str, model: Faulty, **options: Any) -> nn.Module:
     model.use_every_parameter()
     for layer in (model.embedding, model.out):
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return sharded(model, **options)
+
+
+def sharded(model: nn.Module, **options: Any) -> nn.Module:
+    fully_shard(model, **options)
+    return model
 
 
 def make_step(
@@ -183,17 +188,18 @@ def wrong_in_backward(model: nn.Module, batch: Any) -> Any:
 def mistakes(kind: str) -> dict[str, Any]:
     """Errors of one rank and of both, after each of which the ranks still agree."""
     batch = BATCHES[0][RANK]
+    wrong_on_one: Any = collate(batch) if RANK == 1 else batch
     found = {
         "mean": error_of(lambda: make_step(kind, make_model(), mean_on_one)[1](batch)),
         "backward": error_of(lambda: make_step(kind, make_model(), wrong_in_backward)[1](batch)),
-        "collated": error_of(lambda: make_step(kind, make_model())[1](collate(batch) if RANK == 1 else batch)),
+        "collated": error_of(lambda: make_step(kind, make_model())[1](wrong_on_one)),
         "empty": error_of(lambda: make_step(kind, make_model())[1]([])),
         "long": error_of(lambda: train_with(kind, make_model("forward"), 20 if RANK == 1 else 10**9)),
     }
-    for norm in (nn.BatchNorm1d, Centred):
-        for max_tokens in (64, None):
-            model = make_model("forward", norm(16) if norm is nn.BatchNorm1d else norm())
-            found[f"{norm.__name__}, {max_tokens}"] = error_of(partial(train_with, kind, model, 64, max_tokens))
+    for max_tokens in (64, None):
+        for norm in (nn.BatchNorm1d(16), Centred()):
+            model = make_model("forward", norm)
+            found[f"{type(norm).__name__}, {max_tokens}"] = error_of(partial(train_with, kind, model, 64, max_tokens))
     return found
 
 
@@ -227,7 +233,8 @@ def refusals() -> dict[str, str]:
         "static": of(lambda: wrapped("ddp", make_model(), static_graph=True)),
         "group": of(lambda: wrapped("ddp", make_model(), process_group=alone)),
         "hsdp": of(lambda: wrapped("fsdp2", make_model(), mesh=mesh)),
-        "layers": of(lambda: nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))),
+        "layers": of(lambda: nn.Sequential(sharded(nn.Linear(2, 2)), nn.Linear(2, 2))),
+        "factor": of(with_factor),
         "of the loss": of(lambda: wrapped("fsdp2", make_model()), lambda: [nn.Parameter(torch.ones(2))]),
     }
     model = wrapped("ddp", make_model())
@@ -235,6 +242,14 @@ def refusals() -> dict[str, str]:
     with mock.patch.object(data_parallel, "can_drain", return_value=False):
         found["old torch"] = of(lambda: wrapped("fsdp2", make_model()))
     return {**found, "sync batch norm": of(lambda: model)}
+
+
+def with_factor() -> nn.Module:
+    model = make_model()
+    prepared = wrapped("fsdp2", model)
+    assert isinstance(model.out, FSDPModule)
+    model.out.set_gradient_divide_factor(1.0)
+    return prepared
 
 
 def in_a_collective() -> str:
