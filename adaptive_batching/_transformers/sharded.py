@@ -41,8 +41,8 @@ def head_of(model: nn.Module) -> list[FSDPModule]:
 
     It does not if the layer has been gathered before.
     """
-    get: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = get()
+    owner: Any = model
+    head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
     return [head] if isinstance(head, FSDPModule) else []
 
 
