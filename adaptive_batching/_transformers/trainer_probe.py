@@ -18,7 +18,7 @@ from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._trace.training import Run, TrainingStep
-from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters, replaced
 from adaptive_batching._transformers.sharded import can_be_traced
 from adaptive_batching._transformers.step_in_parts import StepInParts
 
@@ -41,7 +41,11 @@ def probe(
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
             def forward_backward(inputs: Any, count: int) -> torch.Tensor:
                 number = kind.count(inputs, count) if kind.takes_number else None
-                return trainer.forward_backward(model, dict(inputs), number)  # type: ignore[no-any-return]
+                stays = (
+                    {} if model is whole else {"_prepare_inputs": lambda batch: batch}
+                )  # a trace has a device of its own
+                with replaced(trainer, **stays):
+                    return trainer.forward_backward(model, dict(inputs), number)  # type: ignore[no-any-return]
 
             def run(batch: Any) -> None:
                 forwards = [partial(forward_backward, *batch)] * (2 if in_parts else 1)
