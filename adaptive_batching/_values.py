@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+DRY_RUN = "ADAPTIVE_BATCHING_DRY_RUN"
+"""Variable of the environment that a process of a dry run has. Its values are all zero."""
+
 _BYTES_PER_UNIT = {
     "": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
     "KB": 10**3, "MB": 10**6, "GB": 10**9,

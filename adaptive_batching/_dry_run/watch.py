@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import sys
@@ -235,6 +236,7 @@ class Watch:
         partial.replace(self._folder / f"{self._process}.json")
 
     def _read_history(self, device: int) -> dict[str, Any]:
+        gc.disable()  # the process ends; a collection would look at all of a million events, again and again
         failed = self._out_of_memory[-1] if self._out_of_memory else None
         traces = torch.cuda.memory._snapshot()["device_traces"]
         of_device = traces[device] if device < len(traces) else []

@@ -30,7 +30,7 @@ from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._trace.training import TrainingStep, has_states, trainable
-from adaptive_batching._values import ConfigError, memory_size
+from adaptive_batching._values import DRY_RUN, ConfigError, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Trial:
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))
-            stack.enter_context(unchanged(self._step.model, self._step.optimizers, self._scratch))
+            stack.enter_context(unchanged(self._step.model, self._stepped(), self._scratch))
             self._meter.release()
             with self._limited():
                 self._make_optimizer_states()
@@ -134,6 +134,10 @@ class Trial:
         strained = f", the allocator had to empty its cache {retries} times" if retries and not ran_out else ""
         log.info("batch size %d: %s, %.1f s%s", batch_size, took, seconds, strained)
         return Measurement(batch_size, fits, peak_bytes, seconds, overhead, retries, freed_bytes=freed_bytes)
+
+    def _stepped(self) -> list[Optimizer]:
+        """Return the optimizers that a trial steps, if only to make their states."""
+        return [each for each in self._step.optimizers if self._step.updates or not has_states(each)]
 
     def _runs_out(self, function: Callable[[], None]) -> bool:
         try:
@@ -227,8 +231,11 @@ def kept_aside(tensors: Sequence[torch.Tensor], scratch: Path | None) -> Iterato
     """Restore tensors on exit, from copies that take no device memory: on the host, or for host tensors in a file.
 
     Copies of device tensors also go to the file if host memory is short. The file is in ``scratch`` if the folder for
-    temporary files has no room; if neither has, raise ConfigError.
+    temporary files has no room; if neither has, raise ConfigError. In a dry run nothing is copied: all values are zero.
     """
+    if DRY_RUN in os.environ:
+        yield
+        return
     local = [_local(tensor) for tensor in tensors]
     on_host = sum(tensor.nbytes for tensor in local if tensor.device.type == "cpu")
     on_device = sum(tensor.nbytes for tensor in local) - on_host

@@ -7,6 +7,7 @@ import math
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,11 +15,11 @@ from unittest import mock
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config as torchtune_config
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import get_adapter_state_dict
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 import adaptive_batching.__main__
-from adaptive_batching._torchtune import meta_setup
+from adaptive_batching._torchtune import meta_setup, stand_ins
 from adaptive_batching._torchtune.names import register
 from adaptive_batching._torchtune.plan_command import load_config
 from adaptive_batching._values import ConfigError
@@ -28,13 +29,20 @@ SAMPLES = 2**15
 
 _HERE = "adaptive_batching._torchtune.dry_run"  # which runs as a program
 _FILE = "model.safetensors"
-_LOADED = {"checkpointer": "model", "ref_checkpointer": "model", "teacher_checkpointer": "teacher_model"}
+# Key of a checkpointer -> that of its model, the first of these that a config has
+_LOADED = {
+    "checkpointer": ("model", "policy_model"), "ref_checkpointer": ("model",),
+    "teacher_checkpointer": ("teacher_model",), "ref_policy_checkpointer": ("policy_model",),
+    "value_checkpointer": ("reward_and_value_model",), "reward_checkpointer": ("reward_and_value_model",),
+}  # fmt: skip
+_RECIPES = (*meta_setup.RECIPES, "ppo_full_finetune_single_device")
 
 
 class Tokenizer:
     """As much of a tokenizer as a recipe asks for, which takes any arguments."""
 
-    pad_id = 0
+    pad_id, eos_id = 0, 2
+    stop_tokens = (eos_id,)
 
     def __init__(self, max_seq_len: int | None = None, **ignored: Any) -> None:
         self.max_seq_len = max_seq_len
@@ -69,14 +77,12 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
     Raises:
         ConfigError: If no length is known, or if stand-ins are not enough.
     """
-    if recipe not in meta_setup.RECIPES:
-        raise ConfigError(f"{recipe}: a dry run knows what data to make for {', '.join(meta_setup.RECIPES)}")
+    if recipe not in _RECIPES:
+        raise ConfigError(f"{recipe}: a dry run knows what data to make for {', '.join(_RECIPES)}")
     _, _, cfg = load_config(config, recipe, overrides)
     length = length or cfg.tokenizer.get("max_seq_len")
     if length is None:
         raise ConfigError("tokenizer.max_seq_len is null, so the length of samples is unknown; give --sequence-length")
-    if "vision" in str(cfg.model.get("_component_")):
-        raise ConfigError(f"{config}: models that take images are not covered; 'plan' answers for some")
     OmegaConf.set_struct(cfg, False)
     stand_in(cfg, recipe, int(length), folder, SAMPLES)
     load_zeros(cfg, folder / "weights")
@@ -90,9 +96,11 @@ def main(recipe: str, config: str, overrides: Sequence[str], folder: Path, devic
 def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: int) -> None:
     """Have a config train on samples of one length, and write to ``folder``."""
     packed = [bool(each.get("packed", False)) for each in (cfg.dataset,) if isinstance(each, DictConfig)]
+    image = stand_ins.image_of(_on_paper(cfg.model)) if "model" in cfg else None
     data = {
         "_component_": f"{meta_setup.__name__}.make_data", "length": length, "samples": samples,
-        "packed": any(packed), "pairs": "dpo" in recipe,
+        "packed": any(packed), "pairs": "dpo" in recipe, "image": None if image is None else asdict(image),
+        "device": "cpu",
     }  # fmt: skip
     cfg.dataset = data
     if cfg.get("dataset_val") is not None:
@@ -108,20 +116,27 @@ def stand_in(cfg: DictConfig, recipe: str, length: int, folder: Path, samples: i
 
 def load_zeros(cfg: DictConfig, folder: Path) -> None:
     """Have the checkpointers of a config load zeros, in torchtune's own format; write them where they are not there."""
-    for key, model in _LOADED.items():
+    for key, models in _LOADED.items():
         if key not in cfg:
             continue
+        model = next(each for each in models if each in cfg)
         at = folder / model
         if not (at / _FILE).exists():
-            with torch.device("meta"):
-                made: Any = torchtune_config.instantiate(cfg[model])
-            adapters = get_adapter_params(made)
-            write_zeros(at / _FILE, {n: p.shape for n, p in made.named_parameters() if n not in adapters})
+            made = _on_paper(cfg[model])
+            with mock.patch.object(torch.Tensor, "cpu", lambda tensor: tensor):  # where quantized ones are moved to
+                states = made.state_dict()
+            adapters = get_adapter_state_dict(states, device="meta")
+            write_zeros(at / _FILE, {name: each.shape for name, each in states.items() if name not in adapters})
         cfg[key] = {
             "_component_": f"{_HERE}.Checkpointer", "checkpoint_dir": str(at),
             "checkpoint_files": [_FILE], "recipe_checkpoint": None, "output_dir": cfg.output_dir,
             "model_type": cfg[key]["model_type"],
         }  # fmt: skip
+
+
+def _on_paper(model: DictConfig) -> Any:
+    with torch.device("meta"):
+        return torchtune_config.instantiate(model)
 
 
 def write_zeros(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -143,7 +158,8 @@ if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     register()
     try:
-        main(**{**given, "folder": Path(given["folder"])})
+        with stand_ins.without_torchvision():
+            main(**{**given, "folder": Path(given["folder"])})
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

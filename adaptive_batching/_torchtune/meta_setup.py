@@ -67,6 +67,7 @@ class Data:
     packed: bool = False
     image: stand_ins.Image | None = None  # of each sample
     pairs: bool = False  # of answers, both of that length
+    device: str = "meta"  # of images
 
     def __len__(self) -> int:
         return self.samples
@@ -80,7 +81,7 @@ class Data:
             sample = {key: torch.tensor(value) for key, value in sample.items()}
             sample |= {"input_pos": torch.arange(self.length), "seq_lens": torch.tensor([self.length])}
         if self.image is not None:
-            sample |= self.image.fields(self.length)
+            sample |= self.image.fields(self.length, self.device)
         return sample
 
 

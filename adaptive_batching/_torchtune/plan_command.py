@@ -191,7 +191,7 @@ def load_config(name: str, recipe: str | None, overrides: Sequence[str]) -> tupl
     except Exception as error:  # whatever torchtune and omegaconf raise
         raise ConfigError(f"{' '.join(overrides)} cannot be read ({first_line(error)}); write key=value") from error
     check_kinds(cfg)
-    if "model" not in cfg:
+    if "model" not in cfg and "policy_model" not in cfg:
         raise ConfigError(f"{name} has no model; is it a config of a recipe?")
     return recipe or _recipe_of(path, cfg), path, cfg
 

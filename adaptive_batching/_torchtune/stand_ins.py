@@ -133,11 +133,11 @@ class Image:
     channels: int
     tokens_per_tile: int  # one for each patch, and one for the class
 
-    def fields(self, length: int) -> dict[str, Any]:
+    def fields(self, length: int, device: str) -> dict[str, Any]:
         """Return what a sample of ``length`` tokens has besides text, of the type that torchtune's transform gives."""
-        with torch.device("meta"):
-            pixels = torch.empty(self.tiles, self.channels, self.size, self.size, dtype=torch.bfloat16)
-            mask = torch.empty(length, self.tiles * self.tokens_per_tile, dtype=torch.bool)
+        with torch.device(device):
+            pixels = torch.zeros(self.tiles, self.channels, self.size, self.size, dtype=torch.bfloat16)
+            mask = torch.ones(length, self.tiles * self.tokens_per_tile, dtype=torch.bool)
         ratio = torch.tensor(_grid(self.tiles))
         return {"encoder_input": {"images": [pixels], "aspect_ratio": [ratio]}, "encoder_mask": [mask]}
 

@@ -45,6 +45,9 @@ class TrainingStep:
     on_cuda: bool = False
     """True if a trace is to count what kernels of CUDA take for the time of a call."""
 
+    updates: bool = True
+    """False if the function of ``bind`` takes no optimizer step."""
+
     can_be_traced: bool = True
     """False if a trace is not worth its time, or not possible; then real steps alone tell."""
 

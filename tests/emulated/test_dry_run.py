@@ -9,12 +9,17 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from torchtune.models.llama2 import llama2
+from torchtune.models.mistral._component_builders import mistral_classifier
 
 from tests.conftest import ROOT
+from tests.support import vision
 
 MIB = 2**20
 WIDTH = 1024
@@ -255,15 +260,48 @@ def test_without_a_compiler_one_line_says_what_to_install(tmp_path: Path, monkey
 
 
 def test_a_recipe_needs_no_files_and_is_probed_for_real(tmp_path: Path) -> None:
-    recipe = [
-        "lora_finetune_single_device",
-        "--config",
-        "llama3_2/1B_lora_single_device",
-        "gradient_accumulation_steps=1",
-    ]
+    recipe = ["lora_finetune_single_device", "--config", "llama3_2/1B_lora_single_device"]
     options = ["--gpu", "4090", "--sequence-length", "512", "--steps", "2"]
     found, said = dry_run(tmp_path, *options, *recipe, "use_maximum_batch_size=True", "gradient_accumulation_steps=1")
     assert found["fits"] is True and found["steps"] == 2 and "maximum batch size" in said
     assert 0.5 * found["memory_bytes"] < found["peak_reserved_bytes"] < found["memory_bytes"]
     kinds = found["peak"]["categories"]
     assert kinds["weights"] == pytest.approx(2 * 1_278_281_728, rel=1e-3)  # bfloat16, adapters included
+
+
+SMALL = (
+    "vocab_size=700", "num_layers=2", "num_heads=4", "num_kv_heads=2", "embed_dim=256", "intermediate_dim=512",
+    "max_seq_len=512",
+)  # fmt: skip
+
+
+def ppo_models() -> list[nn.Module]:
+    sizes = {key: int(value) for key, value in (each.split("=") for each in SMALL)}
+    return [*[llama2(**sizes)] * 2, *[mistral_classifier(num_classes=1, **sizes)] * 2]
+
+
+OF_PPO = [
+    *(f"policy_model.{each}" for each in ("_component_=torchtune.models.llama2.llama2", *SMALL)),
+    *(f"reward_and_value_model.{each}" for each in SMALL), "compile=False", "batch_size=8", "forward_batch_size=8",
+    "ppo_batch_size=4", "max_generated_tokens=5", "num_steps=64",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make_models"),
+    [
+        (["ppo_full_finetune_single_device", "--config", "mistral/7B_full_ppo_low_memory", *OF_PPO], ppo_models),
+        (
+            ["full_finetune_single_device", "--config", "llama3_2_vision/11B_full_single_device", vision.OVERRIDES[0]],
+            lambda: [vision.model()],
+        ),
+    ],
+    ids=["reinforcement", "images"],
+)
+def test_recipes_of_other_kinds_need_no_files_either(
+    recipe: list[str], make_models: Callable[[], list[nn.Module]], tmp_path: Path
+) -> None:
+    found, said = dry_run(tmp_path, "--memory", "4", "--sequence-length", "64", "--steps", "2", *recipe)
+    assert found["fits"] is True and found["steps"] == 2, said
+    of_models = sum(parameter.numel() for model in make_models() for parameter in model.parameters())
+    assert found["peak"]["categories"]["weights"] == pytest.approx(2 * of_models, rel=0.05)  # bfloat16

@@ -184,9 +184,15 @@ def test_only_buffers_and_what_the_optimizers_step_are_saved(monkeypatch: pytest
         pass
     with Trial(TrainingStep(teacher, [], range, lambda *_: lambda _: None), CpuMeter(), BUDGET):
         pass
+    stepped = Training(torch.optim.AdamW, trained=True)
+    with Trial(dataclasses.replace(stepped.step, updates=False), CpuMeter(), BUDGET):
+        pass
+    with Trial(dataclasses.replace(training.step, updates=False), CpuMeter(), BUDGET):  # makes states by a step
+        pass
     trained = [parameter for parameter in student.parameters() if parameter.requires_grad]
     assert any(parameter.requires_grad for parameter in teacher.parameters())
-    expected = [[*trained, *student.buffers(), *teacher.buffers()], [*teacher.buffers()]]
+    of_student = [*trained, *student.buffers()]
+    expected = [[*of_student, *teacher.buffers()], [*teacher.buffers()], [*stepped.model.buffers()], of_student]
     assert saved == [[*map(id, tensors)] for tensors in expected]
 
 

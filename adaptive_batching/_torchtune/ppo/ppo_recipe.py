@@ -223,7 +223,9 @@ class PPOSession(Session):
             stock.forget()
             release_cached_memory(host.device)
 
-        return TrainingStep(host.model, host.optimizers, make_batch, lambda *_: run, discard, can_be_traced=False)
+        return TrainingStep(
+            host.model, host.optimizers, make_batch, lambda *_: run, discard, updates=False, can_be_traced=False
+        )
 
     def _stock_schedule(self) -> StockSchedule:
         return StockSchedule(self.host, self.run, self.stock.total_rollouts)
