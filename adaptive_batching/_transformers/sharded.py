@@ -36,13 +36,12 @@ def sharded_models(trainer: Any) -> list[nn.Module]:
     return list({id(each): each for each in models if is_sharded(each)}.values())
 
 
-def head_of(model: nn.Module) -> list[FSDPModule]:
+def head_of(model: Any) -> list[FSDPModule]:
     """Return the output layer if it is sharded, apart from other layers or with them; TRL may gather its weight itself.
 
     It does not if the layer has been gathered before.
     """
-    owner: Any = model
-    head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [head] if isinstance(head, FSDPModule) else []
 
 
