@@ -47,7 +47,7 @@ def head_of(model: Any) -> list[FSDPModule]:
 
 def can_be_traced(models: Sequence[nn.Module]) -> bool:
     """Return True if a trace of the model alone is one of the step: FSDP casts nothing, and needs no other model."""
-    units = [unit for model in models for unit in model.modules() if is_sharded(unit)]
+    units = [unit for model in models for unit in model.modules() if isinstance(unit, FSDPModule)]
     return len(models) < 2 and all(unit._get_fsdp_state()._mp_policy.param_dtype is None for unit in units)
 
 
