@@ -96,6 +96,11 @@ class DataParallel:
                 "out of memory in the first forward and backward, of a few tokens; nothing larger will fit. Use more "
                 "devices, or checkpoint activations"
             ) from failure
+        if collectives.num_others:
+            raise ConfigError(
+                f"a forward and backward have {collectives.num_others} collectives that are not FSDP's, for which ranks"
+                " would wait if one ran out of memory; leave out of the loss what gathers or sums over ranks"
+            )
         self._collectives = collectives
 
     def num_fillers(self, num_parts: int) -> int:

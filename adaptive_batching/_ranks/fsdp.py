@@ -124,6 +124,17 @@ class _Collective:
             _ReduceScatterBase()(output, given, self.group, self.operation)
 
 
+class _Issued(list[_Collective]):
+    """Collectives of a micro-batch, as far as it has run."""
+
+    before = 0
+    """Collectives that their group had issued before the first of these, if it counts them."""
+
+    def num_others(self) -> int:
+        """Return how many collectives their group has issued since the first of these that are not among them."""
+        return max(_num_issued(self[0]) - self.before - len(self), 0) if self else 0
+
+
 class _Room:
     """Memory in which collectives are issued."""
 
@@ -164,7 +175,10 @@ class MicroBatchCollectives:
         self._sequence: list[_Collective] | None = None
         self._room: _Room | None = None
         self._varies = False
-        self._issued: list[_Collective] = []
+        self.num_others = 0
+        """Number of collectives in the first forward and backward that are not FSDP's, which cannot be issued again."""
+
+        self._issued = _Issued()
         self._norms: list[list[torch.Tensor]] = []  # where squared norms go, while they are asked for
         for unit in self._units:
             unit.set_custom_all_gather(_AllGather(self._issued))
@@ -177,6 +191,7 @@ class MicroBatchCollectives:
         """End the recording after the backward, and compare it with the first one."""
         if self._sequence is None:
             self._sequence = list(self._issued)
+            self.num_others = self._issued.num_others()
             if self._sequence and self._room is None:  # empty with a single rank, which has no peers
                 self._room = _Room(self._sequence)
         elif self._sequence != self._issued and not self._varies:
@@ -240,7 +255,7 @@ class MicroBatchCollectives:
 
 
 class _AllGather(_AllGatherBase):
-    def __init__(self, issued: list[_Collective]) -> None:
+    def __init__(self, issued: _Issued) -> None:
         self._issued = issued
 
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
@@ -248,7 +263,7 @@ class _AllGather(_AllGatherBase):
 
 
 class _ReduceScatter(_ReduceScatterBase):
-    def __init__(self, issued: list[_Collective], norms: list[list[torch.Tensor]]) -> None:
+    def __init__(self, issued: _Issued, norms: list[list[torch.Tensor]]) -> None:
         self._issued = issued
         self._norms = norms
 
@@ -258,7 +273,7 @@ class _ReduceScatter(_ReduceScatterBase):
         return _issue(self._issued, super().__call__, (output_tensor, input_tensor, group, op), async_op)
 
 
-def _issue(issued: list[_Collective], call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool) -> Any:
+def _issue(issued: _Issued, call: Callable[..., Any], arguments: tuple[Any, ...], async_op: bool) -> Any:
     """Issue a collective, and note it as ``issued`` before anything else can fail.
 
     On the host a call that is not asynchronous waits for the exchange, too: so it is made asynchronous, to be waited
@@ -271,6 +286,7 @@ def _issue(issued: list[_Collective], call: Callable[..., Any], arguments: tuple
     collective = _Collective.of(*arguments)
     waits = not async_op and collective.device.type == "cpu"
     before = _num_issued(collective)
+    issued.before = issued.before if issued else before
     try:
         work = call(*arguments, async_op or waits)
         issued.append(collective)

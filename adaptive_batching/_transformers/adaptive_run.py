@@ -28,8 +28,9 @@ from adaptive_batching._report.summary import lines_of_probe, named, table_of_pl
 from adaptive_batching._transformers.course import Course, Length, growing, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
-from adaptive_batching._transformers.loss_kind import LossKind, find_loss_kind
+from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
+from adaptive_batching._transformers.sharded import shard
 from adaptive_batching._transformers.step_in_parts import StepInParts
 from adaptive_batching._transformers.trainer_probe import probe
 from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, Whole
@@ -73,6 +74,7 @@ class AdaptiveRun:
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
         self.ranks = Ranks(trainer.args.device)
+        self.is_sharded = bool(trainer.is_fsdp_enabled)
         self._trainer = trainer
         self._configured = int(trainer.args.per_device_train_batch_size)
         self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
@@ -143,8 +145,8 @@ class AdaptiveRun:
         samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
         length = length_function(samples[0], getattr(trainer.data_collator, "max_length", None))
         self.is_text = length is not None
-        kind = self._loss_kind(samples, length)
-        self._look_for_sizes(loader, kind, length)
+        self._make_step(samples, length)
+        self._look_for_sizes(loader, length)
         if self._in_forward is not None and self.step is not None:
             self.step.size = Fixed(self._in_forward)
             self.step.check_that_parts_add_up(samples)
@@ -153,14 +155,17 @@ class AdaptiveRun:
         self.start_epoch(0)
         return loader
 
-    def _loss_kind(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> LossKind:
-        """Return what the loss is, with the step made that is right for it."""
+    def _make_step(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> None:
+        """Find out what the loss is, and make the step that is right for it."""
         trainer, settings, size = self._trainer, self.settings, self.settings.micro_batch_size
         assert not isinstance(size, Explore)  # is refused
         try:
+            if self.is_sharded:
+                shard(trainer)
             kind = find_loss_kind(trainer, samples)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             self.step = StepInParts(trainer, kind, size, length, self.ranks, recovers=settings.recover_from_oom)
+            self.step.get_ready(samples)
             if isinstance(size, (Fixed, ByLength)):
                 self.step.check_that_parts_add_up(samples)
         except Exception as error:
@@ -170,7 +175,6 @@ class AdaptiveRun:
                 "out of memory in a forward of a few short samples, before training; nothing larger will fit. What "
                 "takes less: gradient_checkpointing=True, bf16=True, LoRA"
             ) from error
-        return kind
 
     def start_epoch(self, epoch: int) -> None:
         assert self.course is not None
@@ -210,7 +214,7 @@ class AdaptiveRun:
             sampler.batch_size = size
         self._trainer._train_batch_size = size
 
-    def _look_for_sizes(self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None) -> None:
+    def _look_for_sizes(self, loader: Any, length: Callable[[Sample], int] | None) -> None:
         settings, args = self.settings, self._trainer.args
         samples = -(-self._samples // args.world_size)
         accumulated = int(args.gradient_accumulation_steps)
@@ -219,7 +223,7 @@ class AdaptiveRun:
         configured = min(self._configured, samples)
         if isinstance(settings.micro_batch_size, Whole) and settings.probes:
             if "maximum" not in self._found:
-                found = self._probe(loader, kind, length, (most, reason), in_parts=accumulated > 1)
+                found = self._probe(loader, length, (most, reason), in_parts=accumulated > 1)
                 self._found["maximum"] = found.batch_size
             most = self._found["maximum"]
             self.maximum = most, "memory" if self.probe is None else self.probe.bound
@@ -244,7 +248,7 @@ class AdaptiveRun:
             if "max_tokens" not in self._found:
                 upper = max(self.course.sizes) * accumulated, "the samples of an optimizer step"
                 longest = dataclasses.replace(settings, round_to_power_of_two=False)
-                found = self._probe(loader, kind, length, upper, in_parts=True, settings=longest)
+                found = self._probe(loader, length, upper, in_parts=True, settings=longest)
                 self._found["max_tokens"] = found.batch_size * (self.longest or 1)
             assert self.step is not None
             self.step.max_tokens = self._found["max_tokens"]
@@ -260,8 +264,8 @@ class AdaptiveRun:
         return most, reason
 
     def _probe(
-        self, loader: Any, kind: LossKind, length: Callable[[Sample], int] | None, bound: tuple[int, str], *,
-        in_parts: bool, settings: AdaptiveBatchingConfig | None = None,
+        self, loader: Any, length: Callable[[Sample], int] | None, bound: tuple[int, str], *, in_parts: bool,
+        settings: AdaptiveBatchingConfig | None = None,
     ) -> ProbeResult:  # fmt: skip
         upper, reason = bound
         start = time.perf_counter()
@@ -273,9 +277,9 @@ class AdaptiveRun:
             upper, reason, include=include, coarse=not settings.round_to_power_of_two, ranks=self.ranks,
             scratch=Path(self._trainer.args.output_dir),
         )  # fmt: skip
-        self.probe = probe(self._trainer, kind, sample, settings, request, in_parts=in_parts)
-        self.waited = time.perf_counter() - start
         assert self.step is not None
+        self.probe = probe(self._trainer, self.step, sample, settings, request, in_parts=in_parts)
+        self.waited = time.perf_counter() - start
         self.step.retry.limit.note(self.probe.batch_size * tokens)
         return self.probe
 

@@ -82,14 +82,23 @@ def handing_out_samples(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def alone(trainer: Any) -> Iterator[None]:
     """Have ``trainer`` gather nothing from other ranks inside, as TRL gathers metrics in every forward."""
-    own = vars(trainer.accelerator)
     names = ("gather", "gather_for_metrics", "reduce")
-    own.update(dict.fromkeys(names, lambda value, *args, **kwargs: value))
+    with replaced(trainer.accelerator, **dict.fromkeys(names, lambda value, *args, **kwargs: value)):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object attributes of its own inside, in place of those that it has."""
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
     try:
         yield
     finally:
-        for name in names:
+        for name in attributes:
             del own[name]
+        own.update(before)
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def losses_of(trainer: Any, kind: LossKind) -> Loss:
         inputs, num_samples = batch
         number = torch.as_tensor(kind.count(inputs, num_samples))
         one = torch.ones((), device=trainer.args.device) if kind.takes_number else None
-        with trainer.compute_loss_context_manager():
+        with alone(trainer), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=one)
         if kind.takes_number:
             return loss, number

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import BatchSampler
 from transformers import Trainer
 
+from adaptive_batching._ranks.fsdp import can_drain
 from adaptive_batching._transformers.handed_out import Samples
 from adaptive_batching._values import ConfigError
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
-_WORKS = "train in one process on one device, or in several with DDP (torchrun)"
+_WORKS = "train on one device, or on several with DDP (torchrun) or FSDP2 (fsdp=True)"
 
 
 def check_trainer(trainer: Any) -> None:
@@ -29,8 +32,14 @@ def check_trainer(trainer: Any) -> None:
         )
     if trainer.is_deepspeed_enabled:
         raise ConfigError(f"DeepSpeed shards a model its own way; {_WORKS}")
-    if trainer.is_fsdp_enabled or getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise ConfigError(f"fsdp={args.fsdp!r} leaves ranks waiting for one that runs out of memory; {_WORKS}")
+    if args.device.type == "xla" or trainer.is_fsdp_xla_enabled:
+        raise ConfigError(f"a TPU compiles a step as a whole, which cannot run again in parts; {_WORKS}, on GPUs")
+    if trainer.is_fsdp_enabled:
+        _check_fsdp(trainer)
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        raise ConfigError(
+            "a model that from_pretrained has sharded is not Accelerate's; load it whole, and set fsdp=True"
+        )
     for kind, size in parallel.items():
         if getattr(trainer, size, lambda: 1)() > 1:
             raise ConfigError(f"{kind} parallelism has collectives within each layer; {_WORKS}")
@@ -45,6 +54,21 @@ def check_trainer(trainer: Any) -> None:
         )
 
 
+def _check_fsdp(trainer: Any) -> None:
+    plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.parallelism_config
+    if plugin.fsdp_version != 2:
+        raise ConfigError("FSDP1 leaves ranks waiting for one that runs out of memory; set fsdp_config={'version': 2}")
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ConfigError("fsdp_config cpu_offload=True steps the optimizer on the host; set it to False")
+    if mesh is not None and mesh.dp_replicate_size > 1:
+        raise ConfigError(
+            f"parallelism_config dp_replicate_size={mesh.dp_replicate_size} sums gradients in a second collective, for "
+            f"which ranks would wait if one ran out of memory; set it to 1"
+        )
+    if not can_drain():
+        raise ConfigError(f"torch {torch.__version__} cannot reset FSDP2 after an error (2.13 can); train with DDP")
+
+
 def check_data(trainer: Any) -> None:
     """Raise ConfigError if the training data cannot be handed out as samples."""
     args, data = trainer.args, trainer.train_dataset
@@ -55,6 +79,8 @@ def check_data(trainer: Any) -> None:
     for key in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, key):
             raise ConfigError(f"accelerator_config.{key}=True cuts batches after they are collated; set it to False")
+    if args.world_size > 1 and not args.accelerator_config.even_batches:
+        raise ConfigError("accelerator_config.even_batches=False gives ranks unequal numbers of steps; set it to True")
 
 
 def check_loader(trainer: Any, loader: Any) -> list[BatchSampler]:

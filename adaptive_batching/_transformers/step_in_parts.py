@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
+from adaptive_batching._loop.data_parallel import DataParallel
 from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
-from adaptive_batching._micro_batches.run import Outcome, run_micro_batches
+from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._micro_batches.split import Capacity, split_by_length
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
+from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 Parts = list[list[Sample]]
 ForwardBackward = Callable[[Any, Any], torch.Tensor]
 """(batch, num_items_in_batch) -> the loss; what ``training_step`` of a trainer does."""
 
-_BYTES_AT_ONCE = 2**25  # of gradients that are summed over ranks in one collective
-
 
 class StepInParts:
     """Runs forward and backward of all samples of an optimizer step, in parts, and again in smaller ones if need be.
 
-    The gradient is that of the loss over all samples, as ``Trainer`` defines it, however they are split. No part
-    communicates with other ranks: when all have run everywhere, gradients are summed once.
+    The gradient is that of the loss over all samples, as ``Trainer`` defines it, however they are split. With DDP, no
+    part communicates with other ranks: when all have run everywhere, gradients are summed once.
 
     Args:
         trainer: Has the model, the collate function and the loss.
@@ -52,8 +52,17 @@ class StepInParts:
         recovers: bool = True,
     ) -> None:
         self.max_tokens: int | None = None
+        self.kind = kind
+        """What the loss is."""
+
+        self.models = sharded_models(trainer)
+        """Models that are sharded."""
+
         self.size = size
-        self._trainer, self._kind, self._ranks = trainer, kind, ranks
+        self._trainer, self._ranks = trainer, ranks
+        self._gathered_first: list[FSDPModule] = []
+        self._fillers: list[Sample] = []  # one, to run without weight where other ranks have more parts
+        self._parallel = DataParallel(ranks, self._parameters, self.models)
         self.retry = SampleRetry[Sample](
             trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
         )
@@ -81,7 +90,6 @@ class StepInParts:
         saved = counters_of(self._trainer)
         total: Any = None
         batches: list[Any] = []
-        count_retries = partial(num_allocation_retries, self._trainer.args.device)
 
         def attempt(again: bool) -> Iterable[tuple[Parts, Outcome[torch.Tensor]]]:
             nonlocal total, batches
@@ -89,23 +97,62 @@ class StepInParts:
                 put_back_counters(self._trainer, saved)
             parts = self._split(inputs.batches)
             batches = [collated(part, self._trainer.data_collator) for part in parts]
-            numbers = [self._kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
+            numbers = [self.kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
             if total is None:  # alike however samples are split; the ranks ask each other for it
                 total = self._total(batches, numbers)
             runs = [
                 partial(self._run, forward_backward, batch, number, total, len(parts))
                 for batch, number in zip(batches, numbers, strict=True)
             ]
-            with alone(self._trainer):
-                outcome = run_micro_batches(runs, ALONE, None, self._discard, count_retries)
-            return [(parts, self._agreed(outcome))]
+            fillers = [self._fillers] * self._parallel.num_fillers(len(parts))
+            runs += [partial(self._run_filler, forward_backward)] * len(fillers)
+            return [(parts + fillers, self.run(runs))]
 
         [(_, outcome)] = self.retry.run_until_fits(attempt)
         self.retry.end_step()
         self._note(inputs, batches)
-        self._sum_gradients()
+        self._parallel.sum_gradients(1 / self._ranks.size)
         self._share_metrics(saved)
         return torch.stack(outcome.results).sum()
+
+    def run(self, runs: Sequence[Callable[[], torch.Tensor]]) -> Outcome[torch.Tensor]:
+        """Run forwards and backwards, up to the first that runs out of memory; the outcome is that of all ranks."""
+        count_retries = partial(num_allocation_retries, self._trainer.args.device)
+        with alone(self._trainer):
+            return self._parallel.run([partial(self._run_alike, each) for each in runs], self._discard, count_retries)
+
+    def get_ready(self, samples: Sequence[Sample]) -> None:
+        """Choose a short one of ``samples`` to fill up with, and learn from it what a sharded model communicates.
+
+        Raises:
+            ConfigError: If that is more than FSDP does.
+            DoesNotFitError: If memory runs out.
+        """
+        trainer = self._trainer
+        self._fillers = [short_with_targets(trainer, self.kind, samples)]
+        end_forward(self.models)
+        forward_backward = partial(self._run_filler, partial(trainer.forward_backward, trainer.model))
+        record = partial(self._parallel.record, partial(self._run_alike, forward_backward), trainer.args.device)
+        with alone(trainer):
+            try:
+                record()
+            except ConfigError:
+                self._gathered_first = head_of(trainer.model)
+                if not self._gathered_first:
+                    raise
+                record()
+
+    def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        for unit in self._gathered_first:
+            unit.unshard()
+        loss = run()
+        end_forward(self.models[1:])  # so that the next part gathers them again
+        return loss
+
+    def _run_filler(self, forward_backward: ForwardBackward) -> torch.Tensor:
+        batch = collated(self._fillers, self._trainer.data_collator)
+        number = self.kind.count(batch, 1) if self.kind.takes_number else None
+        return run_without_weight(self._trainer, partial(forward_backward, batch, number))
 
     def _with_number(self, samples: list[Sample]) -> tuple[Any, int]:
         return self._trainer.data_collator(samples), len(samples)
@@ -135,7 +182,7 @@ class StepInParts:
         return [[samples[index] for index in part] for part in split]
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
-        if self._kind.takes_number:
+        if self.kind.takes_number:
             # Each part has it filled in on the device, which takes no wait, and may run out of memory as the part may.
             device = torch.device("cpu") if self._ranks.size == 1 else self._trainer.args.device
             return self._trainer._get_num_items_in_batch(batches, device)
@@ -145,23 +192,18 @@ class StepInParts:
         self, forward_backward: ForwardBackward, batch: Any, number: Any, total: Any, num_parts: int
     ) -> torch.Tensor:
         trainer = self._trainer
-        if self._kind.takes_number:
+        if self.kind.takes_number:
             trainer.current_gradient_accumulation_steps = num_parts
             if self._ranks.size == 1:
                 total = torch.full((), int(total), device=trainer.args.device)
             return forward_backward(batch, total)
         if number == 0 and total != 0:  # the mean of nothing is NaN
+            if self.models:
+                return self._run_filler(forward_backward)
             return torch.zeros((), device=trainer.args.device)
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
         trainer.current_gradient_accumulation_steps = float(total) / float(number) if total != 0 else 1
         return forward_backward(batch, None)
-
-    def _agreed(self, outcome: Outcome[torch.Tensor]) -> Outcome[torch.Tensor]:
-        """Return the outcome with what happened on any rank."""
-        worst = self._ranks.largest(2 if outcome.failed else 1 if outcome.retried else 0)
-        if worst == 2 and not outcome.failed:
-            self._discard()
-        return replace(outcome, failed=worst == 2, retried=worst == 1)
 
     def _discard(self) -> None:
         for parameter in self._parameters():
@@ -191,31 +233,3 @@ class StepInParts:
             metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
         self._trainer._total_train_tokens = saved["_total_train_tokens"] + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
-
-    def _sum_gradients(self) -> None:
-        """Replace the gradients by their mean over ranks, as DDP does in the backward pass."""
-        if self._ranks.size == 1:
-            return
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:  # unused on this rank, perhaps not on others
-                parameter.grad = torch.zeros_like(parameter)
-        for group in _in_groups([parameter.grad for parameter in parameters]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in group])
-            dist.all_reduce(flat)
-            flat /= self._ranks.size
-            for gradient, mean in zip(group, torch.split(flat, [each.numel() for each in group]), strict=True):
-                gradient.copy_(mean.view_as(gradient))
-
-
-def _in_groups(gradients: Sequence[Any]) -> list[list[torch.Tensor]]:
-    """Return gradients of one type in groups of some size."""
-    groups: list[list[torch.Tensor]] = []
-    num_bytes = 0
-    for gradient in sorted(gradients, key=lambda each: str(each.dtype)):
-        if not groups or groups[-1][0].dtype != gradient.dtype or num_bytes + gradient.nbytes > _BYTES_AT_ONCE:
-            groups.append([])
-            num_bytes = 0
-        groups[-1].append(gradient)
-        num_bytes += gradient.nbytes
-    return groups

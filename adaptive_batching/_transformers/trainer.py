@@ -16,6 +16,7 @@ from adaptive_batching._transformers.arguments import AdaptiveArguments
 from adaptive_batching._transformers.handed_out import Samples, StepInputs, handing_out_samples, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
+from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import is_ddp
 from adaptive_batching._values import ConfigError
 
@@ -122,6 +123,13 @@ class AdaptiveTraining:
         epoch, steps = course.place_of(step)
         self._following.start_at(epoch, steps)
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        stock = super()._prepare_for_training  # type: ignore[misc]
+        if self.adaptive is None or not self.adaptive.is_sharded:
+            return stock(*args, **kwargs)
+        with prepared_already(self):
+            return stock(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         stock = super().create_scheduler  # type: ignore[misc]

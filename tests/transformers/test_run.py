@@ -12,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
 from adaptive_batching import ConfigError, DoesNotFitError, IncreaseFunctionError  # noqa: E402
+from adaptive_batching._transformers.refusals import check_trainer  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
 from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, weights  # noqa: E402
@@ -230,6 +231,51 @@ def test_what_cannot_be_used_with_it_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=said) as caught:
         make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), **settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "mesh", "said"),
+    [
+        ({"fsdp_version": 1, "sync_module_states": False}, {}, "FSDP1 leaves ranks waiting .*set fsdp_config="),
+        ({"fsdp_version": 2, "cpu_offload": True}, {}, "cpu_offload=True steps the optimizer on the host; set it to"),
+        ({"fsdp_version": 2}, {"dp_replicate_size": 2}, "dp_replicate_size=2 sums gradients in a second collective"),
+    ],
+    ids=str,
+)
+def test_what_leaves_ranks_waiting_is_refused_in_one_line(
+    plugin: dict[str, Any], mesh: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    trainer = make_trainer(tmp_path)
+    check_trainer(trainer)
+    state = trainer.accelerator.state
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(state, "fsdp_plugin", FullyShardedDataParallelPlugin(**plugin), raising=False)
+    monkeypatch.setattr(state, "parallelism_config", ParallelismConfig(**mesh) if mesh else None, raising=False)
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_trainer(trainer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("is_fsdp_xla_enabled", True, "a TPU compiles a step as a whole.*FSDP2"),
+        ("is_deepspeed_enabled", True, "DeepSpeed shards a model its own way; train .* with DDP .*or FSDP2"),
+        ("is_distributed_loading_by_transformers", True, "from_pretrained has sharded .*set fsdp=True"),
+        ("get_tp_size", lambda: 2, "tensor parallelism has collectives within each layer; train"),
+        ("get_cp_size", lambda: 2, "context parallelism has collectives within each layer; train"),
+    ],
+)
+def test_other_ways_to_train_on_several_devices_are_refused(
+    attribute: str, value: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr(trainer, attribute, value)
+    with pytest.raises(ConfigError, match=said):
+        check_trainer(trainer)
 
 
 def test_a_version_without_what_it_takes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

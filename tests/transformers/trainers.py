@@ -31,6 +31,13 @@ def make_bert(kind: str = "BertForMaskedLM") -> Any:
     return getattr(transformers, kind)(transformers.BertConfig(num_labels=3, **SIZES, **without_dropout))
 
 
+def make_classes() -> Any:
+    """A model whose loss is a mean over samples, of a kind that Accelerate shards."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(num_labels=3, num_key_value_heads=2, pad_token_id=0, **SIZES)
+    return transformers.LlamaForSequenceClassification(config)
+
+
 def make_t5() -> Any:
     torch.manual_seed(0)
     config = transformers.T5Config(

@@ -1,23 +1,49 @@
-"""Trains on two processes with DDP, with Trainer and with ours, and writes down what each has logged.
+"""Trains on two processes with DDP and FSDP2, with trainers of others and ours, and writes down what each has logged.
 
-RANK=0 WORLD_SIZE=2 ... python -m tests.transformers.two_ranks FOLDER
+RANK=0 WORLD_SIZE=2 ... python -m tests.transformers.two_ranks FOLDER [RUN...]
+
+A run is the devices' strategy, our settings, and what is trained: ``fsdp short sft``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from torch.distributed.tensor import DTensor
 
-from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from adaptive_batching._ranks import fsdp
+from adaptive_batching.transformers import AdaptiveArguments
 from tests.transformers import trainers
 
 RANK = int(os.environ.get("RANK", 0))
+SAMPLES = 64  # two steps of two batches of 8 on each of two ranks
+DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
+
+OURS = {
+    "stock": None,
+    "off": AdaptiveArguments(),
+    "parts": AdaptiveArguments(micro_batch_size=3),
+    "short": AdaptiveArguments(micro_batch_size=8),
+    "probed": AdaptiveArguments(micro_batch_size="auto"),
+    "maximum": AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"}),
+    "growing": AdaptiveArguments(
+        batch_increase_function=DOUBLE, micro_batch_size=6, adaptive_batching={"max_batch_size": 32}
+    ),
+}
+"""Settings of a run by its name; other names are places where memory runs out once."""
+
+GROWING = {"gradient_accumulation_steps": 1, "num_train_epochs": 3}
+SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
 
 
 class ShortOnOneRank(trainers.OutOfMemory):
@@ -28,54 +54,149 @@ class ShortOnOneRank(trainers.OutOfMemory):
             super()._check(model, args, kwargs)
 
 
-def run(name: str, folder: Path) -> dict[str, Any]:
-    ours, _, model = name.partition(" ")
-    arguments = {
-        "stock": None,
-        "parts": AdaptiveArguments(micro_batch_size=3),
-        "short": AdaptiveArguments(micro_batch_size=8),
-        "probed": AdaptiveArguments(micro_batch_size="auto"),
-    }[ours]
+class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Runs out of memory on the second rank, once, at the third time that it passes a place after the first step."""
+
+    def __init__(self) -> None:
+        self._left = 10**9
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if RANK == 1 and state.global_step == 1:
+            self._left = 3
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@contextlib.contextmanager
+def failing_once(trainer: Any, place: str) -> Iterator[None]:
+    """Run out of memory inside, once, at a ``place`` of a sharded model: in a layer, or when a collective is issued."""
+    once, check_room = Once(), fsdp._check_room
+
+    def in_backward(module: Any, args: Any, output: Any) -> None:
+        if output.requires_grad:
+            output.register_hook(once)
+
+    def in_collective(output: torch.Tensor, given: torch.Tensor) -> None:
+        if (output.numel() > given.numel()) == (place == "gather"):
+            once()
+        check_room(output, given)
+
+    if place in ("forward", "backward"):
+        trainer.model.model.layers[1].register_forward_hook(once if place == "forward" else in_backward)
+    elif place == "head":  # its norm has run, with which it is gathered
+        trainer.model.lm_head.register_forward_hook(once)
+    else:
+        fsdp._check_room = in_collective
+    trainer.add_callback(once)
+    try:
+        yield
+    finally:
+        fsdp._check_room = check_room
+
+
+@contextlib.contextmanager
+def sharding_on_hosts() -> Iterator[None]:
+    """Have Accelerate shard a model on CPUs, where it would take DDP."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    stock = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("fsdp_plugin") is not None:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        stock(self, *args, **options)
+
+    AcceleratorState.__init__ = init
+    try:
+        yield
+    finally:
+        AcceleratorState.__init__ = stock
+
+
+def make(name: str, folder: Path, **more: Any) -> Any:
+    """Return the trainer of a run."""
+    strategy, ours, model = name.split()
+    settings: dict[str, Any] = {**SHORT, **(GROWING if ours == "growing" else {}), "ddp_backend": "gloo", **more}
+    settings |= {"fsdp": True} if strategy == "fsdp" else {}
+    arguments = OURS.get(ours, AdaptiveArguments(micro_batch_size=3))
     torch.manual_seed(0)
-    if model == "sft":
-        trainer = sft(folder / name.replace(" ", "_"), arguments)
-        if ours == "short":
-            ShortOnOneRank(trainer.model, 60)
-        return trained(trainer, arguments)
-    trainer = trainers.make_trainer(
-        folder / name.replace(" ", "_"), arguments, gradient_accumulation_steps=2, ddp_backend="gloo",
-        model=trainers.make_bert() if model == "bert" else trainers.make_llama(), data=trainers.make_data(45),
+    if model in ("sft", "lora", "dpo", "reward"):
+        return of_trl(model, folder, arguments, settings)
+    made = {"llama": trainers.make_llama, "bert": trainers.make_bert, "classes": trainers.make_classes}[model]
+    return trainers.make_trainer(
+        folder, arguments, model=made(), data=trainers.make_data(SAMPLES),
+        collator=trainers.collate_classes if model == "classes" else trainers.collate,
+        **{"gradient_accumulation_steps": 2, **settings},
     )  # fmt: skip
-    if ours == "short":
-        ShortOnOneRank(trainer.model, 60)
-    return trained(trainer, arguments)
 
 
-def sft(folder: Path, ours: AdaptiveArguments | None) -> Any:
-    import trl
-    from datasets import Dataset
+def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None, settings: dict[str, Any]) -> Any:
+    from tests.transformers import test_trl
 
-    from tests.transformers.test_trl import make_tokenizer
-
-    args = trainers.arguments(folder, trl.SFTConfig, bf16=False, gradient_checkpointing=False, ddp_backend="gloo")
-    made = trl.SFTTrainer if ours is None else adaptive(trl.SFTTrainer)
-    given = {} if ours is None else {"adaptive": ours}
-    data = Dataset.from_list([{"input_ids": each["input_ids"]} for each in trainers.make_data(45)])
-    return made(model=trainers.make_llama(), args=args, train_dataset=data, processing_class=make_tokenizer(), **given)
+    test_trl.chance.seed(1)
+    name = {"sft": "SFT", "lora": "SFT", "dpo": "DPO", "reward": "Reward"}[kind]
+    settings["lora"] = kind == "lora"
+    return test_trl.make(name, folder, test_trl.make_tokenizer(), ours, **settings)
 
 
-def trained(trainer: Any, arguments: AdaptiveArguments | None) -> dict[str, Any]:
-    trainer.train()
-    total = sum(float(value.double().abs().sum()) for value in trainers.weights(trainer).values())
-    recoveries = 0 if arguments is None else trainer.adaptive.num_recoveries
-    return {"logged": trainers.logged(trainer), "weights": total, "recoveries": recoveries}
+def run(name: str, folder: Path) -> dict[str, Any]:
+    strategy, ours, model = name.split()
+    folder = folder / name.replace(" ", "_")
+    saves = {"save_strategy": "steps", "save_steps": 5} if ours == "growing" else {}
+    with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext():
+        trainer = make(name, folder, **saves)
+        if ours in ("short", "maximum"):
+            ShortOnOneRank(trainer.model, 60 if model in ("llama", "bert", "classes") else 130)
+        with failing_once(trainer, ours) if ours not in OURS else contextlib.nullcontext():
+            trainer.train()
+        found = outcome(trainer)
+        if saves:
+            resumed = make(name, folder / "resumed")
+            resumed.train(str(folder / "checkpoint-5"))
+            found["resumed"] = outcome(resumed)
+    return found
 
 
-RUNS = ["stock", "parts", "short", "probed", "parts bert", "short bert"]
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return what a trainer has logged, its weights in numbers, and what ours has found."""
+    values = [
+        value.full_tensor() if isinstance(value, DTensor) else value for value in trainer.model.state_dict().values()
+    ]
+    digest = hashlib.sha256(b"".join(value.float().numpy().tobytes() for value in values)).hexdigest()
+    sums = [float(value.double().abs().sum()) for value in values]
+    found = {"logged": trainers.logged(trainer), "weights": sums, "digest": digest}
+    run = getattr(trainer, "adaptive", None)
+    if run is not None:
+        found["recoveries"] = run.num_recoveries
+        found["probed"] = None if run.probe is None else run.probe.batch_size
+    return found
 
-if importlib.util.find_spec("trl") is not None:
-    RUNS += ["stock sft", "parts sft", "short sft", "probed sft"]
+
+def runs() -> list[str]:
+    ddp = ["parts llama", "short llama", "probed llama", "parts bert", "short bert"]
+    places = [f"{place} llama" for place in ("forward", "head", "backward", "gather", "reduce")]
+    sharded = [
+        "stock llama",
+        "off llama",
+        "short llama",
+        "probed llama",
+        "maximum llama",
+        "growing llama",
+        "short classes",
+    ]
+    if importlib.util.find_spec("trl") is not None:
+        ddp += [f"{ours} {model}" for model in ("sft", "dpo", "reward") for ours in ("stock", "short")]
+        ddp += ["parts sft", "probed sft"]
+        sharded += ["short sft", "short dpo", "short reward", "probed dpo"]
+        if importlib.util.find_spec("peft") is not None:
+            sharded += ["stock lora", "short lora"]
+    return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in (*sharded, *places)]
+
 
 if __name__ == "__main__":
-    found = {name: run(name, Path(sys.argv[1])) for name in RUNS}
+    found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:] or runs()}
     Path(sys.argv[1], f"rank_{RANK}.json").write_text(json.dumps(found))

@@ -1,0 +1,71 @@
+"""A model that FSDP2 shards: prepared once, before anything runs, so that all that runs is what training runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from adaptive_batching._loop.samples import collated
+from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters, replaced
+from adaptive_batching._transformers.loss_kind import LossKind
+
+
+def shard(trainer: Any) -> None:
+    """Have Accelerate shard the model of ``trainer``, with its optimizer, as ``Trainer`` does later in its run."""
+    trainer.create_optimizer()
+    model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+    trainer.model = trainer.model_wrapped = model
+
+
+@contextlib.contextmanager
+def prepared_already(trainer: Any) -> Iterator[None]:
+    """Have Accelerate give back what it is asked to prepare."""
+    with replaced(trainer.accelerator, prepare=lambda *given, **options: given if len(given) > 1 else given[0]):
+        yield
+
+
+def sharded_models(trainer: Any) -> list[nn.Module]:
+    """Return what FSDP2 shards of the model of ``trainer`` and others that it needs, such as a reference model."""
+    models = [each for each in (trainer.model, *vars(trainer).values()) if isinstance(each, nn.Module)]
+    return list({id(each): each for each in models if is_sharded(each)}.values())
+
+
+def head_of(model: Any) -> list[FSDPModule]:
+    """Return the output layer if it is sharded, apart from other layers or with them; TRL may gather its weight itself.
+
+    It does not if the layer has been gathered before.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return [head] if isinstance(head, FSDPModule) else []
+
+
+def can_be_traced(models: Sequence[nn.Module]) -> bool:
+    """Return True if a trace of the model alone is one of the step: FSDP casts nothing, and needs no other model."""
+    units = [unit for model in models for unit in model.modules() if isinstance(unit, FSDPModule)]
+    return len(models) < 2 and all(unit._get_fsdp_state()._mp_policy.param_dtype is None for unit in units)
+
+
+def short_with_targets(trainer: Any, kind: LossKind, samples: Sequence[Sample]) -> Sample:
+    """Return the shortest sample with targets, if any has them."""
+
+    def key(sample: Sample) -> tuple[bool, int]:
+        batch = collated([sample], trainer.data_collator)
+        size = sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
+        return not kind.count(batch, 1), size
+
+    return min(samples, key=key)
+
+
+def run_without_weight(trainer: Any, forward_backward: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run a forward and backward for what other ranks wait for, and add nothing to gradients and logs."""
+    saved, backward = counters_of(trainer), trainer.accelerator.backward
+    with replaced(trainer.accelerator, backward=lambda loss, **more: backward(0 * loss.nan_to_num(), **more)):
+        loss = forward_backward()
+    put_back_counters(trainer, saved)
+    return torch.zeros_like(loss)
