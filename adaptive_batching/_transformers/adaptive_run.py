@@ -140,8 +140,8 @@ class AdaptiveRun:
     def prepare(self, make_loader: Callable[[], Any]) -> Any:
         """Find what there is to find before training, and return the training data's loader."""
         trainer, loader, self.waited = self._trainer, make_loader(), 0.0
-        self._samples = len(loader.dataset)
         self._samplers = check_loader(trainer, loader)
+        self._samples = len(loader.dataset)
         samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
         length = length_function(samples[0], getattr(trainer.data_collator, "max_length", None))
         self.is_text = length is not None

@@ -52,11 +52,6 @@ class AdaptiveArguments:
         metadata={"help": 'All other settings, such as {"memory_limit": "40GiB", "lr_scaling": "sqrt"}.'},
     )
 
-    def given(self) -> dict[str, Any]:
-        """Return the fields that are set, as a YAML has them."""
-        values = {each.name: _parsed(each.name, getattr(self, each.name)) for each in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
-
     def settings(self, batch_size: int) -> AdaptiveBatchingConfig:
         """Return the validated settings for batches of ``batch_size`` samples.
 
@@ -75,6 +70,12 @@ class AdaptiveArguments:
         settings = dataclasses.replace(settings, micro_batch_size=size)  # type: ignore[arg-type]
         _check(settings, batch_size)
         return settings
+
+
+def fields_set(arguments: AdaptiveArguments) -> dict[str, Any]:
+    """Return the fields that are set, as a YAML has them."""
+    values = {each.name: _parsed(each.name, getattr(arguments, each.name)) for each in dataclasses.fields(arguments)}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def _parsed(key: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
-from adaptive_batching._transformers.arguments import AdaptiveArguments
+from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set
 from adaptive_batching._transformers.handed_out import Samples, StepInputs, handing_out_samples, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
@@ -70,7 +70,7 @@ class AdaptiveTraining:
             return
         settings = adaptive.settings(self.args.per_device_train_batch_size)
         if settings.enabled:
-            self.adaptive = AdaptiveRun(self, settings, adaptive.given())
+            self.adaptive = AdaptiveRun(self, settings, fields_set(adaptive))
             self._following = FollowingCallback(self.adaptive)
             self._recording = Recording(self.adaptive, self)
             for callback in (self._following, self._recording):

@@ -14,6 +14,8 @@ from tests.loop.other_loops import NUM_SAMPLES, samples_of_loop
 from tests.support.ranks import run_ranks
 from tests.support.small_model import make_model
 
+pytestmark = pytest.mark.xdist_group("other_loops")
+
 NAMES = {1: ["accelerate", "lightning"], 2: ["accelerate", "lightning with DDP", "accelerate with FSDP2"]}
 """Number of ranks -> loops that they run, one after the other."""
 

@@ -12,6 +12,8 @@ from tests.loop.test_step import collate, loss
 from tests.loop.two_ranks import BATCHES, CLIP, FAULTS, KINDS, OF_SUMS, Faulty, make_model
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.xdist_group("loop_two_ranks")
+
 Found = list[dict[str, Any]]  # of each rank
 TRAINED = [*(f"{kind}, {fault}" for kind in KINDS for fault in FAULTS), *(f"ddp, {fault}" for fault in OF_SUMS)]
 

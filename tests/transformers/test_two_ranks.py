@@ -21,6 +21,8 @@ from tests.conftest import ROOT
 from tests.transformers import trainers
 from tests.transformers.two_ranks import DOUBLE, SAMPLES, SHORT
 
+pytestmark = pytest.mark.xdist_group("trainers_two_ranks")
+
 Found = Mapping[str, Mapping[str, Any]]
 KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
 PLACES = ("forward", "head", "backward", "gather", "reduce")
