@@ -46,7 +46,6 @@ WHY = {
     "test_custom_callback_added_at_init": CALLBACKS,
     "test_default_callbacks_are_present": CALLBACKS,
     "test_printer_callback_when_tqdm_disabled": CALLBACKS,
-    "test_gradient_checkpointing": "the model takes one sample at a time, and two are run to know its loss",
     "test_training_with_resume_from_checkpoint_false": "the model adds random numbers to its loss",
     "test_resume_training_with_different_batch_size": "the model adds random numbers to its loss",
 }

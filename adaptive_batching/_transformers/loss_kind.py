@@ -13,8 +13,9 @@ from torch import nn
 
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._loop.samples import Loss, collated
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters, unchanged_buffers
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import ConfigError, first_line
 
 IGNORED = -100
 """Label of a token that is no target."""
@@ -115,7 +116,16 @@ def _error(trainer: Any, kind: LossKind, pair: Sequence[Sample]) -> float:
             loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=given)
         return float(loss), number
 
-    (both, number), *each = of(*pair, parts=1), *(of(sample, parts=2) for sample in pair)
+    each = [of(sample, parts=2) for sample in pair]
+    try:
+        both, number = of(*pair, parts=1)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"{type(trainer.model).__name__} runs one sample, and not two in a forward ({first_line(error)}); a step "
+            "cannot be split or probed with it, so train without adaptive"
+        ) from error
     if kind.takes_number:
         expected = sum(loss for loss, _ in each)
     else:

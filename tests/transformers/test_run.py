@@ -309,6 +309,22 @@ def test_a_loss_that_is_not_finite_before_training_is_told(tmp_path: Path) -> No
         ours.train()
 
 
+def test_a_model_that_takes_one_sample_at_a_time_is_refused(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
+    forward = ours.model.forward
+
+    def of_one(*args: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if len(input_ids) > 1:
+            raise RuntimeError("shapes differ")
+        return forward(*args, input_ids=input_ids, **kwargs)
+
+    ours.model.forward = of_one
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM runs one sample, and not two in a forward \(shapes differ\)"
+    ):
+        ours.train()
+
+
 @pytest.mark.parametrize("given", [{"micro_batch_size": "auto"}, {"use_maximum_batch_size": True}])
 def test_a_step_of_more_samples_than_there_are_takes_them_all(given: dict[str, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = dict(per_device_train_batch_size=16, gradient_accumulation_steps=5)
