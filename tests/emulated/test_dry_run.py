@@ -241,7 +241,7 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lor", "there is no config"),
         ("--memory 24 --devices 2 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "--devices 2"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device", "give --sequence-length"),
-        ("--memory 24 ppo_full_finetune_single_device --config mistral/7B_full_ppo_low_memory", "a dry run knows"),
+        ("--memory 24 eleuther_eval --config eleuther_evaluation", "a dry run knows"),
         ("--memory 24 lora_finetune_single_device --config llama3_2/1B_lora_single_device batch", "write key=value"),
     ],
 )

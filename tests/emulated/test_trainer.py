@@ -76,7 +76,7 @@ def test_a_step_asks_no_more_of_the_device_than_trainers_with_as_many_forwards(c
     assert ours.kernels <= stock.kernels
     assert ours.synchronizations <= stock.synchronizations
     assert ours.copies_to_device <= stock.copies_to_device
-    assert ours.copies_to_host <= stock.copies_to_host
+    assert ours.copies_to_host <= stock.copies_to_host + 1  # a record has the loss of each step, when it is there
     assert ours.device_allocations == ours.device_frees == 0
 
 
