@@ -1,7 +1,7 @@
 """Compare ``adaptive(Trainer)`` with what Hugging Face's ``Trainer`` has of its own, in the same memory limit.
 
     pip install -e '.[bench]' online-dynamic-batching
-    python benchmarks/trainer_vs_peers.py   # about 8 minutes on 2 cores
+    python benchmarks/trainer_vs_peers.py   # about 10 minutes on 2 cores
 
 Each runs in a fresh process with the same seed, model, optimizer and samples: docstrings of Python's standard library,
 by words, of up to 384. The optimizer is to see 64 samples in a step. After a forward and backward of one sample the
@@ -275,7 +275,8 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
         try:
             trainer.train()
         except (RuntimeError, MemoryError, AdaptiveBatchingError) as failure:
-            if not (is_out_of_memory(failure) or isinstance(failure, AdaptiveBatchingError)):
+            gave_up = "No executable batch size" in str(failure)  # Accelerate, at a batch of one
+            if not (is_out_of_memory(failure) or gave_up or isinstance(failure, AdaptiveBatchingError)):
                 raise
             error = "out of memory"
         seconds = time.perf_counter() - start
