@@ -53,6 +53,28 @@ def measure_in_fresh_process(
     return found
 
 
+def by_bisection(fits: Callable[[int], bool]) -> int:
+    """Return a largest size that fits, by doubling and bisection; 0 if not even 1 does."""
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_of_all(fits: Callable[[int], bool]) -> int:
+    """Return the largest size that fits, among all from 4 below the boundary up to 4 failures in a row above it."""
+    largest = by_bisection(fits)
+    size = max(largest - 4, 1)
+    while size <= largest + 4:
+        if fits(size):
+            largest = max(largest, size)
+        size += 1
+    return largest
+
+
 def measure_in_turns(
     ways: Iterable[str], repeats: int, arguments: Callable[[str], Sequence[str]]
 ) -> dict[str, list[dict[str, Any]]]:

@@ -44,11 +44,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ProcessFailed, measure_in_fresh_process, write_report
+from common import ProcessFailed, by_bisection, largest_of_all, measure_in_fresh_process, write_report
 from torch.nn import functional
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3, lora_llama3
@@ -302,35 +303,12 @@ def run_autotuner(task: Task, folder: Path) -> None:
     subprocess.run(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, check=True)
 
 
-def by_hand(task: Task, fits: Callable[[int], bool] | None = None) -> Search:
-    fits = fits or task.fits
-
-    def search() -> int:
-        low, high = 0, 1
-        while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
-    return search
+def by_hand(task: Task) -> Search:
+    return partial(by_bisection, task.fits)
 
 
 def truth(task: Task, fits: Callable[[int], bool] | None = None) -> Search:
-    """The largest size that fits, among all from 4 below the boundary up to 4 failures in a row above it."""
-    fits = fits or task.fits
-
-    def search() -> int:
-        largest = by_hand(task, fits)()
-        size = max(largest - 4, 1)
-        while size <= largest + 4:
-            if fits(size):
-                largest = max(largest, size)
-            size += 1
-        return largest
-
-    return search
+    return partial(largest_of_all, fits or task.fits)
 
 
 # name: (the package it needs, how to prepare it)

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import measure_in_fresh_process, write_report
+from common import largest_of_all, measure_in_fresh_process, write_report
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import (
@@ -247,17 +247,7 @@ def find_truth(trainer: Any) -> int:
         print(f"{size}: {'out of memory' if failed else 'fits'}", file=sys.stderr)
         return not failed
 
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    largest, size = low, max(low - 4, 1)
-    while size <= largest + 4:
-        largest = max(largest, size) if fits(size) else largest
-        size += 1
-    return largest
+    return largest_of_all(fits)
 
 
 def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks: bool) -> dict[str, Any]:

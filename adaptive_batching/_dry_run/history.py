@@ -44,7 +44,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Labels:
-    """What allocations held at one moment: address of the first byte -> category."""
+    """Categories of allocations at one moment, by the address of their first byte."""
 
     time_us: int
     categories: Mapping[int, str]

@@ -1,4 +1,4 @@
-"""What a record says of its run before it begins."""
+"""The facts about a run that its record opens with."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from adaptive_batching._report.events import Row, StepCost
 from adaptive_batching._report.facts import first_too_large
 
 Named = tuple[str, str]
-"""What a line is about, and what it says."""
+"""The label of a line, and its text."""
 
 
 def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum batch size") -> list[Named]:

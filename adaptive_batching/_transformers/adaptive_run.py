@@ -74,7 +74,6 @@ class AdaptiveRun:
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
         self.ranks = Ranks(trainer.args.device)
-        self.is_sharded = bool(trainer.is_fsdp_enabled)
         self._trainer = trainer
         self._configured = int(trainer.args.per_device_train_batch_size)
         self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
@@ -126,7 +125,7 @@ class AdaptiveRun:
 
     @property
     def probed(self) -> str:
-        """What a probe has found the largest size of."""
+        """The size that a probe looks for, in words."""
         return "maximum batch size" if isinstance(self.settings.micro_batch_size, Whole) else "largest forward"
 
     def resume_from(self, checkpoint: Path) -> None:
@@ -160,7 +159,7 @@ class AdaptiveRun:
         trainer, settings, size = self._trainer, self.settings, self.settings.micro_batch_size
         assert not isinstance(size, Explore)  # is refused
         try:
-            if self.is_sharded:
+            if trainer.is_fsdp_enabled:
                 shard(trainer)
             kind = find_loss_kind(trainer, samples)
             trainer.loss_is_scaled_for_ga = kind.takes_number

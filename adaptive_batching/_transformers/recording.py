@@ -1,4 +1,4 @@
-"""What a run of ``Trainer`` leaves: its record and page, metrics in its logs, and columns in its progress bar."""
+"""The record and page of a ``Trainer`` run, the metrics in its logs, and the columns of its progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be trained this way, said before training, in one line that says what works."""
+"""Checks before training: what cannot be trained this way is refused in one line that says what works."""
 
 from __future__ import annotations
 

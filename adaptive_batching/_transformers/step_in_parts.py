@@ -53,7 +53,7 @@ class StepInParts:
     ) -> None:
         self.max_tokens: int | None = None
         self.kind = kind
-        """What the loss is."""
+        """How the losses of parts make up that of a step."""
 
         self.models = sharded_models(trainer)
         """Models that are sharded."""

@@ -54,11 +54,12 @@ class AdaptiveTraining:
     """Mixed into a trainer class, before it."""
 
     adaptive: AdaptiveRun | None = None
-    """What the run has found, and follows; None if training is ``Trainer``'s own."""
+    """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
 
     # Set by Trainer
     args: Any
     eval_dataset: Any
+    is_fsdp_enabled: bool
     lr_scheduler: Any
     model: Any
     state: Any
@@ -126,7 +127,7 @@ class AdaptiveTraining:
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         stock = super()._prepare_for_training  # type: ignore[misc]
-        if self.adaptive is None or not self.adaptive.is_sharded:
+        if self.adaptive is None or not self.is_fsdp_enabled:
             return stock(*args, **kwargs)
         with prepared_already(self):
             return stock(*args, **kwargs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -30,6 +29,7 @@ from tests.support.environment import OF_THE_RECIPES
 from tests.support.harness import evaluation_config, make_harness_inputs, task_manager
 from tests.support.pages import PAGES, Block, blocks, commands, commands_in_the_text, loops
 from tests.support.power_cut import FUNCTION
+from tests.support.ranks import free_port
 from tests.support.records import events, without_sizes
 from tests.support.runs import write_run
 
@@ -215,13 +215,6 @@ def test_a_command_runs_as_it_stands(
     assert way.says in output, output[-6000:]
     if way.interrupted:
         assert [epoch["epoch"] for epoch in events(Run(tmp_path / "out"), "epoch")] == [0, 1, 2]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(("command", "way"), those(Here))

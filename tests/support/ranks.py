@@ -1,4 +1,4 @@
-"""Two processes of one program, as torchrun starts them."""
+"""Processes that train together, as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,38 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tests.conftest import ROOT
 
 
-def run_ranks(arguments: Sequence[str], size: int = 2, **environment: str) -> None:
-    """Run ``python arguments`` as many times as ``size``, each as one rank, and fail if one of them does."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def run_ranks(arguments: Sequence[str], size: int = 2, **environment: str) -> None:
+    """Run ``python arguments`` as many times as ``size``, each as one rank, and fail if one of them does."""
     shared = {
-        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", **environment,
+        "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", **environment,
     }  # fmt: skip
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    run_together([([sys.executable, *arguments], own) for own in ranks])
+
+
+def run_together(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
+    """Run commands at once, each with what its environment has besides this one's, and fail if one of them does."""
     processes = [
         subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **own},
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(size)
+        for command, own in commands
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=300)[1] for process in processes]
+        said = [process.communicate(timeout=400)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (the e
 
 from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching.transformers import AdaptiveArguments
-from tests.conftest import ROOT
+from tests.support.ranks import free_port, run_ranks, run_together
 from tests.transformers import trainers
 from tests.transformers.two_ranks import DOUBLE, SAMPLES, SHORT
 
@@ -37,36 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[Found]:
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    commands = [
-        ([sys.executable, "-m", "tests.transformers.two_ranks", str(folder)],
-         {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]  # fmt: skip
-    run_together(commands)
+    run_ranks(["-m", "tests.transformers.two_ranks", str(folder)])
     return found_in(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def run_together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> None:
-    processes = [
-        subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for command, own in commands
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=400)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(text[-3000:] for text in said)
 
 
 def found_in(folder: Path) -> list[Found]:
