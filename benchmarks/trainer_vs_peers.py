@@ -14,18 +14,21 @@ to find a size.
   of memory with that batch, the person takes half of it, and so on.
 - ``auto_find_batch_size`` is asked for batches of 64. It takes a tenth off at each out-of-memory error, and starts the
   epoch again, with the weights as they are by then.
-- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``.
-- ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive`` has found. It makes batches of as many, and
-  accumulates so many of these that 64 samples make a step on average. If it runs out of memory, it is told three
+- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``, and so is ``adaptive, padding_free``, which
+  also lays samples end to end. ``adaptive, largest`` is asked for the largest forward (``use_maximum_batch_size`` with
+  ``keep_global_batch``), which tells ``found_over_truth``.
+- ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive, largest`` has found. It makes batches of so
+  many, and accumulates as many of these as make 64 samples on average. If it runs out of memory, it is told three
   quarters of that, and so on.
 
 With ``short``, memory shrinks after two optimizer steps, as where another process takes some: who survives, with what.
-``tried`` has the steps that were taken to find a size, and how many of them ran out of memory.
+``tried`` has the steps that were taken to find a size, and how many of them ran out of memory; ``seconds`` include
+them.
 
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
-the most of the longest samples that a forward and backward can hold next to gradients and optimizer states. The loss
-of each step is held against ``whole``: Trainer with batches of 64 in one forward, without a limit. The last line
-printed is a JSON object.
+the most of the longest samples that a forward and backward can hold next to gradients and optimizer states, one of them
+the shortest instead, as a model makes no mask of attention for a batch without padding. The loss of each step is held
+against ``whole``: Trainer with batches of 64 in one forward, without a limit. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -66,9 +69,11 @@ from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 PACKAGES = ("torch", "transformers", "accelerate", "online-dynamic-batching")
 OURS, WHOLE, TRUTH, FINDS, ODB, FLAT = "adaptive", "whole", "truth", "auto_find_batch_size", "odb", "padding_free"
+OURS_FLAT, LARGEST = f"{OURS}, {FLAT}", f"{OURS}, largest"
 STRATEGIES = ["group_by_length", "batch_rebalance"]
 BY_HAND = ["Trainer", *STRATEGIES, FLAT]
-IN_ORDER = ["Trainer", FLAT, OURS]  # whose steps have the samples of those of the whole batch
+ALL_OURS = [OURS, OURS_FLAT, LARGEST]
+IN_ORDER = ["Trainer", FLAT, *ALL_OURS]  # whose steps have the samples of those of the whole batch
 PEERS = [*BY_HAND, FINDS, *([ODB] if importlib.util.find_spec("odb") else [])]
 TAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 BATCH_SIZE, LONGEST, VOCABULARY = 64, 384, 4096
@@ -182,12 +187,19 @@ def arguments(method: str, by_hand: int, budget: int, lengths: list[int]) -> dic
     if method == ODB:  # makes batches of up to so many padded tokens of what its worker has prepared
         batches = max(round(BATCH_SIZE * sum(lengths) / len(lengths) / budget), 1)
         return dict(per_device_train_batch_size=1, gradient_accumulation_steps=batches)
-    size = by_hand if method in BY_HAND else BATCH_SIZE
+    size = by_hand if method in BY_HAND else 1 if method == LARGEST else BATCH_SIZE
     return dict(
         per_device_train_batch_size=size, gradient_accumulation_steps=BATCH_SIZE // size,
         auto_find_batch_size=method == FINDS,
         train_sampling_strategy=method if method in STRATEGIES else "random",
     )  # fmt: skip
+
+
+def ours(method: str) -> AdaptiveArguments:
+    exact = {"headroom": 0, "round_to_power_of_two": False}
+    if method == LARGEST:
+        return AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={**exact, "keep_global_batch": True})
+    return AdaptiveArguments(micro_batch_size="auto", adaptive_batching=exact)
 
 
 def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folder: str, *, shrinks: bool) -> Any:
@@ -200,11 +212,10 @@ def make_trainer(method: str, num_samples: int, by_hand: int, budget: int, folde
     seen = Seen(shrinks=shrinks)
     shared: dict[str, Any] = dict(
         model=make_model(), args=args, train_dataset=data, callbacks=[seen],
-        data_collator=collate_flat if method == FLAT else collate,
+        data_collator=collate_flat if method in (FLAT, OURS_FLAT) else collate,
     )  # fmt: skip
-    if method == OURS:
-        ours = AdaptiveArguments(micro_batch_size="auto", adaptive_batching={"headroom": 0})
-        trainer: Any = adaptive(Watched)(**shared, adaptive=ours)
+    if method in ALL_OURS:
+        trainer: Any = adaptive(Watched)(**shared, adaptive=ours(method))
     else:
         trainer = Watched(**shared)
     seen.trainer = trainer
@@ -229,13 +240,14 @@ def set_limit() -> None:
 def find_truth(trainer: Any) -> int:
     """The largest size that fits, among all from 4 below the boundary up to 4 failures in a row above it."""
     optimizer = trainer.create_optimizer()
-    longest = max(trainer.train_dataset, key=lambda sample: len(sample["input_ids"]))
+    shortest, *_, longest = sorted(trainer.train_dataset, key=lambda sample: len(sample["input_ids"]))
 
     def fits(size: int) -> bool:
         failed = False
         try:
             for _ in range(2):
-                trainer.compute_loss(trainer.model, collate([longest] * size)).backward()
+                batch = [*[longest] * (size - 1), shortest if size > 1 else longest]
+                trainer.compute_loss(trainer.model, collate(batch)).backward()
             torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
             optimizer.step()
         except Exception as error:
@@ -285,11 +297,11 @@ def measure(method: str, num_samples: int, by_hand: int, budget: int, *, shrinks
 
 def what_was_found(method: str, trainer: Any, budget: int) -> dict[str, Any]:
     """Return the longest samples that a forward takes, what finding that took, and what ran out of memory later."""
-    if method == OURS:
-        tried = trainer.adaptive.probe.measurements if trainer.adaptive.probe else []
+    if method in ALL_OURS:
+        probe = trainer.adaptive.probe
+        tried = probe.measurements if probe else []
         return {
-            "size": (trainer.adaptive.max_tokens or 0) // LONGEST,
-            "tokens": trainer.adaptive.max_tokens,
+            "size": (probe.enough or probe.batch_size) if probe else 0,
             "tried": f"{sum(each.steps for each in tried)}, {sum(not each.fits for each in tried)}",
             "failures": trainer.adaptive.num_recoveries,
         }
@@ -329,18 +341,18 @@ def main() -> None:
     sizes = dict.fromkeys(BY_HAND, 2 ** (truth.bit_length() - 1))
     while run(FLAT, "--by-hand", str(sizes[FLAT]))["ended"] and sizes[FLAT] > 1:
         sizes[FLAT] //= 2
-    first = run(OURS)
-    budget = int(first["tokens"])
+    largest = run(LARGEST)
+    budget = LONGEST * int(largest["size"])
     while ODB in PEERS and budget > LONGEST and run(ODB, "--budget", str(budget))["ended"]:
         budget = budget * 3 // 4
 
     def given(method: str) -> list[str]:
         return ["--by-hand", str(sizes.get(method, 1)), "--budget", str(budget)]
 
-    runs = [(OURS, first)]
-    for repeat in range(args.repeats):
-        runs += [(method, run(method, *given(method))) for method in (*PEERS, *([OURS] if repeat else []))]
-    runs += [(f"{method}, short", run(method, *given(method), "--shrinks")) for method in (*PEERS, OURS)]
+    runs = [(LARGEST, largest)]
+    for _ in range(args.repeats):
+        runs += [(method, run(method, *given(method))) for method in (OURS, OURS_FLAT, *PEERS)]
+    runs += [(f"{method}, short", run(method, *given(method), "--shrinks")) for method in (*PEERS, OURS, OURS_FLAT)]
     report(args.output, args.samples, truth, whole, runs)
 
 
@@ -362,8 +374,11 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
     def of(method: str, key: str) -> list[Any]:
         return [found[key] for name, found in runs if name == method]
 
+    def seconds(method: str) -> float:
+        return float(statistics.median(of(method, "seconds")))
+
     finished = [method for method in PEERS if not any(of(method, "ended"))]
-    best = min(statistics.median(of(method, "seconds")) for method in finished)
+    best = min(map(seconds, finished))
     write_report(
         "An epoch in a Hugging Face Trainer, in a memory limit",
         device="cpu",
@@ -376,13 +391,17 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
         ],
         rows=rows,
         figures={
-            "seconds_vs_best_peer": round(statistics.median(of(OURS, "seconds")) / best, 2),
-            "samples_lost": max(of(OURS, "lost")),
-            "samples_repeated": max(of(OURS, "repeated")),
+            "seconds_vs_best_peer": round(min(seconds(OURS), seconds(OURS_FLAT)) / best, 2),
+            "padded_vs_best_padded_peer": round(seconds(OURS) / min(seconds(m) for m in finished if m != FLAT), 2),
+            "padding_free_vs_padding_free": round(seconds(OURS_FLAT) / seconds(FLAT), 2),
+            "samples_lost": max(lost for method in ALL_OURS for lost in of(method, "lost")),
+            "samples_repeated": max(repeated for method in ALL_OURS for repeated in of(method, "repeated")),
             "peers": finished,
-            "survive_short": [method for method in (*PEERS, OURS) if not any(of(f"{method}, short", "ended"))],
-            "loss_difference": max(map(float, of(OURS, "difference"))),
-            "found_over_truth": round(statistics.median_low(of(OURS, "size")) / truth, 2),
+            "survive_short": [
+                method for method in (*PEERS, OURS, OURS_FLAT) if not any(of(f"{method}, short", "ended"))
+            ],
+            "loss_difference": max(float(each) for method in ALL_OURS for each in of(method, "difference")),
+            "found_over_truth": round(of(LARGEST, "size")[0] / truth, 2),
         },
         output=output,
         packages=PACKAGES,

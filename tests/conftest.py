@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import hashlib
 import os
 import re
@@ -25,6 +24,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from adaptive_batching._report.record import Report
+from tests.support.garbage import quicken_collections
 from tests.support.overrides import TEACHER
 
 # What a run of continuous integration says has to be what the next one says. To look for more, leave this out.
@@ -53,14 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collection() -> None:
-    """Keep what torch and its libraries have made out of each collection: it takes half a second with, none without.
-
-    Every trial step and every recovery collects garbage. That of the tests themselves is still found. Each run asks
-    whether anything is frozen, which is answered by counting it all: a tenth of a small run.
-    """
-    gc.collect()
-    gc.freeze()
-    setattr(gc, "get_freeze_count", lambda: 1)  # noqa: B010
+    """Keep what imports and earlier tests have made out of each collection."""
+    quicken_collections()
 
 
 @pytest.fixture(scope="session")

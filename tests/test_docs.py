@@ -20,7 +20,7 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.models.llama2 import llama2
 
 import adaptive_batching
-from adaptive_batching import AdaptiveBatchingConfig, ConfigError, growth
+from adaptive_batching import ConfigError, growth
 from adaptive_batching.__main__ import COMMANDS
 from adaptive_batching._growth.increase import resolve
 from adaptive_batching._torchtune.losses import next_token
@@ -50,20 +50,16 @@ def test_every_relative_link_resolves(path: Path) -> None:
         assert anchor in ("", *(re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings)), link
 
 
-def test_every_page_is_linked_from_the_index_and_the_readme_which_is_short() -> None:
+def test_every_page_is_linked_from_the_index_and_the_readme_and_they_are_short() -> None:
     for index in (README, ROOT / "docs" / "README.md"):
         for path in DOCS:
             assert path.name == "README.md" or f"{path.name})" in index.read_text(), (index.name, path.name)
     assert len(README.read_text().split()) <= 1200
+    assert sum(len(path.read_text().split()) for path in DOCS) <= 10_000
 
 
-def test_the_page_of_settings_is_what_the_dataclass_says_and_those_to_copy_are_the_defaults() -> None:
+def test_the_page_of_settings_is_what_the_dataclass_says() -> None:
     assert PAGE.read_text() == page(), "run python -m tests.support.settings_table"
-    [block] = [block for block in blocks("yaml") if block.where.startswith("docs/settings.md")]
-    section = settings_of(block).pop("adaptive_batching")
-    assert len(section) == len(AdaptiveBatchingConfig.__dataclass_fields__) - len(FIELDS) + 1
-    assert section.pop("report_dir") == "${output_dir}/adaptive_batching"
-    assert AdaptiveBatchingConfig.from_mapping(section) == AdaptiveBatchingConfig()
 
 
 def test_every_increase_function_has_a_row_with_its_arguments_and_their_defaults() -> None:

@@ -49,6 +49,7 @@ class SampleRetry(Retry[list[Sample]]):
         self._loss = loss
         self._collate = collate
         self._length = length
+        self.pads = True  # False if samples are laid end to end
         self.parts_add_up = False  # True if this is known, on all ranks
 
     def start_with(self, samples: list[Sample]) -> None:
@@ -84,8 +85,11 @@ class SampleRetry(Retry[list[Sample]]):
         set_random_state(self._random_state, device_of(self._model))
 
     def tokens(self, part: Sequence[Sample]) -> int:
-        """Return the padded tokens of a part; without a length, its number of samples."""
-        return len(part) if self._length is None else padded_tokens([max(self._tokens_of(s), 1) for s in part])
+        """Return the tokens of a part, with padding; without a length, its number of samples."""
+        if self._length is None:
+            return len(part)
+        lengths = [max(self._tokens_of(sample), 1) for sample in part]
+        return padded_tokens(lengths) if self.pads else sum(lengths)
 
     def _tokens_of(self, sample: Sample) -> int:
         assert self._length is not None

@@ -84,16 +84,27 @@ class ForwardTimes:
 
     def enough(self) -> int | None:
         """Return the samples from which on larger forwards gain less than ``_GAIN``; None if that cannot be told."""
-        if len(self._seconds) < 2:
+        if (line := self._line()) is None:
             return None
-        (few, less), (more, longer) = sorted(self._seconds.items())[-2:]
-        if longer < _FILLED * less:  # the device has room to compute more at once
-            return None
-        per_sample = (longer - less) / (more - few)
-        fixed = max(less - few * per_sample, 0.0) + _UNCERTAINTY * less
-        enough = max(math.ceil(fixed / (_GAIN * per_sample)), more)
+        fixed, per_sample = line
+        enough = max(math.ceil(fixed / (_GAIN * per_sample)), max(self._seconds))
         log.info(
             "a forward and backward takes about %.0f ms plus %.0f ms per sample: more than %d samples would gain less "
             "than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
         )  # fmt: skip
         return enough
+
+    def in_samples(self) -> float | None:
+        """Return the fixed time of a forward as the number of samples that take as long; None if it cannot be told."""
+        line = self._line()
+        return None if line is None else line[0] / line[1]
+
+    def _line(self) -> tuple[float, float] | None:
+        """Return the fixed seconds of a forward and the seconds per sample; None if a device has room for more."""
+        if len(self._seconds) < 2:
+            return None
+        (few, less), *_, (more, longer) = sorted(self._seconds.items())
+        if longer < _FILLED * less:  # the device has room to compute more at once
+            return None
+        per_sample = (longer - less) / (more - few)
+        return max(less - few * per_sample, 0.0) + _UNCERTAINTY * less, per_sample

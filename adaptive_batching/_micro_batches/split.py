@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -55,6 +56,26 @@ def split_in_order(num_samples: int, micro_batch_size: int) -> Split:
     count = -(-num_samples // micro_batch_size)
     size = -(-num_samples // count)
     return [list(range(start, min(start + size, num_samples))) for start in range(0, num_samples, size)]
+
+
+def split_end_to_end(lengths: Sequence[int], max_tokens: int) -> Split:
+    """Split samples that are laid end to end into few parts, of about as many tokens each, the largest first.
+
+    No part has more than ``max_tokens``, other than a sample that is longer: it is alone. Each sample, from the longest
+    on, goes to the part that has the fewest tokens so far; if one ends above ``max_tokens``, there is a part more.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    alone = [[index] for index in order if lengths[index] > max_tokens]
+    rest = order[len(alone) :]
+    count = -(-sum(lengths[index] for index in rest) // max_tokens)
+    while True:
+        parts = [(0, number, list[int]()) for number in range(count)]  # a heap: tokens, a number of its own, samples
+        for index in rest:
+            tokens, number, part = parts[0]
+            heapq.heapreplace(parts, (tokens + lengths[index], number, [*part, index]))
+        if all(tokens <= max_tokens for tokens, _, _ in parts):
+            return alone + [part for _, _, part in sorted(parts, key=lambda each: (-each[0], each[1]))]
+        count += 1
 
 
 def in_known_sizes(num_samples: int, known: Set[int], max_sizes: int) -> list[int]:

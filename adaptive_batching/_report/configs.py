@@ -99,11 +99,14 @@ def _probed(run: Run, settings: Mapping[str, Any], section: Mapping[str, Any]) -
     if probed is None or not epochs or micro_batch_size == "auto" or kept:
         return {}  # forwards are filled by what fits, which a probe has to say
     found: dict[str, tuple[Any, str]] = {}
+    size, largest = _OF_TRAINER if _OF_TRAINER in settings else "batch_size", probed["batch_size"]
+    configured = settings.get(size)
     if not grows(settings) and maximum:
-        size = _OF_TRAINER if _OF_TRAINER in settings else "batch_size"
-        found[size] = epochs[0]["batch_size"], f"what this run trained with; was {settings.get(size)}"
+        found[size] = epochs[0]["batch_size"], f"what this run trained with; was {configured}"
     elif grows(settings) and settings.get("micro_batch_size") is None:
-        found["max_batch_size"] = probed["batch_size"], f"what the probe found, bound by {bound(probed)}"
+        found["max_batch_size"] = largest, f"what the probe found, bound by {bound(probed)}"
+        if configured is not None and configured > largest:
+            found[size] = largest, f"no more fits; was {configured}"
     if found and maximum:
         found["use_maximum_batch_size"] = False, "was True"
     return found

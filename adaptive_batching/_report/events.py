@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,8 +67,8 @@ class Watcher:
     def step(self, epoch: int, step: int, samples: int, loss: float, lr: float, recoveries: int = 0) -> None:
         """Take note of an optimizer step on ``samples`` samples, and of how many have had to run again so far."""
 
-    def validation(self, epoch: int, step: int, loss: float) -> None:
-        """Take note of the mean loss on the data that are held out, after optimizer step ``step``."""
+    def validation(self, epoch: int, step: int, loss: float, dataset: str | None = None) -> None:
+        """Take note of the loss on the data that are held out, after step ``step``; of several sets, on ``dataset``."""
 
     def recovery(self, epoch: int, step: int, failed: str, max_tokens: int | None) -> None:
         """Take note of what ran out of memory in ``step``, and of the new limit on a forward; None if there is none."""
@@ -146,6 +146,14 @@ def rows_of(events: Events) -> list[Row]:
         if row >= 0:
             rows[row].add(step)
     return rows
+
+
+def by_dataset(validations: Iterable[Event]) -> dict[str, list[Event]]:
+    """Return the validations on each set of data, by `` on name``; the name is empty if there is only one set."""
+    found: dict[str, list[Event]] = {}
+    for each in validations:
+        found.setdefault(f" on {each['dataset']}" if each.get("dataset") else "", []).append(each)
+    return found
 
 
 def find_record(path: Path) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from adaptive_batching._report.events import Event, Row, Run, rows_of
+from adaptive_batching._report.events import Event, Row, Run, by_dataset, rows_of
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 _KIB, _MIB, GIB = 2**10, 2**20, 2**30
@@ -230,9 +230,9 @@ def _losses(rows: list[Row], validations: list[Event]) -> tuple[str, str]:
     if row is None:
         return "none yet", ""
     more = f"mean since epoch {row.epoch:g}" + (" began" if row.epoch == int(row.epoch) else "")
-    if validations:
-        least = min(validations, key=lambda event: event["loss"])
-        more += f"; validation {loss(validations[-1]['loss'])}, least {loss(least['loss'])}"
+    for on, events in by_dataset(validations).items():
+        least = min(events, key=lambda event: event["loss"])
+        more += f"; validation{on} {loss(events[-1]['loss'])}, least {loss(least['loss'])}"
         more += f" after step {count(least['step'])}"
     return loss(row.mean_loss), more
 

@@ -18,7 +18,17 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._micro_batches.fastest import Exploration
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._report.events import RECORD, VERSION, Row, StepCost, Watcher, lines_that_count, written
+from adaptive_batching._report.events import (
+    RECORD,
+    VERSION,
+    Event,
+    Row,
+    StepCost,
+    Watcher,
+    by_dataset,
+    lines_that_count,
+    written,
+)
 from adaptive_batching._report.facts import cost_of_growth, grows
 from adaptive_batching._report.page import finish_page, start_page, stop_page
 from adaptive_batching._report.summary import (
@@ -66,7 +76,7 @@ class Report(Watcher):
         self._page: subprocess.Popen[str] | None = None
         self._rows: list[Row] = []
         self._found: list[tuple[str, str]] = []
-        self._validations: list[Mapping[str, Any]] = []
+        self._validations: list[Event] = []
         self._recoveries = 0
         if not self._writes:
             return
@@ -151,8 +161,8 @@ class Report(Watcher):
         cost, self._cost = self._cost, {}
         self._write("step", epoch=epoch, step=step, samples=samples, loss=loss, lr=lr, recoveries=recoveries, **cost)
 
-    def validation(self, epoch: int, step: int, loss: float) -> None:
-        self._write("validation", epoch=epoch, step=step, loss=loss)
+    def validation(self, epoch: int, step: int, loss: float, dataset: str | None = None) -> None:
+        self._write("validation", epoch=epoch, step=step, loss=loss, dataset=dataset)
 
     def recovery(self, epoch: int, step: int, failed: str, max_tokens: int | None) -> None:
         self._write("recovery", epoch=epoch, step=step, failed=failed, max_tokens=max_tokens)
@@ -201,13 +211,20 @@ class Report(Watcher):
         if self._recoveries:
             times = "once" if self._recoveries == 1 else f"{self._recoveries} times"
             told.append(("out of memory", f"{times}, recovered"))
-        if self._validations:
-            last, least = self._validations[-1], min(self._validations, key=lambda event: event["loss"])
+        for on, events in by_dataset(self._validations).items():
+            last, least = events[-1], min(events, key=lambda event: event["loss"])
             losses = [f"{event['loss']:.4f} after step {event['step']}" for event in (last, least)]
-            told.append(("validation loss", f"last {losses[0]}, least {losses[1]}"))
+            of_set = f"{on.strip()}: " if on else ""
+            told.append(("validation loss", f"{of_set}last {losses[0]}, least {losses[1]}"))
         return [
             *named(told), "", *table_of_decisions(self._rows), "", *named([("record", str(self.path))])
         ]  # fmt: skip
+
+    def wait_for_page(self) -> None:
+        """Wait until a page that is being made is complete, for those who copy the folder."""
+        if self._page is not None:
+            with self.only_warned(_NO_PAGE):
+                finish_page(self._page, _SECONDS_FOR_PAGE)
 
     def _make_page(self, *, waits: bool = True) -> None:
         with self.only_warned(_NO_PAGE):
@@ -257,7 +274,7 @@ class Report(Watcher):
         elif event == "step" and self._rows:
             self._rows[-1].add(values)
         elif event == "validation":
-            self._validations.append(values)
+            self._validations.append({**values})
 
 
 def _now() -> str:

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import adaptive_batching._report.configs as configs
 import adaptive_batching._report.facts as say
-from adaptive_batching._report.events import Event, Events, Run, rows_of
+from adaptive_batching._report.events import Event, Events, Run, by_dataset, rows_of
 
 MIB = 2**20
 _COLOURS = 8  # of runs, and of kinds of memory
@@ -42,12 +42,21 @@ class Curves:
     recoveries: list[int]  # samples seen at the end of each step that had to run again
 
 
+def lines_of(chart: str, curves: Sequence[Curves]) -> list[tuple[str, str]]:
+    """Return (column, label) of the lines of a chart, with one for each set of data that was validated on."""
+    sets = [name for each in curves for name in each.columns if name.startswith("validation on ")]
+    return [*CHARTS[chart][2], *((name, name) for name in dict.fromkeys(sets) if chart == "loss")]
+
+
 def curves_of(events: Events, most_points: int) -> Curves:
     steps = events["step"]
     seen = list(accumulate(step["samples"] for step in steps))
     size = max(1, math.ceil(len(steps) / most_points))
     noise = {event["step"]: event["noise_scale"] for event in events["noise"]}
-    validation = {event["step"]: event["loss"] for event in events["validation"]}
+    validations = {
+        f"validation{on}": {each["step"]: each["loss"] for each in of_set}
+        for on, of_set in by_dataset(events["validation"]).items()
+    }
     window = max(5, len(steps) // _SMOOTHED_SHARE)
     finite = [step if math.isfinite(step["loss"]) else {"loss": 0.0, "samples": 0} for step in steps]
     losses = [0.0, *accumulate(step["loss"] * step["samples"] for step in finite)]
@@ -66,7 +75,7 @@ def curves_of(events: Events, most_points: int) -> Curves:
             "step": last["step"],
             "loss": mean_loss(start, end),
             "trend": mean_loss(end - window, end) if has_trend else None,
-            "validation": _last(validation, part),
+            **{name: _last(losses_of, part) for name, losses_of in validations.items()},
             "batch": last["samples"],  # global
             "noise": _last(noise, part),  # scale, in samples
             "lr": last["lr"],

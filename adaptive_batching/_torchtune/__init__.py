@@ -8,3 +8,5 @@ import warnings
 logging.getLogger("torchao").addFilter(lambda record: "Skipping import of cpp extensions" not in record.getMessage())
 # torchdata's data loader, of torch
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+# torch, of torchtune's norms, which take float32 and weights in bfloat16
+warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")

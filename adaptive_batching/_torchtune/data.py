@@ -35,6 +35,7 @@ class SampleLoader:
         self._extra_state = extra_state
         self._batches = _Batches(self.sampler, stock.batch_size or 1, drops_last)
         self._indexed = _Indexed(self.dataset)
+        # Each iterator of it draws from torch's global random state: one an epoch, as in stock, for dropout's sake.
         self._loader = StatefulDataLoader(self._indexed, batch_sampler=self._batches, collate_fn=list)
 
     @property

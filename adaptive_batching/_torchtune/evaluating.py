@@ -171,7 +171,11 @@ class BatchesThatFit:
         return SimpleNamespace(tolist=lambda: rows)  # rows differ in length, where the harness reads a tensor of them
 
     def _as_stock(self, run: Callable[[], Any]) -> tuple[bool, Any]:
-        """With the field unset, run as stock does; return True and the results, or False if they are still to come."""
+        """With the field unset, run as stock does; return True and the results, or False if they are still to come.
+
+        All that ran has to run again: the harness makes a second tensor as large as the logits, outside of stock's
+        wrapper, where memory may run out as well.
+        """
         if self.settings.enabled:
             return False, []
         if not isinstance(self._batch_size, int):

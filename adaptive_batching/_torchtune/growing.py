@@ -58,7 +58,8 @@ class Increase:
     @property
     def reader(self) -> str:
         """Name for messages of the setting that needs the noise scale."""
-        return self.name or "noise_scale_every"
+        needs = self.function is not None and reads_noise_scale(self.function)
+        return self.name if needs else "adaptive_batching.noise_scale_every"
 
 
 def resolve_increase(settings: AdaptiveBatchingConfig) -> Increase:

@@ -42,7 +42,7 @@ CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
 LENGTHS = (512, 1024, 2048, 4096, 8192)  # tokens of a sample in a table
 BATCHES = (1, 2, 4, 8, 16, 32)  # samples of a forward in a table
 
-_SOME_SAMPLES = 2**20  # where the number is not known, so many that data bound nothing
+_SOME_SAMPLES = 2**16  # where the number is not known, more than a batch has; each step of the schedule is computed
 _CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 _PAGED = "bitsandbytes.optim.PagedAdamW8bit"
 _TRAIN_ALL = ("full_finetune_single_device", "full_finetune_distributed", "full_dpo_distributed", "qat_distributed")

@@ -6,7 +6,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -316,8 +316,8 @@ def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
     return {
         "search": settings.search,
         "round_to_power_of_two": settings.round_to_power_of_two,
-        "memory_limit": repr(settings.memory_limit),
-        "headroom": repr(settings.headroom),
+        "memory_limit": None if settings.memory_limit is None else vars(settings.memory_limit),
+        "headroom": vars(settings.headroom),
         "fills_memory": settings.fills_memory,
         "runs_in_parts": _runs_in_parts(settings),  # then while the gradients of the forward before are held
         "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
@@ -343,6 +343,15 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of nested mappings with its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
     """Return the result stored at ``path`` under the same ``key``; else None, and log why a stored one is ignored."""
     if not path.exists():
@@ -354,9 +363,10 @@ def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
         log.warning("probe result %s cannot be read (%s); probing again", path, error)
         return None
     key = json.loads(json.dumps(key))  # convert tuples and the like as JSON does
-    changed = sorted(k for k in {*key, *stored_key} if key.get(k, ...) != stored_key.get(k, ...))
+    before, now = dict(_leaves(stored_key)), dict(_leaves(key))
+    changed = sorted(k for k in {*now, *before} if now.get(k, ...) != before.get(k, ...))
     if changed:
-        shown = ", ".join(f"{k}: {stored_key.get(k)!r} -> {key.get(k)!r}" for k in changed[:3])
+        shown = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in changed[:3])
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         log.info("stored probe result ignored, because these changed: %s%s", shown, more)
         return None

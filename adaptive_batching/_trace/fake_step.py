@@ -116,10 +116,10 @@ def _sharded_copy(
     offloads = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
     whole: dict[int, Any] = {}
     shards: dict[int, Any] = {}
-    in_parts = {id(p.sharded_param): p for group in groups for p in group.fsdp_params if p.is_dtensor}
+    of_fsdp = {id(part.sharded_param): part for group in groups for part in group.fsdp_params}
     for parameter in model.parameters():
-        shard, part = local_part(parameter), in_parts.get(id(parameter))
-        gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_part(part, fake)
+        shard, part = local_part(parameter), of_fsdp.get(id(parameter))
+        gathered = _fake_like(shard, parameter.shape, fake) if part is None else _fake_gathered(part, parameter, fake)
         whole[id(parameter)] = _as_parameter(gathered, parameter, fake)
         shards[id(parameter)] = _as_parameter(_fake_like(shard, shard.shape, fake), parameter, fake)
     for buffer in [*model.buffers(), *kept_tensors(model)]:
@@ -195,11 +195,14 @@ def _fake_like(original: torch.Tensor, shape: torch.Size, fake: FakeTensorMode) 
         return found
 
 
-def _fake_part(parameter: Any, fake: FakeTensorMode) -> torch.Tensor:
-    """Return what is gathered of FSDP's ``parameter`` under tensor parallelism: the part of one device, distributed."""
-    spec = parameter._unsharded_dtensor_spec
+def _fake_gathered(part: Any, parameter: nn.Parameter, fake: FakeTensorMode) -> torch.Tensor:
+    """Return what is gathered of ``parameter``, FSDP's ``part``; of tensor parallelism, what one device has of it."""
+    if not part.is_dtensor:
+        whole, dtype = _fake_like(local_part(parameter), parameter.shape, fake), part.mp_policy.param_dtype
+        return whole if dtype is None or not whole.is_floating_point() else whole.to(dtype)
+    spec = part._unsharded_dtensor_spec
     with fake:
-        local = torch.empty(parameter._orig_size, dtype=parameter.sharded_param.dtype, device="cpu")
+        local = torch.empty(part._orig_size, dtype=part.sharded_param.dtype, device="cpu")
     return DTensor.from_local(
         local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
     )
@@ -208,18 +211,19 @@ def _fake_part(parameter: Any, fake: FakeTensorMode) -> torch.Tensor:
 def _plain_copy(model: nn.Module, memo: dict[int, Any], fake: FakeTensorMode) -> nn.Module:
     """Return a deep copy of ``model`` without FSDP's classes, states and hooks."""
     states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
-    gone = object()
+    handles = [h for s in states.values() for h in (s._pre_forward_hook_handle, s._post_forward_hook_handle)]
+    of_fsdp = {each.id for handle in handles for each in getattr(handle, "handles", [handle])}
     classes: list[Any] = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, sharded_class in classes:  # which refuse to be copied
             module.__class__ = sharded_class.__mro__[2]  # [FSDP<Original>, FSDPModule, Original, ...]
         with FakeCopyMode(fake):
-            copied: nn.Module = copy.deepcopy(model, {**memo, **dict.fromkeys(states, gone)})
+            copied: nn.Module = copy.deepcopy(model, {**memo, **dict.fromkeys(states, object())})
     finally:
         for module, sharded_class in classes:
             module.__class__ = sharded_class
     for module in copied.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is gone]:
+            for key in of_fsdp & hooks.keys():
                 del hooks[key]
     return copied

@@ -5,11 +5,14 @@ in one tensor, on a stream of its own, out of which each is copied. Its complete
 the reduce-scatter and become shards, parts of one tensor on another stream. In a forward, the output of an all-gather
 lives on until the next one or the model has ended; in the backward pass, the unit before is gathered ahead of time, the
 input of a reduce-scatter stays until the next one begins, and units whose inputs have no gradient, such as the root,
-are gathered to the end.
+are gathered to the end. A unit of several modules, as Accelerate has one of the last norm and the output layer, runs
+from the first of them to the last, or to the end of the model if one of them does not run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._trace.recorder import labelled, on_stream
@@ -32,18 +35,38 @@ def simulate(
     Each root, by its number, has streams of its own, whose memory no other takes.
     """
     streams = _Streams(number)
-    units: dict[str, nn.Module] = {name: module for name, module in root.named_modules() if is_sharded(module)}
     modules = dict(copied.named_modules())
+    together: dict[Any, list[nn.Module]] = {}  # modules of each unit, by FSDP's state
+    for name, module in root.named_modules():
+        if is_sharded(module):
+            together.setdefault(state_of(module), []).append(modules[name])
     managed: set[int] = set()
-    for name in reversed(units):  # a unit manages the parameters that no nested unit does
-        parameters = [p for p in modules[name].parameters() if id(p) not in managed]
-        managed.update(map(id, parameters))
-        if parameters:
-            pairs = [(p, shards[id(p)]) for p in parameters]
-            reshards = bool(getattr(group_of(units[name]), "_reshard_after_forward", True))
-            unit = _Unit(modules[name], pairs, streams, reshards=reshards, offloads=offloads)
+    for state, members in reversed(together.items()):  # a unit manages the parameters that no nested unit does
+        own = {id(p): p for module in members for p in module.parameters() if id(p) not in managed}
+        managed.update(own)
+        policy = state._mp_policy
+        for module in members if policy.cast_forward_inputs and policy.param_dtype else ():
+            module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
+        if own:
+            pairs = [(p, shards[key]) for key, p in own.items()]
+            reshards = bool(getattr(state._fsdp_param_group, "_reshard_after_forward", True))
+            unit = _Unit(members, pairs, streams, policy.reduce_dtype, reshards=reshards, offloads=offloads)
             streams.units.insert(0, unit)
-    copied.register_forward_hook(lambda *_: setattr(streams, "gathered_before", None))
+        for module in members if policy.output_dtype else ():
+            module.register_forward_hook(partial(_cast_output, policy.output_dtype))
+    copied.register_forward_hook(streams.end_forward)
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(dtype, args), _cast(dtype, kwargs)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    return _cast(dtype, output)
+
+
+def _cast(dtype: torch.dtype, values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda value: value.to(dtype) if value.is_floating_point() else value, values)
 
 
 class _Streams:
@@ -57,6 +80,11 @@ class _Streams:
         self.reducing: torch.Tensor | None = None  # input of the last reduce-scatter, freed before the next begins
         self.order: list[_Unit] = []  # of their forwards: the backward pass gathers the one before ahead of time
         self._is_queued = False
+
+    def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        for unit in reversed(self.units):
+            unit.end_forward(output)
+        self.gathered_before = None
 
     def begin_backward(self) -> None:
         """Have the backward pass end as FSDP ends it."""
@@ -90,39 +118,46 @@ class _BeforeUnit(torch.autograd.Function):
 
 
 class _Unit:
-    """Simulates gathering and reducing for one module, as FSDP2 does by default.
+    """Simulates gathering and reducing for the modules of a unit, as FSDP2 does by default.
 
     The order is that of ``unshard``, ``wait_for_unshard``, ``pre_backward`` and ``post_backward`` in
     ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``. ``pairs`` are whole parameters with the shards that a
     rank keeps. If it ``reshards``, whole ones are freed after the forward; if it ``offloads``, shards are on the host.
+    Gradients are reduced in ``reduce_dtype``, None for that of the whole parameters.
     """
 
     def __init__(
-        self, module: nn.Module, pairs: list[tuple[nn.Parameter, nn.Parameter]], streams: _Streams, *,
-        reshards: bool, offloads: bool,
+        self, modules: Sequence[nn.Module], pairs: list[tuple[nn.Parameter, nn.Parameter]], streams: _Streams,
+        reduce_dtype: torch.dtype | None, *, reshards: bool, offloads: bool,
     ) -> None:  # fmt: skip
+        self._modules = modules
+        self._to_run: set[nn.Module] = set()  # of a forward that has begun
         self._whole_bytes = [bytes_ for whole, _ in pairs for bytes_ in _parts(whole)]
         self._shard_bytes = [bytes_ for _, shard in pairs for bytes_ in _parts(shard)]
+        self._cast_bytes = sum(
+            local_part(shard).numel() * whole.element_size() for whole, shard in pairs if whole.dtype != shard.dtype
+        )
         self._trained = [(whole, shard) for whole, shard in pairs if whole.requires_grad]
-        self._streams = streams
+        self._streams, self._reduce_dtype = streams, reduce_dtype
         self._reshards, self._offloads = reshards, offloads
         self._gathered: list[torch.Tensor] = []  # in the order in which they are freed
         self._ahead: torch.Tensor | None = None  # output of an all-gather that has not been copied out
         self._forwards: list[int] = []  # their places in the order
         self._is_ready = False  # gathered for its backward pass
         self._is_done = False  # its gradients are reduced
-        module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        module.register_forward_hook(self._after_forward)
+        for module in modules:
+            module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            module.register_forward_hook(self._after_forward)
 
     def _gather_ahead(self) -> None:
         """Take the output of an all-gather, of all parameters in one."""
         if self._gathered or self._ahead is not None:
             return
         with labelled(WEIGHTS), on_stream(self._streams.gathers):
-            # Offloaded shards come from the host first, and go when they are copied into the output.
-            from_host = [_room(bytes_) for bytes_ in self._shard_bytes] if self._offloads else []
+            # Offloaded shards come from the host first, others are cast, and go when they are copied into the output.
+            copies = [_room(bytes_) for bytes_ in (self._shard_bytes if self._offloads else [self._cast_bytes])]
             self._ahead = _room(sum(self._whole_bytes))
-            del from_host
+            del copies
 
     def _unshard(self, *, in_forward: bool) -> None:
         if self._gathered:
@@ -137,6 +172,9 @@ class _Unit:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
             self._unshard(in_forward=True)
+        if self._to_run:
+            return None
+        self._to_run.update(self._modules)
         leaves, spec = tree_flatten((args, kwargs))
         at = [n for n, each in enumerate(leaves) if isinstance(each, torch.Tensor) and each.requires_grad]
         if at and torch.is_grad_enabled():
@@ -146,6 +184,15 @@ class _Unit:
         return tree_unflatten(leaves, spec)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._to_run == {module}:
+            self.end_forward(output)
+        self._to_run.discard(module)
+
+    def end_forward(self, output: Any) -> None:
+        """End a forward, if one has begun, that has the result ``output``."""
+        if not self._to_run:
+            return
+        self._to_run.clear()
         if torch._C._current_graph_task_id() == -1:
             if self._reshards:
                 self._free_gathered()
@@ -173,13 +220,13 @@ class _Unit:
         self._streams.reducing = None
         if not gradients:
             return
-        dtype = gradients[0][0].dtype
+        dtype, own = self._reduce_dtype or gradients[0][0].dtype, gradients[0][1].dtype
         self._streams.reducing = torch.empty(sum(local_part(whole).numel() for whole, _ in gradients), dtype=dtype)
         for whole, _ in reversed(gradients):  # as a list is emptied
             whole.grad = None
         with on_stream(self._streams.reduces):
             with labelled(GRADIENTS):
-                reduced = torch.empty(sum(shard.numel() for _, shard in gradients), dtype=dtype)
+                reduced = torch.empty(sum(shard.numel() for _, shard in gradients), dtype=dtype).to(own)
             if self._offloads:
                 return  # copied to the host, where the optimizer steps
             parts = list(torch.split(reduced, [shard.numel() for _, shard in gradients]))
@@ -203,6 +250,7 @@ class _Unit:
             self.after_backward()  # none of its inputs has a gradient
         self._ahead = None
         self._forwards.clear()
+        self._to_run.clear()
         self._is_ready = self._is_done = False
 
 

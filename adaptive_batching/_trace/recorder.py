@@ -166,6 +166,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # asked for more often than anything is computed
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back as what this device computes, and its collectives
+        if func is _aten.index.Tensor:
+            args = (args[0], _without_masks(args[1]))
         kwargs = kwargs or {}
         self._tracker.last_sum = None  # what has not ended by now lives on
         out = func(*args, **kwargs)
@@ -239,6 +241,19 @@ def on_stream(number: int) -> contextlib.AbstractContextManager[Any]:
 def state_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     values = [value for o in optimizers for state in o.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _without_masks(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return indices in which a mask, whose values a trace does not have, selects all that there is."""
+    found: list[torch.Tensor | None] = []
+    for each in indices:
+        is_mask = each is not None and each.dtype == torch.bool
+        found += [each] if each is None or not is_mask else [_positions(each)] * each.dim()
+    return found
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    return mask.new_empty(mask.numel(), dtype=torch.long)
 
 
 def _called_by_autograd(frame: Any) -> bool:

@@ -13,7 +13,8 @@ backward pass over fake CUDA tensors would abort it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -64,12 +65,23 @@ def _device_of_trace(model: nn.Module) -> torch.device:
     return device if is_there else torch.device("cpu")
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Have torch log no operation that fails under fake tensors, which ends a trace and nothing more."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _record_at(size: int, step: TrainingStep, change: Change | None, device: torch.device) -> StepRecord:
     try:
         # The first trace imports it: it stands on private names of torch, and one that is gone ends no more than that.
         from adaptive_batching._trace import fake_step
 
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), _unlogged():
             return fake_step.record(step, step.make_batch(size), change, device)
     except Exception as error:  # third-party operations may raise anything under fake tensors
         first_line = (str(error).strip().splitlines() or [""])[0]

@@ -19,12 +19,14 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import KeepGlobal, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
+from adaptive_batching._loop.samples import FORWARD_COST
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
+from adaptive_batching._transformers.before_training import BeforeTraining, begin_to_train
 from adaptive_batching._transformers.course import Course, Length, growing, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
@@ -71,6 +73,9 @@ class AdaptiveRun:
         self.waited = 0.0
         """Seconds that this run has spent on the probe."""
 
+        self.only_finds = False
+        """True while ``train`` runs to find what it would train with."""
+
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
         self.ranks = Ranks(trainer.args.device)
@@ -80,6 +85,7 @@ class AdaptiveRun:
         self._samples = 0  # of the training data
         self._in_forward: int | None = None  # samples, where the batch stays as it is and its forwards do not
         self._found: dict[str, int] = {}  # by a probe, of this run or the one that is resumed
+        self._resumed = ""  # checkpoint that the run goes on from
         self._samplers: list[Any] = []
 
     @property
@@ -103,6 +109,27 @@ class AdaptiveRun:
         args = self._trainer.args
         return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
+    def find(self) -> AdaptiveRun:
+        """Find what fits, and the plan, as ``train`` does first, which then does not look for it again; return self.
+
+        Printed, it tells both. Weights, random state, and the order of data stay as they are. With DDP, all processes
+        call it. When training has begun, there is nothing left to find.
+
+        Raises:
+            ConfigError: If the model is to be sharded, or on what training would raise it.
+            DoesNotFitError: If not even a short sample fits.
+        """
+        if self.course is None:
+            self.only_finds = True
+            try:
+                begin_to_train(self._trainer)
+            except BaseException:
+                self.course = None
+                raise
+            finally:
+                self.only_finds = False
+        return self
+
     def planned(self, rate: Callable[[int], float] | None = None, after: int = 0) -> list[PlannedEpoch]:
         """Return what is left of each epoch after ``after`` steps of the run; arguments as for ``Course.planned``."""
         assert self.course is not None
@@ -114,7 +141,7 @@ class AdaptiveRun:
     def __str__(self) -> str:
         told = ", ".join(f"{name}={value}" for name, value in self.given.items())
         if self.course is None:
-            return f"{told}; what fits, and the plan, are found when training begins"
+            return f"{told}; what fits, and the plan, are found by find(), or when training begins"
         assert self.maximum is not None
         found = [("maximum batch size", f"{self.maximum[0]} ({self.maximum[1]})")]
         if self.probe is not None:
@@ -130,11 +157,32 @@ class AdaptiveRun:
 
     def resume_from(self, checkpoint: Path) -> None:
         """Take what the run that is resumed has found, rather than to look for it again."""
+        self._resumed = str(checkpoint)
         if (checkpoint / FILE).is_file():
             self._found = json.loads((checkpoint / FILE).read_text())
 
+    def check_place(self, step: int, epoch: float) -> None:
+        """Raise ConfigError unless ``epoch`` epochs are over after ``step`` steps in this run, too."""
+        assert self.course is not None
+        found, devices = self.course.epochs_after(step), self._trainer.args.world_size
+        if not step or abs(epoch - found) <= 1e-6:
+            return
+        before = self._found.get("devices", devices)
+        if before != devices:
+            accumulated = self._trainer.args.gradient_accumulation_steps * before / devices
+            instead = f", or set gradient_accumulation_steps={accumulated:.0f}" if accumulated.is_integer() else ""
+            raise ConfigError(
+                f"resume_from_checkpoint={self._resumed!r} is of a run on {before} devices, and on {devices} a step "
+                f"would have other samples; resume on {before}{instead}"
+            )
+        raise ConfigError(
+            f"resume_from_checkpoint={self._resumed!r}: {epoch:.3f} epochs were over after step {step}, and would be "
+            f"{found:.3f} with the batch sizes of this run; resume with the data, the devices, "
+            f"per_device_train_batch_size and settings that it began with"
+        )
+
     def save(self, checkpoint: Path) -> None:
-        (checkpoint / FILE).write_text(json.dumps(self._found))
+        (checkpoint / FILE).write_text(json.dumps({**self._found, "devices": self._trainer.args.world_size}))
 
     def prepare(self, make_loader: Callable[[], Any]) -> Any:
         """Find what there is to find before training, and return the training data's loader."""
@@ -146,12 +194,16 @@ class AdaptiveRun:
         self.is_text = length is not None
         self._make_step(samples, length)
         self._look_for_sizes(loader, length)
+        if self.probe is not None and self.step is not None:
+            self.step.retry.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None and self.step is not None:
             self.step.size = Fixed(self._in_forward)
             self.step.check_that_parts_add_up(samples)
         loader = make_loader()  # a probe has made Accelerate forget the first
         self._samplers = check_loader(trainer, loader)
         self.start_epoch(0)
+        if self.only_finds:
+            raise BeforeTraining
         return loader
 
     def _make_step(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> None:
@@ -248,9 +300,12 @@ class AdaptiveRun:
                 upper = max(self.course.sizes) * accumulated, "the samples of an optimizer step"
                 longest = dataclasses.replace(settings, round_to_power_of_two=False)
                 found = self._probe(loader, length, upper, in_parts=True, settings=longest)
-                self._found["max_tokens"] = found.batch_size * (self.longest or 1)
+                self._found["max_tokens"] = (found.enough or found.batch_size) * (self.longest or 1)
+                if (cost := self._forward_cost()) is not None:
+                    self._found["forward_cost"] = cost
             assert self.step is not None
             self.step.max_tokens = self._found["max_tokens"]
+            self.step.forward_cost = self._found.get("forward_cost", FORWARD_COST)
 
     def _upper_bound(self, samples: int, accumulated: int) -> tuple[int, str]:
         """Return the largest batch that the settings and the data allow, and which of them bounds it."""
@@ -268,26 +323,35 @@ class AdaptiveRun:
     ) -> ProbeResult:  # fmt: skip
         upper, reason = bound
         start = time.perf_counter()
-        tokens, sample = self._longest(loader, length)
+        tokens, extremes = self._extremes(loader, length)
         self.longest = None if length is None else tokens
         settings = settings or self.settings
         include = None if settings.micro_batch_size != Whole() else min(self._configured, upper)
+        assert self.step is not None
+        # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
+        enough = self.step.times.enough if isinstance(settings.micro_batch_size, ByLength) else None
         request = ProbeRequest(
-            upper, reason, include=include, coarse=not settings.round_to_power_of_two, ranks=self.ranks,
+            upper, reason, include=include, coarse=not settings.round_to_power_of_two, enough=enough, ranks=self.ranks,
             scratch=Path(self._trainer.args.output_dir),
         )  # fmt: skip
-        assert self.step is not None
-        self.probe = probe(self._trainer, self.step, sample, settings, request, in_parts=in_parts)
+        self.probe = probe(self._trainer, self.step, extremes, settings, request, in_parts=in_parts)
         self.waited = time.perf_counter() - start
-        self.step.retry.limit.note(self.probe.batch_size * tokens)
         return self.probe
 
-    def _longest(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, Sample]:
-        """Return the tokens of the longest sample of the data, and the sample; 1 and the first if they are unknown."""
+    def _forward_cost(self) -> int | None:
+        """Return the fixed time of a forward in tokens of the slowest rank, if the probe has told it on all."""
+        assert self.step is not None
+        samples = self.step.times.in_samples()
+        known = self.ranks.all(samples is not None)
+        return round(self.ranks.largest(samples or 0.0) * (self.longest or 1)) if known else None
+
+    def _extremes(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, tuple[Sample, Sample]]:
+        """Return the tokens of the longest sample, and it and the shortest; if lengths are unknown, 1 and the first."""
         if length is None:
-            return 1, self._sample(loader, 0)
-        tokens, index = max((length(loader.dataset[index]), -index) for index in range(len(loader.dataset)))
-        return tokens, self._sample(loader, -index)
+            return 1, (self._sample(loader, 0),) * 2
+        by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
+        (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
+        return tokens, (self._sample(loader, longest), self._sample(loader, shortest))
 
 
 class FollowingCallback(TrainerCallback):
@@ -314,5 +378,8 @@ class FollowingCallback(TrainerCallback):
         self._steps = 0
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self._run.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and checkpoint.is_dir():
+            self._run.save(checkpoint)
+
+    on_push_begin = on_save  # an upload of the checkpoint begins before it is told that one was saved

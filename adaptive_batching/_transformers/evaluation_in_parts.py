@@ -1,18 +1,21 @@
-"""Evaluation batches that run again in smaller parts when memory runs out."""
+"""Evaluation batches that run again in smaller parts when memory runs out, and later ones in parts that fit at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from transformers.trainer_pt_utils import nested_concat
 
 from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.split import Capacity
-from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
 
 Predicted = tuple[Any, Any, Any]
@@ -21,14 +24,33 @@ Predicted = tuple[Any, Any, Any]
 _ANY = 10**15  # tokens that a batch may have as long as it fits
 
 
+@dataclass(frozen=True)
+class _Part:
+    samples: Sequence[int]  # numbers of those of the batch
+    batch: Any
+    predicted: Predicted
+
+
 class EvaluationInParts:
-    """Runs batches of an evaluation, and those that do not fit in parts; no sample counts twice."""
+    """Runs batches of an evaluation, and those that do not fit in parts; no sample counts twice.
+
+    A batch stays what ``per_device_eval_batch_size`` says: the loss that ``Trainer`` reports is a mean over batches.
+    What does not fit is remembered, for all evaluations.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._number_was_asked_for = False
+        self._kind: LossKind | None = None  # once it was needed
         self._batcher = AutoBatcher(
-            Capacity.of_tokens(_ANY), self._discard, remedy="set per_device_eval_batch_size to less"
-        )
+            Capacity.of_tokens(_ANY), self._discard,
+            remedy="set eval_accumulation_steps=1, which moves predictions to the host, or shorten it",
+        )  # fmt: skip
+
+    @property
+    def num_recoveries(self) -> int:
+        """Number of times that samples have had to run again."""
+        return self._batcher.limit.num_recoveries
 
     def __call__(
         self,
@@ -37,47 +59,113 @@ class EvaluationInParts:
         kind: Callable[[], LossKind],
         predict: Callable[[Any], Predicted],
     ) -> Predicted:
-        """Return what ``predict`` gives for the batch of all samples, in their order."""
-        lengths = [1 if length is None else max(map(length, samples))] * len(samples)
-        parts: list[tuple[Predicted, Any, int]] = []
+        """Return what ``predict`` gives for the batch of all samples, in their order.
 
-        def forward(part: range) -> list[int]:
+        Beyond the end of a sample it may be -100, with which ``Trainer`` pads.
+        """
+        lengths = [1 if length is None else max(length(sample), 1) for sample in samples]
+        longest_first = sorted(range(len(samples)), key=lambda number: lengths[number], reverse=True)
+        before = counters_of(self._trainer)
+        parts: list[_Part] = []
+
+        def forward(rows: range) -> Sequence[int]:
             saved = counters_of(self._trainer)
-            batch = collated(samples[part.start : part.stop], self._trainer.data_collator)
+            numbers = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]
+            batch = collated([samples[number] for number in numbers], self._trainer.data_collator)
             try:
-                found = predict(batch)
+                parts.append(_Part(numbers, batch, predict(batch)))
             except Exception:
                 put_back_counters(self._trainer, saved)
                 raise
-            parts.append((found, batch, len(part)))
-            return [0] * len(part)
+            return numbers
 
-        self._batcher.run(lengths, forward)
+        with self._number_of_all(samples):
+            self._batcher.run([lengths[number] for number in longest_first], forward)
         if len(parts) == 1:
-            return parts[0][0]
-        _, logits, labels = zip(*(found for found, _, _ in parts), strict=True)
-        return _mean(parts, kind()), _joined(logits), _joined(labels)
+            return parts[0].predicted
+        losses, logits, labels = zip(*(part.predicted for part in parts), strict=True)
+        found = LossKind(False, "samples")
+        if losses[0] is not None:
+            found = self._kind = self._kind or kind()
+        weights = [float(found.count(part.batch, len(part.samples))) for part in parts]
+        _weigh_metrics(self._trainer, before, weights)
+        order = [part.samples for part in parts]
+        of_all = found.takes_number and self._number_was_asked_for
+        loss = _sum(losses, [1.0] * len(losses)) if of_all else _mean(losses, weights)
+        return loss, _joined(logits, order), _joined(labels, order)
+
+    @contextlib.contextmanager
+    def _number_of_all(self, samples: list[Sample]) -> Iterator[None]:
+        """On several ranks, have ``Trainer`` divide losses by the targets of all: it asks for them here, once."""
+        trainer, self._number_was_asked_for = self._trainer, False
+        if trainer.args.world_size == 1:
+            yield
+            return
+        batch = collated(samples, trainer.data_collator)
+        number = trainer._get_num_items_in_batch([batch], trainer.args.device)
+
+        def known(*args: Any, **kwargs: Any) -> Any:
+            self._number_was_asked_for = number is not None
+            return number
+
+        with replaced(trainer, _get_num_items_in_batch=known):
+            yield
 
     def _discard(self) -> None:
         release_cached_memory(self._trainer.args.device)
 
 
-def _mean(parts: list[tuple[Predicted, Any, int]], kind: LossKind) -> torch.Tensor | None:
+def _mean(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
     """Return the mean of the losses of parts, each by its number of targets or samples."""
-    losses = [loss for (loss, _, _), _, _ in parts]
+    total = sum(weights) or 1.0
+    return _sum(losses, [each / total for each in weights])
+
+
+def _sum(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None:
     if any(loss is None for loss in losses):
         return None
-    numbers = [float(kind.count(batch, count)) for _, batch, count in parts]
-    total = sum(numbers)
-    counted = [loss * (number / total) for loss, number in zip(losses, numbers, strict=True) if number]
+    counted = [loss * each for loss, each in zip(losses, weights, strict=True) if each]
     return torch.stack(counted).sum() if counted else losses[0]
 
 
-def _joined(values: tuple[Any, ...]) -> Any:
-    """Return logits or labels of parts as one, padded as ``Trainer`` pads those of batches."""
+def _weigh_metrics(trainer: Any, before: Mapping[str, Any], weights: Sequence[float]) -> None:
+    """Make one of what TRL has counted in each part, of which it logs the mean over batches."""
+    total = sum(weights)
+    for mode, counted in getattr(trainer, "_metrics", {}).items():
+        for key, values in counted.items():
+            known = before["_metrics"].get(mode, {}).get(key, [])
+            new = values[len(known) :]
+            if len(new) == len(weights) and total:
+                mean = sum(value * each for value, each in zip(new, weights, strict=True)) / total
+                counted[key] = [*known, mean]
+
+
+def _joined(values: Sequence[Any], order: Sequence[Sequence[int]]) -> Any:
+    """Return logits or labels of parts, which have these samples, as one, padded as ``Trainer`` pads those of batches.
+
+    A sample may have several rows, of which the first of all samples come first, as those of chosen answers do.
+    """
     first, *rest = values
     if first is None:
         return None
     for each in rest:
         first = nested_concat(first, each, padding_index=-100)
-    return first
+    num_samples = sum(map(len, order))
+
+    def in_order(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) % num_samples:
+            return value
+        return value[_rows(order, len(value) // num_samples)]
+
+    return tree_map(in_order, first)
+
+
+def _rows(order: Sequence[Sequence[int]], rows_of_sample: int) -> list[int]:
+    """Return where the rows are, in the order of samples, that parts have one after the other."""
+    places, at = {}, 0
+    for samples in order:
+        for row in range(rows_of_sample):
+            for sample in samples:
+                places[row, sample] = at
+                at += 1
+    return [places[place] for place in sorted(places)]

@@ -14,7 +14,9 @@ Sample = Any
 class Samples:
     """Samples of a batch as the data set has them; in place of a collate function, what a loader hands out.
 
-    They are collated when they run, in parts that fit. It is no list, so that nobody looks into it for tensors.
+    They are collated when they run, in parts that fit: rows of a collated batch cannot be told apart where DPO and
+    reward collators put two rows of a sample far apart, or ``padding_free`` makes one row of all samples. This is no
+    list, because Accelerate would look for tensors in every token of one.
     """
 
     def __init__(self, features: list[Sample]) -> None:

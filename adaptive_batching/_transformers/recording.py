@@ -160,13 +160,21 @@ class Recording(TrainerCallback):
 
     @_watching
     def on_evaluate(self, report: Report, state: Any, *, metrics: Any = None, **kwargs: Any) -> None:
-        if metrics and "eval_loss" in metrics:  # of several sets, none speaks for all
-            self._soon(partial(report.validation, self._epoch, state.global_step, float(metrics["eval_loss"])))
+        metrics = metrics or {}
+        timed = [key.removesuffix("_runtime") for key in metrics if key.endswith("_runtime")]
+        prefix = min(timed, key=len, default="eval")
+        if (loss := metrics.get(f"{prefix}_loss")) is not None:
+            dataset = None if prefix == "eval" else prefix.removeprefix("eval_")
+            self._soon(partial(report.validation, self._epoch, state.global_step, float(loss), dataset))
         self._took("validation", report, state.global_step)
 
     @_watching
     def on_save(self, report: Report, state: Any, **kwargs: Any) -> None:
         self._took("checkpoint", report, state.global_step)
+
+    @_watching
+    def on_push_begin(self, report: Report, state: Any, **kwargs: Any) -> None:
+        report.wait_for_page()  # an upload lists the folder, and would miss a part of a page that is there no longer
 
     def _soon(self, write: Callable[[], None], arrival: Arrival | None = None) -> None:
         """Have something written when all before it is, and the loss in it is there."""

@@ -45,6 +45,12 @@ def check_trainer(trainer: Any) -> None:
             raise ConfigError(f"{kind} parallelism has collectives within each layer; {_WORKS}")
     if args.n_gpu > 1:
         raise ConfigError(f"one process has {args.n_gpu} devices, which DataParallel uses; {_WORKS}")
+    config = getattr(trainer.model, "config", None)
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        raise ConfigError(
+            "output_router_logits=True adds a loss that balances experts over a batch, to which its parts do not add "
+            "up; set it to False in the model's config, or train without adaptive"
+        )
     if any(each in optimizer for each in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:

@@ -25,15 +25,21 @@ def shard(trainer: Any) -> None:
 
 @contextlib.contextmanager
 def prepared_already(trainer: Any) -> Iterator[None]:
-    """Have Accelerate give back what it is asked to prepare."""
+    """Have Accelerate return what it is asked to prepare; checkpointed layers would be wrapped again."""
     with replaced(trainer.accelerator, prepare=lambda *given, **options: given if len(given) > 1 else given[0]):
         yield
 
 
 def sharded_models(trainer: Any) -> list[nn.Module]:
     """Return what FSDP2 shards of the model of ``trainer`` and others that it needs, such as a reference model."""
-    models = [each for each in (trainer.model, *vars(trainer).values()) if isinstance(each, nn.Module)]
-    return list({id(each): each for each in models if is_sharded(each)}.values())
+    models = [trainer.model] if is_sharded(trainer.model) else []
+    return [*models, *sharded_besides(trainer, trainer.model).values()]
+
+
+def sharded_besides(trainer: Any, model: nn.Module) -> dict[str, nn.Module]:
+    """Return what FSDP2 shards besides ``model``, by the attribute of ``trainer`` that it is."""
+    found = {name: each for name, each in vars(trainer).items() if isinstance(each, nn.Module) and each is not model}
+    return {name: each for name, each in found.items() if is_sharded(each)}
 
 
 def head_of(model: Any) -> list[FSDPModule]:
@@ -43,12 +49,6 @@ def head_of(model: Any) -> list[FSDPModule]:
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [head] if isinstance(head, FSDPModule) else []
-
-
-def can_be_traced(models: Sequence[nn.Module]) -> bool:
-    """Return True if a trace of the model alone is one of the step: FSDP casts nothing, and needs no other model."""
-    units = [unit for model in models for unit in model.modules() if isinstance(unit, FSDPModule)]
-    return len(models) < 2 and all(unit._get_fsdp_state()._mp_policy.param_dtype is None for unit in units)
 
 
 def short_with_targets(trainer: Any, kind: LossKind, samples: Sequence[Sample]) -> Sample:

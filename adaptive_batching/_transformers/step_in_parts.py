@@ -12,12 +12,20 @@ from torch.distributed.fsdp import FSDPModule
 from adaptive_batching._loop.data_parallel import DataParallel
 from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
+from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._micro_batches.run import Outcome
-from adaptive_batching._micro_batches.split import Capacity, split_by_length
+from adaptive_batching._micro_batches.split import Capacity, split_by_length, split_end_to_end
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
-from adaptive_batching._transformers.handed_out import Sample, StepInputs, alone, counters_of, put_back_counters
+from adaptive_batching._transformers.handed_out import (
+    Sample,
+    StepInputs,
+    alone,
+    counters_of,
+    put_back_counters,
+    replaced,
+)
 from adaptive_batching._transformers.loss_kind import LossKind, losses_of
 from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
@@ -54,6 +62,12 @@ class StepInParts:
         self.max_tokens: int | None = None
         self.kind = kind
         """How the losses of parts make up that of a step."""
+
+        self.times = ForwardTimes()
+        """Of forwards and backwards of a probe."""
+
+        self.forward_cost: float = FORWARD_COST
+        """Tokens that take as long to compute as a forward takes on top."""
 
         self.models = sharded_models(trainer)
         """Models that are sharded."""
@@ -122,13 +136,14 @@ class StepInParts:
             return self._parallel.run([partial(self._run_alike, each) for each in runs], self._discard, count_retries)
 
     def get_ready(self, samples: Sequence[Sample]) -> None:
-        """Choose a short one of ``samples`` to fill up with, and learn from it what a sharded model communicates.
+        """Find out if ``samples`` are padded, and what a sharded model communicates in a forward of a short one.
 
         Raises:
             ConfigError: If that is more than FSDP does.
             DoesNotFitError: If memory runs out.
         """
         trainer = self._trainer
+        self.retry.pads = not _is_one_row(collated(samples[:2], trainer.data_collator), len(samples[:2]))
         self._fillers = [short_with_targets(trainer, self.kind, samples)]
         end_forward(self.models)
         forward_backward = partial(self._run_filler, partial(trainer.forward_backward, trainer.model))
@@ -163,7 +178,7 @@ class StepInParts:
         samples = [sample for batch in batches for sample in batch]
         if isinstance(self.size, ByLength):
             limits = [each for each in (self.max_tokens, limit) if each is not None]
-            return self._by_length(samples, min(limits), FORWARD_COST) if limits else [samples]
+            return self._by_length(samples, min(limits), min(self.forward_cost, *limits)) if limits else [samples]
         parts = list(batches)
         if isinstance(self.size, Fixed):
             count = self.size.samples
@@ -176,16 +191,20 @@ class StepInParts:
     def _within(self, part: list[Sample], limit: int) -> Parts:
         return [part] if self.retry.tokens(part) <= limit else self._by_length(part, limit, limit)
 
-    def _by_length(self, samples: list[Sample], limit: int, forward_cost: int) -> Parts:
+    def _by_length(self, samples: list[Sample], limit: int, forward_cost: float) -> Parts:
         lengths = [self.retry.tokens([sample]) for sample in samples]
-        split = split_by_length(lengths, Capacity.of_tokens(limit), forward_cost)
+        if self.retry.pads:
+            split = split_by_length(lengths, Capacity.of_tokens(limit), forward_cost)
+        else:
+            split = split_end_to_end(lengths, limit)
         return [[samples[index] for index in part] for part in split]
 
     def _total(self, batches: list[Any], numbers: list[Any]) -> Any:
         if self.kind.takes_number:
-            # Each part has it filled in on the device, which takes no wait, and may run out of memory as the part may.
-            device = torch.device("cpu") if self._ranks.size == 1 else self._trainer.args.device
-            return self._trainer._get_num_items_in_batch(batches, device)
+            # The ranks ask each other on the host: one whose device is full would leave the others waiting.
+            gather = lambda number: torch.tensor(self._ranks.gather(int(number)))  # noqa: E731
+            with replaced(self._trainer.accelerator, gather=gather):
+                return int(self._trainer._get_num_items_in_batch(batches, torch.device("cpu")))
         return sum(numbers)
 
     def _run(
@@ -194,9 +213,8 @@ class StepInParts:
         trainer = self._trainer
         if self.kind.takes_number:
             trainer.current_gradient_accumulation_steps = num_parts
-            if self._ranks.size == 1:
-                total = torch.full((), int(total), device=trainer.args.device)
-            return forward_backward(batch, total)
+            # Filled in on the device, which takes no wait, and may run out of memory as the part may.
+            return forward_backward(batch, torch.full((), total, device=trainer.args.device))
         if number == 0 and total != 0:  # the mean of nothing is NaN
             if self.models:
                 return self._run_filler(forward_backward)
@@ -220,7 +238,10 @@ class StepInParts:
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))
 
     def _share_metrics(self, saved: Mapping[str, Any]) -> None:
-        """Make what TRL has counted in this step that of all ranks, as it does in every forward."""
+        """Make what TRL has counted in this step that of all ranks.
+
+        TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
+        """
         if self._ranks.size == 1 or "_metrics" not in saved:
             return
         metrics, before = self._trainer._metrics["train"], saved["_metrics"]["train"]
@@ -233,3 +254,9 @@ class StepInParts:
             metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
         self._trainer._total_train_tokens = saved["_total_train_tokens"] + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
+
+
+def _is_one_row(batch: Mapping[str, Any], num_samples: int) -> bool:
+    """Return True if a collate function has laid the samples of a batch end to end."""
+    ids = batch.get("input_ids")
+    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and len(ids) == 1 < num_samples

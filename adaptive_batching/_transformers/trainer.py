@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
 from adaptive_batching._transformers.sharded import prepared_already
 from adaptive_batching._transformers.trainer_probe import is_ddp
-from adaptive_batching._values import ConfigError
 
 _MADE: dict[type[Trainer], type[Trainer]] = {}
 
@@ -79,7 +79,7 @@ class AdaptiveTraining:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = super().train  # type: ignore[misc]
-        if self.adaptive is None:
+        if self.adaptive is None or self.adaptive.only_finds:
             return stock(resume_from_checkpoint, *args, **kwargs)
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
@@ -99,7 +99,10 @@ class AdaptiveTraining:
         return self.adaptive.prepare(make_loader)
 
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
-        """Lay out the run for the sizes of its epochs, which have different numbers of steps."""
+        """Lay out the run for the sizes of its epochs, which have different numbers of steps.
+
+        ``Trainer`` takes all to be as long as the longest: in a shorter one it asks for more batches and gets none.
+        """
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         if self.adaptive is None:
             return values
@@ -115,12 +118,7 @@ class AdaptiveTraining:
             return cast("tuple[int, int]", found)
         course, step = self.adaptive.course, self.state.global_step
         assert course is not None
-        if step and abs(self.state.epoch - course.epochs_after(step)) > 1e-6:
-            raise ConfigError(
-                f"resume_from_checkpoint: {self.state.epoch:.3f} epochs were over after step {step}, and would be "
-                f"{course.epochs_after(step):.3f} with the batch sizes of this run; resume with the data, the devices, "
-                f"per_device_train_batch_size and settings that it began with"
-            )
+        self.adaptive.check_place(step, self.state.epoch)
         epoch, steps = course.place_of(step)
         self._following.start_at(epoch, steps)
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
@@ -174,16 +172,24 @@ class AdaptiveTraining:
         return cast("torch.Tensor", super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        stock = super().get_eval_dataloader  # type: ignore[misc]
         data = self.eval_dataset if eval_dataset is None else eval_dataset
-        data = self.eval_dataset[data] if isinstance(data, str) else data
-        # Ranks would wait for each other in what an evaluation gathers; Accelerate looks into batches of a stream.
-        in_parts = self.args.world_size == 1 and hasattr(data, "__len__")
-        in_parts = in_parts and "inputs" not in self.args.include_for_metrics
-        if self.adaptive is None or not self.adaptive.settings.recover_from_oom or not in_parts:
-            return stock(eval_dataset)
-        with handing_out_samples(self):
-            return stock(eval_dataset)
+        with self._evaluating(self.eval_dataset[data] if isinstance(data, str) else data):
+            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        with self._evaluating(test_dataset):
+            return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+
+    def _evaluating(self, data: Any) -> contextlib.AbstractContextManager[None]:
+        """Have the loader that is made inside hand out samples if an evaluation on ``data`` can run in parts."""
+        # Accelerate looks into batches of a stream, and Trainer into those whose inputs are asked for.
+        in_parts = hasattr(data, "__len__") and "inputs" not in self.args.include_for_metrics
+        if self.args.world_size > 1:  # a rank would be waited for in what TRL gathers in a forward, and FSDP in a layer
+            steps = super().prediction_step.__func__, type(self).compute_loss  # type: ignore[misc, attr-defined]
+            in_parts = in_parts and not self.is_fsdp_enabled
+            in_parts = in_parts and steps == (Trainer.prediction_step, Trainer.compute_loss)
+        recovers = self.adaptive is not None and self.adaptive.settings.recover_from_oom
+        return handing_out_samples(self) if recovers and in_parts else contextlib.nullcontext()
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,8 @@ from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
-from adaptive_batching._trace.training import Run, TrainingStep
+from adaptive_batching._ranks.fsdp import end_forward
+from adaptive_batching._trace.training import Run, TrainingStep, models_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
@@ -26,61 +28,81 @@ from adaptive_batching._transformers.handed_out import (
     replaced,
     unchanged_buffers,
 )
-from adaptive_batching._transformers.sharded import can_be_traced
+from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
 
 _FORWARDS = ("forward", "_original_forward")
-"""Attributes of a model by which Accelerate casts what goes in and comes out."""
+"""Attributes of a model by which Accelerate casts what goes in and comes out.
+
+To undo that, it takes whatever ``forward`` a model has as an attribute for its own, also one that TRL has set.
+"""
 
 
 def probe(
-    trainer: Any, step: StepInParts, sample: Sample, settings: AdaptiveBatchingConfig, request: ProbeRequest,
-    *, in_parts: bool,
+    trainer: Any, step: StepInParts, extremes: tuple[Sample, Sample], settings: AdaptiveBatchingConfig,
+    request: ProbeRequest, *, in_parts: bool,
 ) -> ProbeResult:  # fmt: skip
-    """Return how many copies of ``sample`` fit in a forward; ``in_parts`` if gradients of others are held meanwhile.
+    """Return how many of the longest samples fit in a forward; ``in_parts`` if gradients of others are held meanwhile.
 
-    State is restored afterwards, with the model and the optimizer as they were before Accelerate prepared them; one
-    that is sharded stays so.
+    ``extremes`` are the longest and the shortest of the data. A batch of several has the shortest as well, so that it
+    is padded as in training: only then do models of transformers make a mask, by the square of the length.
+    ``step`` is told the time of each forward and backward. State is restored afterwards, with the model and the
+    optimizer as they were before Accelerate prepared them; one that is sharded stays so.
     """
-    kind = step.kind
+    kind, device = step.kind, trainer.args.device
     prepared = _prepared(trainer, keeps=bool(step.models))
-    with unchanged_buffers(trainer.model), prepared as (whole, optimizer), alone(trainer):
+    end_forward(step.models)
+    with unchanged_buffers(trainer.model), prepared as (trained, optimizer), alone(trainer):
+        others = sharded_besides(trainer, trained)
+        whole = nn.ModuleList([trained, *others.values()]) if others else trained
 
         def bind(model: nn.Module, optimizers: Sequence[Optimizer]) -> Run:
+            bound, *rest = models_of(model)
+
             def forward_backward(inputs: Any, count: int) -> torch.Tensor:
                 number = kind.count(inputs, count) if kind.takes_number else None
-                stays = (
-                    {} if model is whole else {"_prepare_inputs": lambda batch: batch}
-                )  # a trace has a device of its own
-                with replaced(trainer, **stays):
-                    return trainer.forward_backward(model, dict(inputs), number)  # type: ignore[no-any-return]
+                own: dict[str, Any] = {}
+                if model is not whole:  # a trace has a device and models of its own
+                    own = {"_prepare_inputs": lambda batch: batch, **dict(zip(others, rest, strict=True))}
+                with replaced(trainer, **own):
+                    return trainer.forward_backward(bound, dict(inputs), number)  # type: ignore[no-any-return]
+
+            def timed(inputs: Any, count: int) -> torch.Tensor:
+                start = time.perf_counter()
+                loss = forward_backward(inputs, count)
+                if device.type != "cpu":
+                    torch.get_device_module(device).synchronize(device)
+                step.times.note(count, time.perf_counter() - start)
+                return loss
 
             def run(batch: Any) -> None:
-                forwards = [partial(forward_backward, *batch)] * (2 if in_parts else 1)
+                forward = partial(timed if model is whole else forward_backward, *batch)
+                forwards = [forward] * (2 if in_parts else 1)
                 if not step.models or model is not whole:
                     for forward in forwards:
                         forward()
                 elif (outcome := step.run(forwards)).failed:
                     raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-                parameters = parameters_of(model, optimizers)
-                nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm or float("inf"))
-                for each in optimizers:
-                    each.step()
-                for parameter in parameters:
-                    parameter.grad = None
-                torch.clear_autocast_cache()
+                _update(parameters_of(model, optimizers), optimizers, trainer.args.max_grad_norm)
 
             return run
 
         def make_batch(size: int) -> tuple[Any, int]:
-            return collated([sample] * size, trainer.data_collator), size
+            longest, shortest = extremes
+            last = shortest if size > 1 and step.retry.pads else longest
+            return collated([*[longest] * (size - 1), last], trainer.data_collator), size
 
-        device = trainer.args.device
-        trained = TrainingStep(
-            whole, [optimizer], make_batch, bind, on_cuda=device.type == "cuda",
-            can_be_traced=can_be_traced(step.models),
-        )  # fmt: skip
-        return find_largest(trained, settings, memory_meter(device), request)
+        traced = TrainingStep(whole, [optimizer], make_batch, bind, on_cuda=device.type == "cuda")
+        return find_largest(traced, settings, memory_meter(device), request)
+
+
+def _update(parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer], max_norm: float | None) -> None:
+    nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
+    for optimizer in optimizers:
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    torch.clear_autocast_cache()
 
 
 @contextmanager

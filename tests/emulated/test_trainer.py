@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from adaptive_batching._report.events import find_record, read_events
 from adaptive_batching._transformers.recording import Recording
 from adaptive_batching.transformers import AdaptiveArguments
 from tests.conftest import without_pages
+from tests.emulated.trainer_on_ranks import FAULTS, STEPS, WARM
+from tests.support.ranks import run_ranks
 from tests.transformers.trainers import make_data, make_llama, make_trainer
 
 GIB = 2**30
@@ -152,6 +155,25 @@ def test_the_probes_answer_trains_and_a_third_more_runs_out(in_parts: bool, tmp_
         train(None, answer * 4 // 3, 2 if in_parts else 1)
 
 
+def test_an_evaluation_with_more_than_fits_meets_that_once_and_takes_no_more_than_there_is(tmp_path: Path) -> None:
+    control.set_memory(4 * GIB)
+    row = list(range(1, 513))
+    data = [{"input_ids": row, "labels": row}] * 256
+    model = make_llama(hidden_size=256, intermediate_size=1024, vocab_size=8192, max_position_embeddings=512)
+    trainer = make_trainer(
+        tmp_path, AUTO, model=model, data=data, eval_dataset=data, per_device_eval_batch_size=256, **ON_DEVICE
+    )
+    found = trainer.adaptive.find()
+    held = torch.cuda.memory_allocated()
+    assert found.find() is found and found.max_tokens > 512, "of what fits"
+    trainer.evaluate()
+    met = trainer.adaptive.evaluation.num_recoveries
+    assert 1 <= met <= 8
+    trainer.evaluate()
+    assert trainer.adaptive.evaluation.num_recoveries == met
+    assert torch.cuda.memory_allocated() <= held
+
+
 def test_recording_a_step_waits_for_nothing(tmp_path: Path) -> None:
     asked = {}
     for records in (False, True):
@@ -171,3 +193,25 @@ def test_recording_a_step_waits_for_nothing(tmp_path: Path) -> None:
         for name in ("synchronizations", "kernels")
     )
     assert waits[True] <= waits[False] and kernels[True] == kernels[False]
+
+
+RUNS = ("ddp llama", "fsdp llama", "fsdp checkpointed", "fsdp bfloat16")  # FSDP leaves its environment
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("on_ranks")
+    run_ranks(["-m", "tests.emulated.trainer_on_ranks", str(folder), *RUNS])
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_where_one_of_two_devices_is_full_both_run_the_step_again(name: str, ranks: list[dict[str, Any]]) -> None:
+    for found in (rank[name] for rank in ranks):
+        assert found["steps"] == STEPS and found["recoveries"] == FAULTS
+        products: list[int] = found["products"]
+        undisturbed = products[0]
+        assert {*products[:WARM], *products[WARM + 1 :: 2]} == {undisturbed}, (
+            "what a recovery leaves changes no later step"
+        )
+        assert min(products[WARM::2]) >= undisturbed > 0, "nothing is left out"

@@ -1,11 +1,10 @@
 """A recipe for ``tune run`` under a real memory limit: once it is set up, the process may grow by ``extra_mib``.
 
-With ``only_probes`` it then probes, runs 20 steps of worst-case samples at the answer, and one step of as many more as
-what is left free would hold, and two. Else it trains, with ``through_memory_limit`` under the limit of our field.
+With ``only_probes`` it then probes, runs eight steps of worst-case samples at the answer, and one step of as many more
+as what is left free would hold, and two. Else it trains, with ``through_memory_limit`` under the limit of our field.
 """
 
 import dataclasses
-import gc
 import json
 import resource
 import sys
@@ -26,6 +25,7 @@ from adaptive_batching._values import MemoryAmount
 from adaptive_batching.torchtune import run_recipe
 from recipes.full_finetune_single_device import FullFinetuneRecipeSingleDevice
 from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
+from tests.support.garbage import quicken_collections
 
 MIB = 2**20
 find = Probe.result
@@ -52,7 +52,7 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
 
     step = training_step(host, probe.sample, accumulates=False)
     run = step.bind(step.model, step.optimizers)
-    for _ in range(20):
+    for _ in range(8):
         run(step.make_batch(result.batch_size))
     (b0, peak0), (b1, peak1) = result.predicted[-2:]
     free = extra_mib * MIB - (result.budget_bytes - data_before)
@@ -96,7 +96,7 @@ class Limited(FullFinetuneRecipeSingleDevice):
 
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
-    gc.freeze()  # else each collection goes through all that torch has made
+    quicken_collections()
     if not cfg.get("only_probes", False):
         run_recipe(Limited, cfg)
         return

@@ -136,12 +136,15 @@ def test_the_next_command_of_the_quickstart_fits_the_machine(
 def test_what_a_run_shows(inputs: Path, tmp_path: Path) -> None:
     arguments = ["full_finetune_single_device", "--config", "quickstart/full_single_device", "epochs=1"]
     arguments += shlex.split(small("full", inputs, tmp_path / "out"))
-    shown = {flag: run(OURS, [flag, *arguments, "max_steps_per_epoch=1"], tmp_path, ROOT) for flag in ("-q", "-v")}
+    short = ["max_steps_per_epoch=1", "dtype=bf16"]
+    shown = {flag: run(OURS, [flag, *arguments, *short], tmp_path, ROOT) for flag in ("-q", "-v")}
     assert "resolved config" in shown["-v"] and "what was decided" in shown["-v"]
     assert "resolved config" not in shown["-q"] and "is initialized" not in shown["-q"]
     assert "what was decided" not in shown["-q"]
     assert "it/s" in shown["-v"] and not any(bar in shown["-q"] for bar in ("it/s", "s/it", "examples/s"))
-    assert not any(noise in text for text in shown.values() for noise in ("cpp extensions", "set_vital"))
+    assert not any(
+        noise in text for text in shown.values() for noise in ("cpp extensions", "set_vital", "dtype between")
+    )
     # A recipe by the path of the installed package, from a checkout; a probe trains nothing.
     recipe = ["adaptive_batching/recipes/full_finetune_single_device.py", "--config"]
     config = str(config_files()["quickstart/full_single_device"])

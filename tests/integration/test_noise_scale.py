@@ -88,8 +88,8 @@ def test_a_step_that_runs_out_of_memory_is_not_measured(tune_run: TuneRun) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "optimizer_in_bwd=True: a step has one gradient"),
-        (NEVER, "which .*never needs"),
+        ({}, "which adaptive_batching.growth.norm_test needs, .*optimizer_in_bwd=True: a step has one gradient"),
+        (NEVER, "which adaptive_batching.noise_scale_every needs"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], message: str, tune_run: TuneRun) -> None:

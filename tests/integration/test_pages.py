@@ -79,9 +79,7 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     "adaptive-batching ls --recipe lora_finetune_single_device --adaptive": Here(
         "qwen2_5/3B_lora_single_device_adaptive"
     ),
-    "adaptive-batching env": Here("trace:"),
     f"adaptive-batching probe {FULL}": Shell("maximum batch size"),
-    "adaptive-batching cat quickstart/lora_single_device": Here("lora_rank: 8"),
     "adaptive-batching cat llama3_1/8B_lora_single_device_adaptive": Here("micro_batch_size: auto"),
     "adaptive-batching cp llama3_2/1B_lora_single_device my_config.yaml": Here("Copied file to my_config.yaml"),
     "adaptive-batching validate my_config.yaml": Here("Config is well-formed!", first=MY_CONFIG),
@@ -90,7 +88,6 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
     f"{PLAN} llama3_1/8B_lora_single_device --gpu 4090 --sequence-length 2048": Shell(
         "fits: a forward of 2 x 2,048 tokens needs at most", ""
     ),
-    f"{PLAN} llama3_2/1B_lora_single_device --memory 24 --sequence-length 2048": Shell("What would help", ""),
     "adaptive-batching quickstart": Shell(
         "Next, with a config of your own", "epochs=1 dataset.split=train[:24]", slow=False
     ),
@@ -108,12 +105,9 @@ COMMANDS: dict[str, Shell | Here | Elsewhere | str] = {
         instead={"...": "configs/quickstart/full_single_device.yaml"}, folder="recipes", slow=False
     ),
     f"{RUN} {FULL} resume_from_checkpoint=True": Shell(interrupted=True),
-    f"{RUN} --nproc_per_node 2 lora_finetune_distributed --config llama3_2/1B_lora use_maximum_batch_size=True": Shell(
-        slow=False
-    ),
     "PYTHONPATH=. tune run --nproc_per_node 2 recipes/full_finetune_distributed.py "
     "--config recipes/configs/quickstart/full_single_device.yaml epochs=2": Shell(),
-    f"{RUN} --nproc_per_node 8 {MANY}": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}),
+    f"{RUN} --nproc_per_node 8 {MANY}": Shell(instead={"--nproc_per_node 8": "--nproc_per_node 2"}, slow=False),
     f"{RUN} --nnodes 2 --nproc_per_node 8 --rdzv_id 1 --rdzv_backend c10d --rdzv_endpoint node0:29500 {MANY}": Shell(
         instead={"--nproc_per_node 8": "--nproc_per_node 1", "node0:29500": "127.0.0.1:{port}"}, agents=2
     ),
@@ -371,7 +365,7 @@ SIZES: dict[str, list[list[int] | None]] = {
     "docs/split-the-batch.md": [[4, 4]],
     "docs/find-the-largest-batch.md": [[32, 32]],
     "docs/grow-the-batch.md": [[4, 12], [4, 4, 8]],
-    "docs/settings.md": [None],
+    "docs/settings.md": [[4, 4]],
     "docs/survive.md": [None, None],
     "docs/validate.md": [None],
 }

@@ -157,7 +157,7 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
     assert "trial 1" not in same
     assert "maximum batch size 32, from the stored probe" in same
     other = messages("optimizer._component_=torch.optim.SGD")
-    assert "stored probe result ignored, because these changed: optimizer" in other
+    assert "stored probe result ignored, because these changed: optimizer._component_: " in other
     assert "trial 1" in other
     messages()
     longer = messages("tokenizer.max_seq_len=80", "enable_activation_checkpointing=True")

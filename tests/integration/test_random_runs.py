@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import importlib
 import json
 import math
@@ -33,6 +32,7 @@ from adaptive_batching._torchtune.data import index_of
 from adaptive_batching._torchtune.loop import TrainingLoop
 from tests.conftest import ARCHITECTURE, ROOT, without_pages
 from tests.integration import faults
+from tests.support.garbage import quicken_collections
 from tests.support.processes import FORKED
 
 MIB = 2**20
@@ -207,7 +207,7 @@ def check(case: Case, ran: list[tuple[int, list[Any]]], output_dir: Path) -> dic
 
 def run_in_process(case: Case, inputs: Path, output_dir: Path) -> None:
     """Run a case, and leave what came of it."""
-    gc.freeze()  # else each collection goes through all that torch has made
+    quicken_collections()
     with (output_dir / "output.txt").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

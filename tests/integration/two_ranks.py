@@ -8,7 +8,6 @@ run memory may run out once in every step, and not only once.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -44,6 +43,7 @@ from tests.conftest import ARCHITECTURE, ROOT, all_that_fits, without_pages
 from tests.integration.faults import CollectivesThatFail, disarm, plan
 from tests.integration.one_target import NOISE
 from tests.support.device_steps import noted_steps
+from tests.support.garbage import quicken_collections
 from tests.support.overrides import SGD, TEACHER, VALIDATE
 
 REAL_LIMITS = (20, 40, 60, 100, 150, 200, 300, 400)
@@ -525,7 +525,7 @@ def run_launch(which: str, store: TCPStore, inputs: Path, directory: Path, case:
     LoRALinear.initialize_parameters = same_everywhere
     accept_configs_of_torchao()  # stock's recipe asks for a class by the name that it had
     run = Runner(inputs, directory)
-    gc.freeze()  # else each recovery goes through all that torch has made
+    quicken_collections()
     backend = "cuda:nccl,cpu:gloo" if which.startswith("devices") else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=2, timeout=timedelta(seconds=60))
     with all_that_fits():

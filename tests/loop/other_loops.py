@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from adaptive_batching import AdaptiveStep
+from tests.support.garbage import quicken_collections
 from tests.support.pages import loops
 from tests.support.small_model import make_data, make_model
 
@@ -89,6 +90,7 @@ def run(name: str) -> Any:
 
 
 if __name__ == "__main__":
+    quicken_collections()
     *names, folder = sys.argv[1:]
     found = {name: run(name) for name in names if find_spec(name.split()[0]) is not None}
     torch.save(found, Path(folder, f"rank_{os.environ['RANK']}.pt"))

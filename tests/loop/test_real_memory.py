@@ -23,6 +23,7 @@ from adaptive_batching import AdaptiveStep, memory_meter
 from adaptive_batching._memory import _status
 from tests.conftest import ROOT
 from tests.support.environment import TAME_MALLOC
+from tests.support.garbage import quicken_collections
 from tests.support.small_model import VOCABULARY, Sample, make_data, make_model
 
 ALLOWED = 40 * 2**20
@@ -61,6 +62,7 @@ def train(data: list[Sample], *, limited: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    quicken_collections()
     data = make_data(64)
     text = torch.randint(1, VOCABULARY, (601,), generator=torch.Generator().manual_seed(1))
     data[40] = {"tokens": text[:-1], "labels": text[1:]}

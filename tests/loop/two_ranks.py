@@ -26,6 +26,7 @@ from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep
 from adaptive_batching._loop import data_parallel
 from adaptive_batching._ranks.gradient_sum import GradientSum
 from tests.loop.test_step import Centred, Model, collate, length, loss, texts
+from tests.support.garbage import quicken_collections
 
 RANK = int(os.environ.get("RANK", 0))
 CLIP = 0.5
@@ -278,6 +279,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 if __name__ == "__main__":
+    quicken_collections()
     dist.init_process_group("gloo")
     found = {name: case() for name, case in CASES.items()}
     torch.save(found, Path(sys.argv[1], f"rank_{RANK}.pt"))

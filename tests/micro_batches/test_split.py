@@ -18,6 +18,7 @@ from adaptive_batching._micro_batches.split import (
     length_in_chunks,
     padded_tokens,
     split_by_length,
+    split_end_to_end,
     split_in_order,
 )
 
@@ -98,6 +99,20 @@ def test_short_samples_may_take_more_tokens_where_they_were_found_to_fit(
     assert len(split_by_length([40] * 64, capacity)) <= len(split_by_length([40] * 64, Capacity(((600, most),))))
 
 
+@settings(max_examples=300, deadline=None)
+@given(lengths_of_samples, st.integers(1, 5000))
+def test_samples_laid_end_to_end_make_few_parts_of_about_one_size(lengths: list[int], max_tokens: int) -> None:
+    split = split_end_to_end(lengths, max_tokens)
+    assert sorted(index for part in split for index in part) == list(range(len(lengths)))
+    sums = [sum(lengths[index] for index in part) for part in split]
+    assert sums == sorted(sums, reverse=True), "one that does not fit fails before work is done"
+    assert all(count <= max_tokens or len(part) == 1 for count, part in zip(sums, split, strict=True))
+    together = [count for count in sums if count <= max_tokens]
+    assert max(together, default=0) - min(together, default=0) <= max(lengths), "none is left with little"
+    assert len(together) <= 2 * sum(together) / max_tokens + 1
+    assert len(split) <= len(in_order_within(lengths, max_tokens)), "padding would only take more"
+
+
 def test_cuts_of_a_few_samples() -> None:
     capacity = Capacity(((400, 3), (200, 10)))
     assert [capacity.samples(n) for n in (2000, 600, 401, 400, 201, 200, 100)] == [1, 2, 2, 3, 5, 10, 20]
@@ -106,6 +121,8 @@ def test_cuts_of_a_few_samples() -> None:
     assert split_by_length([5, 100, 6, 90], Capacity.of_tokens(200), forward_cost=50) == [[3, 1], [0, 2]], (
         "longest first"
     )
+    assert split_end_to_end([5, 100, 6, 90], 110) == [[3, 2, 0], [1]]
+    assert split_end_to_end([5, 200, 6, 90], 100) == [[1], [3], [2, 0]]
     assert split_in_order(7, 3) == [[0, 1, 2], [3, 4, 5], [6]]
     for forward_cost, parts in ((0, 4), (1000, 1)):
         assert len(split_by_length([10, 20, 30, 40], Capacity.of_tokens(1000), forward_cost)) == parts

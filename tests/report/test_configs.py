@@ -54,10 +54,13 @@ OF_NO_GROWTH = {"use_maximum_batch_size": False, "batch_increase_function": None
         ({"batch_increase_function": FUNCTION},
          {**ONE_SIZE, "batch_increase_function": FUNCTION, "adaptive_batching": {**LIMIT, "max_batch_size": 8}},
          "needs no probe"),
+        ({"batch_increase_function": FUNCTION, "batch_size": 16},
+         {**ONE_SIZE, "batch_size": 8, "batch_increase_function": FUNCTION,
+          "adaptive_batching": {**LIMIT, "max_batch_size": 8}}, "needs no probe"),
         ({"micro_batch_size": "explore", **OF_NO_GROWTH},
          {**ONE_SIZE, "micro_batch_size": 4, "adaptive_batching": LIMIT}, "explores nothing"),
     ],
-    ids=["the largest batch", "function taken away", "growth", "explored"],
+    ids=["the largest batch", "function taken away", "growth", "growth from more than fits", "explored"],
 )  # fmt: skip
 def test_what_was_found_is_taken(config: dict[str, Any], expected: dict[str, Any], spared: str, tmp_path: Path) -> None:
     values, yaml, said = pasted(tmp_path, explores="micro_batch_size" in config, **config)

@@ -100,6 +100,24 @@ def check_curves(drawn: dict[str, Any], record: dict[str, Any]) -> None:
     assert drawn["epochs"] == [32, 96] and drawn["recoveries"] == [48], "the first step of the second epoch"
 
 
+def test_each_of_several_validation_sets_has_a_curve_and_values_of_its_own(tmp_path: Path) -> None:
+    report = Report(tmp_path, about=about())
+    write_run(report, range(1), all_there_is=False, ends=False)
+    for step, dataset, loss in ((2, "held out", 3.0), (2, "code", 5.0), (4, "held out", 4.0), (4, "code", 2.0)):
+        report.validation(0, step, loss, dataset)
+    page = page_of(tmp_path)
+    columns = page.data["runs"][0]["columns"]
+    assert columns["validation on held out"] == [None, 3.0, None, 4.0]
+    assert columns["validation on code"] == [None, 5.0, None, 2.0] and "validation" not in columns
+    drawn = [line["column"] for line in page.data["charts"]["loss"]["lines"]]
+    assert drawn == ["loss", "trend", "validation", "validation on held out", "validation on code"]
+    said = "validation on held out 4.000, least 3.000 after step 2; validation on code 2.000, least 2.000 after step 4"
+    assert said in page.words["summary"]
+    table = [" ".join(line.split()) for line in report.table()]
+    assert "validation loss on held out: last 4.0000 after step 4, least 3.0000 after step 2" in table
+    assert "validation loss on code: last 2.0000 after step 4, least 2.0000 after step 4" in table
+
+
 def test_what_sets_the_peak_adds_up(tmp_path: Path) -> None:
     events = [line.rstrip("}") for line in FIRST_VERSION.read_text().splitlines() if '"event": "probe"' in line]
     kinds = '"peak_moment": "backward", "peak_kinds": {"weights": 314572800, "logits": 419430400, "other": 0}'

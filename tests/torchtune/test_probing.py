@@ -68,6 +68,9 @@ def test_a_stored_result_comes_back_equal_and_only_under_the_same_conditions(
     assert list(path.parent.iterdir()) == [path]
     assert load_result(path, {"dtype": "bf16", "device": "A", "sizes": (1, 2), "torch": "2"}) is None
     assert "dtype: 'fp32' -> 'bf16', torch: None -> '2'" in caplog.text
+    store_result(path, {"dataset": {"source": "json", "split": "train[:8]"}}, RESULT)
+    assert load_result(path, {"dataset": {"source": "json", "split": "train[:9]"}}) is None
+    assert "changed: dataset.split: 'train[:8]' -> 'train[:9]'\n" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {}}', '{"key": {}, "result": {"batch_size": 3}}'])
@@ -86,6 +89,7 @@ def test_a_damaged_file_is_ignored_with_a_warning(text: str, tmp_path: Path, cap
         ([(1, 0.030), (2, 0.050)], 33),
         ([(1, 0.9), (1, 0.030), (2, 0.050), (2, 0.2)], 33),  # of several the fastest counts
         ([(1, 0.020), (2, 0.042)], 5),  # a time that rises faster than the samples has no fixed part
+        ([(1, 0.030), (15, 0.310), (16, 0.330)], 33),  # sizes that are far apart tell most
         ([(1, 0.030), (2, 0.033)], None),  # time hardly rises: the device is not filled
         ([(1, 0.030)], None),
     ],
@@ -97,6 +101,9 @@ def test_forwards_are_large_enough_where_larger_ones_gain_less_than_a_fiftieth(
     for samples, seconds in measured:
         times.note(samples, seconds)
     assert times.enough() == enough
+    # With the same tenth: 10 + 3, 0 + 2 ms, by the time of a sample.
+    cost = {33: 0.013 / 0.02, 5: 0.002 / 0.022}.get(enough or 0)
+    assert times.in_samples() == (None if cost is None else pytest.approx(cost))
 
 
 def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels() -> None:

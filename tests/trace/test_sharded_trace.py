@@ -6,6 +6,7 @@ The other ranks are a process group that is none: what is gathered from them is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.steps import check_against_a_real_step, step_of, sum_of_squares
@@ -32,7 +33,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, *, checkpoints: bool) -> None:
+    def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         blocks = [Block() for _ in range(3)]
@@ -69,5 +70,51 @@ def test_a_sharded_step_takes_what_one_of_fsdp_takes(
         fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh, reshard_after_forward=not root_stays)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, foreach=False)
+    step = step_of(model, optimizer, sum_of_squares, lambda b: torch.randint(VOCABULARY, (b, LENGTH)))
+    check_against_a_real_step(step, (2, 12), rel=0.02)
+
+
+class WithLogitsAtOnce(Decoder):
+    """Multiplies by the weight of its output layer itself unless that ``runs``, as losses in chunks do."""
+
+    def __init__(self, *, runs: bool) -> None:
+        super().__init__(checkpoints=True)
+        self._runs = runs
+
+    def forward(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return [self.output(x) if self._runs else nn.functional.linear(x, self.output.weight)]
+
+
+POLICIES = {
+    "none": MixedPrecisionPolicy(),
+    "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    "reduced in float32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("output_runs", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_that_are_gathered_together_take_what_they_do_in_fsdp(
+    tied: bool, output_runs: bool, policy: str
+) -> None:
+    """Accelerate has one unit of the norm and the output layer, and of the embedding, too, if weights are tied."""
+    model = WithLogitsAtOnce(runs=output_runs)
+    if tied:
+        model.output.weight = model.embedding.weight
+    how: Any = dict(mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=POLICIES[policy])
+    blocks: list[Any] = [
+        layer._checkpoint_wrapped_module for layer in model.layers
+    ]  # that FSDP hooks are checkpointed with
+    for unit in [*blocks, *([] if tied else [model.embedding])]:
+        fully_shard(unit, reshard_after_forward=True, **how)
+    together: list[nn.Module] = [model.norm, *([model.embedding] if tied else []), model.output]
+    fully_shard(together, reshard_after_forward=False, **how)
+    fully_shard(model, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     step = step_of(model, optimizer, sum_of_squares, lambda b: torch.randint(VOCABULARY, (b, LENGTH)))
     check_against_a_real_step(step, (2, 12), rel=0.02)

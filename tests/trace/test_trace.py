@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -113,9 +114,33 @@ def test_an_optimizer_with_attributes_of_its_own_is_traced() -> None:
 def test_a_loss_may_read_a_value_but_not_leave_torch_or_have_sizes_of_values() -> None:
     step = training_step(deep_model(), loss=lambda out: out.sum() / max(float(out.detach().abs().max()), 1.0))
     assert trace_peak_memory(step).peak_bytes(2) > 0
-    for loss in (lambda out: out.sum() * float(out.detach().numpy().max()), lambda out: out[out > 0].sum()):
+    for loss in (lambda out: out.sum() * float(out.detach().numpy().max()), lambda out: out.sum() * len(out.nonzero())):
         with pytest.raises(TraceError):
             trace_peak_memory(training_step(deep_model(), loss=loss))
+
+
+def test_an_operation_that_torch_cannot_fake_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", logged.append)
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handlers", [handler])
+
+    def of_experts(out: torch.Tensor) -> torch.Tensor:  # its fake kernel takes bfloat16 alone
+        ends = torch.tensor([1, 2], dtype=torch.int32)
+        return nn.functional.grouped_mm(out, out.new_ones(2, out.shape[1], 16), offs=ends).sum()
+
+    with pytest.raises(TraceError, match="RuntimeError: Expected inputs of BF16 type"):
+        trace_peak_memory(training_step(deep_model(), loss=of_experts))
+    assert not logged, "torch would log the traceback"
+
+
+def test_a_mask_selects_all_that_there_is() -> None:
+    model = nn.Linear(64, 512)
+    step = step_of(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False),
+        lambda out: out[torch.isfinite(out).all(-1)].square().mean(), lambda size: torch.randn(size, 32, 64),
+    )  # fmt: skip
+    check_against_a_real_step(step, (4, 64), rel=0.02)
 
 
 def test_a_name_that_torch_no_longer_has_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,30 @@
-"""No page of a run is made, which takes a process of its own, but in the tests that look at one."""
+"""No page of a run is made, which takes a process of its own, but in the tests that look at one; none goes by speed."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import without_pages
+from tests.conftest import all_that_fits, without_pages
 
 
 @pytest.fixture(autouse=True)
-def no_pages(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "makes_pages" in request.fixturenames:
-        yield
-        return
-    with without_pages():
+def no_pages_and_no_speed(request: pytest.FixtureRequest) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if "makes_pages" not in request.fixturenames:
+            stack.enter_context(without_pages())
+        if "probes_by_speed" not in request.fixturenames:
+            stack.enter_context(all_that_fits())
         yield
 
 
 @pytest.fixture
 def makes_pages() -> None:
     """Have pages made, as users do."""
+
+
+@pytest.fixture
+def probes_by_speed() -> None:
+    """Have probes look for forwards that are large enough, as users do, by the speed of the machine."""

@@ -24,6 +24,7 @@ from adaptive_batching._memory import _status  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.conftest import ROOT  # noqa: E402
 from tests.support.environment import TAME_MALLOC  # noqa: E402
+from tests.support.garbage import quicken_collections  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
 
 ALLOWED = 60 * 2**20
@@ -67,4 +68,5 @@ def train(*, limited: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    quicken_collections()
     print(json.dumps([train(limited=False), train(limited=True)]))

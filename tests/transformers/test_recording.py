@@ -82,6 +82,20 @@ def test_a_run_leaves_a_record_and_a_page_that_say_the_same_as_its_logs(
     assert [line.split() for line in str(trainer.adaptive).splitlines()][-1] == ["2", "20", "40", "1", "40", "0"]
 
 
+def test_each_evaluation_set_has_its_loss_on_record(tmp_path: Path) -> None:
+    sets = {"short": trainers.make_data(5, longest=6), "code_loss": trainers.make_data(5)}
+    trainer = growing(tmp_path, eval_dataset=sets, eval_strategy="epoch", max_steps=6)
+    trainer.train()
+    trainer.evaluate(metric_key_prefix="test")  # after training, and so not of it
+    logs = logged(trainer)
+    found = [(each["dataset"], each["step"], each["loss"]) for each in record_of(tmp_path)["validation"]]
+    assert found == [
+        (name, each["step"], each[f"eval_{name}_loss"])
+        for each in logs for name in sets if f"eval_{name}_loss" in each
+    ]  # fmt: skip
+    assert len(found) == 4
+
+
 def test_the_command_line_reads_and_compares_runs_of_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +189,8 @@ def test_the_record_goes_where_it_is_told_to(tmp_path: Path) -> None:
 
 def test_before_training_the_run_says_what_it_is_to_do(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
-    assert str(trainer.adaptive) == "micro_batch_size=auto; what fits, and the plan, are found when training begins"
+    told_first = "what fits, and the plan, are found by find(), or when training begins"
+    assert str(trainer.adaptive) == f"micro_batch_size=auto; {told_first}"
     told: list[str] = []
 
     class Tell(transformers.TrainerCallback):  # type: ignore[misc, name-defined]

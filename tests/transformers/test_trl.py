@@ -119,6 +119,9 @@ def test_a_trainer_of_trl_trains_as_before(
     if ours is None:
         return trainers.assert_same(split, stock)
     assert len(watched.forwards) > stock.state.global_step
+    if ours == "auto" and kind == "SFT":  # others run two answers to a sample
+        most = max(shape.numel() for shape in watched.forwards[2:])  # the first have told what the loss is
+        assert most <= 64, "as many as fit, with padding and without"
     assert_alike(split, stock)
     found, expected = (next(each for each in logged(one) if "loss" in each) for one in (split, stock))
     assert found.keys() == {*expected, *trainers.OURS}
@@ -136,6 +139,32 @@ def test_a_trainer_of_trl_survives_short_memory(kind: str, tokenizer: Any, tmp_p
     assert ours.adaptive.num_recoveries >= 1
     assert_alike(ours, stock)
     assert [each["num_tokens"] for each in logged(ours)[:-1]] == [each["num_tokens"] for each in logged(stock)[:-1]]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])
+def test_an_evaluation_in_parts_gives_what_it_would_have_given(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    found, predicted = [], []
+
+    def keep(given: Any) -> dict[str, float]:
+        predicted.append([torch.tensor(each[:, :2]) for each in (given.predictions, given.label_ids)])
+        return {}
+
+    for ours in (None, AdaptiveArguments(micro_batch_size=8)):
+        chance.seed(1)
+        trainer = make(kind, tmp_path, tokenizer, ours, per_device_eval_batch_size=6)
+        trainer.compute_metrics = keep if kind == "DPO" else None
+        short = OutOfMemory(trainer.model, 130 if ours else 10**9, in_training=False)
+        found.append(trainer.evaluate(trainer.train_dataset.select(range(20))))
+    assert short.failures
+    stock, in_parts = found
+    assert in_parts.keys() == stock.keys()
+    no_means = {"eval_min_reward", "eval_max_reward"}
+    if kind == "DPO":  # whose loss is a mean over samples, and these over tokens
+        no_means |= {f"eval_{name}" for name in ("logits/chosen", "logits/rejected", "mean_token_accuracy", "entropy")}
+    for key in set(stock) - set(trainers.TIMES) - no_means:
+        assert in_parts[key] == pytest.approx(stock[key], rel=1e-4, abs=1e-6), key
+    if kind == "DPO":
+        torch.testing.assert_close(*predicted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward"])

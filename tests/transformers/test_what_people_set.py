@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +131,62 @@ def test_an_early_stop_and_the_best_model_work_as_before(tmp_path: Path) -> None
     assert stopped["ours"].state.global_step == stopped["stock"].state.global_step == 10
     best = [trainer.state.best_model_checkpoint.rpartition("/")[2] for trainer in stopped.values()]
     assert best[0] == best[1]
+
+
+class Hub:
+    """What is uploaded, in place of huggingface_hub's calls; which files those are, it decides itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.uploaded: dict[str, int] = {}  # bytes by path
+        monkeypatch.setattr("huggingface_hub.hf_api.is_xet_available", lambda: False)
+        monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *args, **kwargs: SimpleNamespace(repo_id="a/b"))
+        monkeypatch.setattr("huggingface_hub.HfApi.create_commit", self._commit)
+        monkeypatch.setattr("huggingface_hub.HfApi._validate_yaml", lambda *args, **kwargs: None)  # of a model card
+
+    def _commit(self, *, operations: list[Any], **kwargs: Any) -> None:
+        for each in operations:
+            self.uploaded[each.path_in_repo] = len(Path(each.path_or_fileobj).read_bytes())
+
+
+class PagesDone(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Sees what the folder has when an upload begins: all of a checkpoint, and a page that is complete."""
+
+    trainer: Any
+    pages = 0
+
+    def on_push_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        assert not checkpoint.is_dir() or (checkpoint / "adaptive_batching.json").is_file()
+        report = self.trainer._recording.report
+        if report is not None and report._page is not None:
+            self.pages += 1
+            assert report._page.poll() is not None
+
+
+@pytest.mark.usefixtures("makes_pages")
+def test_what_is_pushed_to_the_hub_gets_the_record_and_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uploaded = {}
+    for name, arguments in {"stock": None, "ours": AdaptiveArguments(micro_batch_size=3)}.items():
+        hub, seen = Hub(monkeypatch), PagesDone()
+        seen.trainer = trainer = make_trainer(
+            tmp_path / name, arguments, max_steps=8, save_strategy="epoch", push_to_hub=True, hub_always_push=True,
+            hub_model_id="a/b", hub_strategy="checkpoint", hub_token="hf_secret",
+        )  # fmt: skip
+        if arguments is not None:
+            trainer.add_callback(seen)
+        trainer.train()
+        for job in trainer.push_in_progress.jobs:
+            job.result()
+        trainer.push_to_hub()
+        uploaded[name] = hub.uploaded
+    assert seen.pages, "one was being made"
+    more = {path: size for path, size in uploaded["ours"].items() if path not in uploaded["stock"]}
+    assert more.keys() == {
+        "adaptive_batching/report.html", "adaptive_batching/report.jsonl", "last-checkpoint/adaptive_batching.json"
+    }  # fmt: skip
+    assert uploaded["stock"].keys() <= uploaded["ours"].keys()
+    assert max(more.values()) < 200_000
+    assert "hf_secret" not in (tmp_path / "ours" / "adaptive_batching" / "report.jsonl").read_text()
+    assert "could not be made" not in caplog.text

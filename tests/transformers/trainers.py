@@ -16,6 +16,7 @@ from adaptive_batching.transformers import AdaptiveArguments, adaptive
 VOCABULARY = 96
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=2)
 Features = dict[str, Any]
+_OF_TRAINER = ("callbacks", "eval_dataset", "compute_metrics", "preprocess_logits_for_metrics")
 
 
 def make_llama(**settings: Any) -> Any:
@@ -91,9 +92,7 @@ def make_trainer(
     **settings: Any,
 ) -> Any:
     """Return a trainer of ``kind`` with our behaviour, or ``kind`` itself if ``ours`` is None."""
-    given: dict[str, Any] = {
-        key: settings.pop(key) for key in ("callbacks", "eval_dataset", "compute_metrics") if key in settings
-    }
+    given: dict[str, Any] = {key: settings.pop(key) for key in _OF_TRAINER if key in settings}
     data = settings.pop("data", None) or make_data()
     made = kind if ours is None else adaptive(kind)
     args = arguments(folder, **settings)
@@ -137,18 +136,22 @@ def assert_alike(ours: Any, theirs: Any, tolerance: float = 1e-5, *, keys: tuple
 
 
 class OutOfMemory:
-    """Runs out of memory in forwards of more than ``most_tokens`` padded tokens, as often as ``times``."""
+    """Runs out of memory in forwards of more than ``most_tokens`` padded tokens, as often as ``times``.
 
-    def __init__(self, model: Any, most_tokens: int, times: int = 10**9) -> None:
-        self.most_tokens, self.left = most_tokens, times
+    They are those of training, or the others.
+    """
+
+    def __init__(self, model: Any, most_tokens: int, times: int = 10**9, *, in_training: bool = True) -> None:
+        self.most_tokens, self.left, self.failures, self._in_training = most_tokens, times, 0, in_training
         self.forwards: list[torch.Size] = []
         model.register_forward_pre_hook(self._check, with_kwargs=True)
 
     def _check(self, model: Any, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled() != self._in_training:
             return
         shape = kwargs["input_ids"].shape
         if shape.numel() > self.most_tokens and self.left:
             self.left -= 1
+            self.failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.forwards.append(shape)

@@ -11,18 +11,27 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
+from adaptive_batching._probe.find import find_largest
+from adaptive_batching._probe.trial import unchanged
 from adaptive_batching._ranks import fsdp
+from adaptive_batching._trace.training import TrainingStep
+from adaptive_batching._transformers import trainer_probe
 from adaptive_batching.transformers import AdaptiveArguments
+from tests.conftest import without_pages
+from tests.support.garbage import quicken_collections
+from tests.support.steps import predicted_and_real
 from tests.transformers import trainers
 
 RANK = int(os.environ.get("RANK", 0))
@@ -35,6 +44,7 @@ OURS = {
     "parts": AdaptiveArguments(micro_batch_size=3),
     "short": AdaptiveArguments(micro_batch_size=8),
     "probed": AdaptiveArguments(micro_batch_size="auto"),
+    "found": AdaptiveArguments(micro_batch_size="auto"),
     "maximum": AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"search": "binary_search"}),
     "growing": AdaptiveArguments(
         batch_increase_function=DOUBLE, micro_batch_size=6, adaptive_batching={"max_batch_size": 32}
@@ -42,8 +52,31 @@ OURS = {
 }
 """Settings of a run by its name; other names are places where memory runs out once."""
 
+SAVED_AT = {"growing": 5, "parts": 1}
+"""Step of a checkpoint, of the runs that save one."""
+
 GROWING = {"gradient_accumulation_steps": 1, "num_train_epochs": 3}
 SHORT = {"max_grad_norm": 0.3, "num_train_epochs": 1, "warmup_steps": 0}
+
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "checkpointed": {"gradient_checkpointing": True},
+    "float16": {"fp16": True},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+"""Settings of trainers of a Llama, by the name of what is trained."""
+
+OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("SFT", {}),
+    "lora": ("SFT", {"lora": True}),
+    "bfloat16": ("SFT", {"bf16": True}),
+    "packed": ("SFT", {"packing": True, "per_device_train_batch_size": 4}),
+    "padding_free": ("SFT", {"padding_free": True, "max_length": None}),
+    "dpo": ("DPO", {}),
+    "reward": ("Reward", {}),
+}
+"""Kind and settings of trainers of TRL, by the name of what is trained."""
 
 
 class ShortOnOneRank(trainers.OutOfMemory):
@@ -84,7 +117,13 @@ def failing_once(trainer: Any, place: str) -> Iterator[None]:
             once()
         check_room(output, given)
 
-    if place in ("forward", "backward"):
+    def in_recompute(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            once()
+
+    if place == "recompute":
+        trainer.model.model.layers[1].mlp.register_forward_pre_hook(in_recompute)
+    elif place in ("forward", "backward"):
         trainer.model.model.layers[1].register_forward_hook(once if place == "forward" else in_backward)
     elif place == "head":  # its norm has run, with which it is gathered
         trainer.model.lm_head.register_forward_hook(once)
@@ -95,6 +134,30 @@ def failing_once(trainer: Any, place: str) -> Iterator[None]:
         yield
     finally:
         fsdp._check_room = check_room
+
+
+@contextlib.contextmanager
+def comparing(found: dict[str, Any]) -> Iterator[None]:
+    """Have a probe note what is predicted of a step of 2 and of 8 samples, what it takes, and all that is warned of."""
+    found["warned"] = []
+
+    def compare(step: TrainingStep, *more: Any) -> Any:
+        def leave_out(issued: Any, call: Any, arguments: Any, async_op: bool) -> None:
+            """Send nothing: gloo makes copies, which a device does not."""
+            issued.append(fsdp._Collective.of(*arguments))
+
+        with mock.patch.object(fsdp, "_issue", leave_out), unchanged(step.model, step.optimizers, None):
+            found["predicted"] = predicted_and_real(step, (2, 8))
+        return find_largest(step, *more)
+
+    log, handler = logging.getLogger("adaptive_batching"), logging.Handler("WARNING")
+    handler.emit = lambda record: found["warned"].append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        with mock.patch.object(trainer_probe, "find_largest", compare):
+            yield
+    finally:
+        log.removeHandler(handler)
 
 
 @contextlib.contextmanager
@@ -124,40 +187,60 @@ def make(name: str, folder: Path, **more: Any) -> Any:
     settings |= {"fsdp": True} if strategy == "fsdp" else {}
     arguments = OURS.get(ours, AdaptiveArguments(micro_batch_size=3))
     torch.manual_seed(0)
-    if model in ("sft", "lora", "dpo", "reward"):
+    if model in OF_TRL:
         return of_trl(model, folder, arguments, settings)
-    made = {"llama": trainers.make_llama, "bert": trainers.make_bert, "classes": trainers.make_classes}[model]
+    made = {"bert": trainers.make_bert, "classes": trainers.make_classes}.get(model, trainers.make_llama)
     return trainers.make_trainer(
         folder, arguments, model=made(), data=trainers.make_data(SAMPLES),
         collator=trainers.collate_classes if model == "classes" else trainers.collate,
-        **{"gradient_accumulation_steps": 2, **settings},
+        **{"gradient_accumulation_steps": 2, **settings, **LLAMAS.get(model, {})},
     )  # fmt: skip
 
 
-def of_trl(kind: str, folder: Path, ours: AdaptiveArguments | None, settings: dict[str, Any]) -> Any:
+def of_trl(model: str, folder: Path, ours: AdaptiveArguments | None, settings: dict[str, Any]) -> Any:
     from tests.transformers import test_trl
 
     test_trl.chance.seed(1)
-    name = {"sft": "SFT", "lora": "SFT", "dpo": "DPO", "reward": "Reward"}[kind]
-    settings["lora"] = kind == "lora"
-    return test_trl.make(name, folder, test_trl.make_tokenizer(), ours, **settings)
+    kind, more = OF_TRL[model]
+    return test_trl.make(kind, folder, test_trl.make_tokenizer(), ours, **settings, **more)
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
     strategy, ours, model = name.split()
     folder = folder / name.replace(" ", "_")
-    saves = {"save_strategy": "steps", "save_steps": 5} if ours == "growing" else {}
+    if ours == "evaluated":
+        return evaluated(folder)
+    saves = {"save_strategy": "steps", "save_steps": SAVED_AT[ours]} if ours in SAVED_AT else {}
     with sharding_on_hosts() if strategy == "fsdp" else contextlib.nullcontext():
         trainer = make(name, folder, **saves)
         if ours in ("short", "maximum"):
-            ShortOnOneRank(trainer.model, 60 if model in ("llama", "bert", "classes") else 130)
-        with failing_once(trainer, ours) if ours not in OURS else contextlib.nullcontext():
+            ShortOnOneRank(trainer.model, 130 if model in ("sft", "lora", "dpo", "reward") else 60)
+        if ours == "found":
+            trainer.adaptive.find()
+        found: dict[str, Any] = {}
+        how = failing_once(trainer, ours) if ours not in OURS else contextlib.nullcontext()
+        with comparing(found) if ours == "probed" and strategy == "fsdp" else how:
             trainer.train()
-        found = outcome(trainer)
-        if saves:
+        found |= outcome(trainer)
+        if ours == "growing":
             resumed = make(name, folder / "resumed")
             resumed.train(str(folder / "checkpoint-5"))
             found["resumed"] = outcome(resumed)
+    return found
+
+
+def evaluated(folder: Path) -> dict[str, Any]:
+    """Return what Trainer and ours give for samples that are no whole number of batches, and ours in short memory."""
+    found: dict[str, Any] = {}
+    for name, ours in {"stock": None, "ours": OURS["probed"], "short": OURS["short"]}.items():
+        trainer = trainers.make_trainer(folder, ours, per_device_eval_batch_size=6, ddp_backend="gloo")
+        short = ShortOnOneRank(trainer.model, 60 if name == "short" else 10**9, in_training=False)
+        predicted = trainer.predict(trainers.make_data(21))
+        found[name] = {
+            "metrics": {key: value for key, value in predicted.metrics.items() if key == "test_loss"},
+            "predicted": predicted.predictions.argmax(-1).tolist(), "labels": predicted.label_ids.tolist(),
+            "failures": short.failures,
+        }  # fmt: skip
     return found
 
 
@@ -173,30 +256,26 @@ def outcome(trainer: Any) -> dict[str, Any]:
     if run is not None:
         found["recoveries"] = run.num_recoveries
         found["probed"] = None if run.probe is None else run.probe.batch_size
+        found["search"] = None if run.probe is None else run.probe.search
     return found
 
 
 def runs() -> list[str]:
-    ddp = ["parts llama", "short llama", "probed llama", "parts bert", "short bert"]
-    places = [f"{place} llama" for place in ("forward", "head", "backward", "gather", "reduce")]
-    sharded = [
-        "stock llama",
-        "off llama",
-        "short llama",
-        "probed llama",
-        "maximum llama",
-        "growing llama",
-        "short classes",
-    ]
+    ddp = ["parts llama", "short llama", "probed llama", "found llama", "evaluated llama", "parts bert", "short bert"]
+    sharded = ["stock llama", "off llama", "maximum llama", "growing llama", "short classes"]
+    sharded += [f"{place} llama" for place in ("short", "forward", "head", "backward", "gather", "reduce")]
+    sharded += ["recompute checkpointed", "short float16"]
     if importlib.util.find_spec("trl") is not None:
         ddp += [f"{ours} {model}" for model in ("sft", "dpo", "reward") for ours in ("stock", "short")]
         ddp += ["parts sft", "probed sft"]
-        sharded += ["short sft", "short dpo", "short reward", "probed dpo"]
+        sharded += ["short sft", "short dpo", "short reward", "probed dpo", "probed sft", "probed bfloat16"]
         if importlib.util.find_spec("peft") is not None:
             sharded += ["stock lora", "short lora"]
-    return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in (*sharded, *places)]
+    return [f"ddp {name}" for name in ddp] + [f"fsdp {name}" for name in sharded]
 
 
 if __name__ == "__main__":
-    found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:] or runs()}
+    quicken_collections()
+    with without_pages():
+        found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:] or runs()}
     Path(sys.argv[1], f"rank_{RANK}.json").write_text(json.dumps(found))

@@ -97,6 +97,8 @@
 
   // Training
 
+  const isValidation = (line) => line.column.startsWith("validation"); // of a set of data, of several perhaps
+
   function lineOf(line, run, name, isMain, isLine) {
     const style = { label: name, spanGaps: true, value: (_, value) => number(value), points: { show: false } };
     style.stroke = colour(data.runs.length > 1 ? `c${run % COLOURS}` : isMain ? "c0" : "c1");
@@ -107,10 +109,8 @@
       if (data.runs.length === 1) style.width = 1;
       if (line.isFaint) style.stroke = colour("faint");
     }
-    if (line.column === "validation") {
-      style.stroke = colour("c1");
-    }
-    if (line.column === "validation" || !isLine) {
+    if (isValidation(line)) style.stroke = colour(`c${(1 + line.nth) % COLOURS}`);
+    if (isValidation(line) || !isLine) {
       style.points = { show: true, size: 7, width: 1, stroke: style.stroke, fill: style.stroke };
     }
     return style;
@@ -133,7 +133,8 @@
         const isFaint = line.column === "loss" && there.length > 1;
         const isMain = name === "loss" ? true : place === 0;
         const isLine = run.columns[line.column].filter((value) => value != null).length > 1;
-        series.push(lineOf({ ...line, isFaint }, index, data.runs.length > 1 ? run.name : line.label, isMain, isLine));
+        const nth = there.slice(0, place).filter(isValidation).length;
+        series.push(lineOf({ ...line, isFaint, nth }, index, data.runs.length > 1 ? run.name : line.label, isMain, isLine));
       });
     });
     const limits = [...new Set(data.runs.map((run) => (name === "memory" && run.columns.memory ? run.limit : null)))];

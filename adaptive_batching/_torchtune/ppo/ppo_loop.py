@@ -102,7 +102,8 @@ class RolloutRandomNumbers:
     the vocabulary, token by token. So the numbers of a row depend on the chunk that it is in, and on all chunks before.
     A part that is no such chunk draws for the whole of each chunk that it has rows of, and takes its own.
 
-    A chunk has ``chunk`` rows, the last one maybe fewer, and ``tokens`` draws of ``vocabulary`` numbers for each row.
+    A chunk has ``chunk`` rows, the last one maybe fewer, and ``tokens`` draws of ``vocabulary`` numbers for each row:
+    stock passes no stop tokens to ``generate``, so it never stops early.
     """
 
     def __init__(self, rng: torch.Generator, num_rows: int, chunk: int, tokens: int, vocabulary: int) -> None:
@@ -252,6 +253,7 @@ class PPOLoop(Loop):
         stats: list[PPOStats] = []
         all_ran: list[MicroBatch] = []
         for _ in range(stock.epochs):
+            # From torch's global random state, which stock's checkpoints do not hold and ours do.
             order = torch.randperm(num_rows, device=self._host.device).tolist()
             for first in range(0, num_rows, in_step):
                 starts = range(first, first + in_step, in_backward)

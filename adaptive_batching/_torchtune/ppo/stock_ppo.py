@@ -89,6 +89,7 @@ class StockPPO:
     def with_losses_of_part(self, of_policy: float, of_value: torch.Tensor) -> Any:
         """Return a copy of the recipe whose losses are those of a part, which has these shares in a batch's."""
         recipe, loss_fn = copy.copy(self.recipe), copy.copy(self.loss)
+        # Of what the loss returns, only the sum of both losses has a graph.
         loss_fn.value_coeff = self.loss.value_coeff * (of_value / of_policy)
 
         def loss_of_part(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:

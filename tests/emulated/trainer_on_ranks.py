@@ -1,0 +1,86 @@
+"""Trains on two devices over NCCL with ``Trainer``, and has allocations of steps fail on the second, one by one.
+
+RANK=0 WORLD_SIZE=2 ... python -m tests.emulated.trainer_on_ranks FOLDER RUN...
+
+A run is the devices' strategy and what is trained: ``fsdp bfloat16``. What each step asked of its device is kept.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from adaptive_batching._emulated_device import control
+from adaptive_batching.transformers import AdaptiveArguments
+from tests.conftest import without_pages
+from tests.transformers.trainers import make_data, make_llama, make_trainer
+
+RANK = int(os.environ.get("RANK", 0))
+WARM, FAULTS = 4, 6
+STEPS = WARM + 2 * FAULTS
+PATIENCE = 60  # seconds of a step; then the process ends, and says where it was
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "bfloat16": {"bf16": True},
+    "checkpointed": {"gradient_checkpointing": True},
+}
+
+
+class Faults(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Has an allocation fail in each second step, evenly from the first of a step to the last of a backward pass."""
+
+    def __init__(self) -> None:
+        self.allocations = 0  # of an undisturbed step, up to the end of its last backward pass
+        self.products: list[int] = []  # matrices that each step has multiplied
+        self._begun = control.counters()
+
+    def on_step_begin(self, args: Any, state: Any, control_: Any, **kwargs: Any) -> None:
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        step, self._begun = state.global_step, control.counters()
+        if RANK == 1 and step >= WARM and step % 2 == 0:
+            control.fail_allocations(self.allocations * ((step - WARM) // 2) // FAULTS)
+
+    def on_step_end(self, args: Any, state: Any, control_: Any, **kwargs: Any) -> None:
+        self.products.append((control.counters() - self._begun).products)
+        control.end_faults()
+
+    def note_allocations(self, step: int) -> None:
+        if step < WARM:
+            self.allocations = (control.counters() - self._begun).allocations
+
+
+def run(name: str, folder: Path) -> dict[str, Any]:
+    strategy, model = name.split()
+    faults = Faults()
+
+    class Counting(transformers.Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            faults.note_allocations(self.state.global_step)
+            return loss
+
+    trainer = make_trainer(
+        folder / name.replace(" ", "_"), AdaptiveArguments(micro_batch_size=4), model=make_llama(), kind=Counting,
+        callbacks=[faults], data=make_data(1) * 8 * 2 * STEPS, use_cpu=False, num_train_epochs=1, logging_steps=10**6,
+        fsdp=strategy == "fsdp", **SETTINGS[model],
+    )  # fmt: skip
+    with without_pages():
+        trainer.train()
+    faulthandler.cancel_dump_traceback_later()
+    return {
+        "steps": trainer.state.global_step, "recoveries": trainer.adaptive.num_recoveries,
+        "allocations": faults.allocations, "products": faults.products,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    found = {name: run(name, Path(sys.argv[1])) for name in sys.argv[2:]}
+    Path(sys.argv[1], f"rank_{RANK}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()

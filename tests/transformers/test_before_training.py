@@ -1,0 +1,101 @@
+"""What training begins with, found before it: what fits, and the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
+from adaptive_batching._device import all_random_state  # noqa: E402
+from adaptive_batching._transformers.trainer_probe import probe  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_same, make_trainer, weights  # noqa: E402
+
+DOUBLE = {"_component_": "adaptive_batching.growth.step", "every": 1, "gamma": 2}
+CPU = torch.device("cpu")
+
+CASES: dict[str, tuple[AdaptiveArguments, dict[str, Any], int]] = {
+    "auto": (
+        AdaptiveArguments(micro_batch_size="auto"),
+        {"neftune_noise_alpha": 5.0, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, 1,
+    ),
+    "maximum": (
+        AdaptiveArguments(use_maximum_batch_size=True, batch_increase_function=DOUBLE,
+                          adaptive_batching={"max_batch_size": 16}),
+        {"per_device_train_batch_size": 4, "optim": "sgd"}, 1,
+    ),
+    "nothing to probe": (AdaptiveArguments(micro_batch_size=3), {}, 0),
+}  # fmt: skip
+
+
+def adds_noise(trainer: Any) -> bool:
+    return any("neftune" in hook.__name__ for hook in trainer.model.get_input_embeddings()._forward_hooks.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_found_before_training_is_what_it_trains_with_and_leaves_no_trace(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, settings, probes = CASES[case]
+    probed: list[Any] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        probed.append(probe(*args, **kwargs))
+        return probed[-1]
+
+    monkeypatch.setattr("adaptive_batching._transformers.adaptive_run.probe", counted)
+
+    def make(folder: str) -> Any:
+        model = trainers.make_llama(attention_dropout=0.2)
+        return make_trainer(
+            tmp_path / folder,
+            arguments,
+            model=model,
+            eval_dataset=trainers.make_data(5),
+            num_train_epochs=1,
+            **settings,
+        )
+
+    ours, whole = make("ours"), make("whole")
+    before, random_state = weights(ours), all_random_state(CPU)
+    found = ours.adaptive.find()
+    assert found is ours.adaptive and len(probed) == probes
+    assert all(torch.equal(value, before[name]) for name, value in weights(ours).items())
+    assert all(parameter.grad is None for parameter in ours.model.parameters())
+    assert all_random_state(CPU) == random_state
+    assert not adds_noise(ours) and ours.optimizer is None and not ours.is_in_train
+    assert [*tmp_path.glob("ours/**/*")] == []
+    told = str(found).splitlines()
+    whole.adaptive._found.update(ours.adaptive._found)
+    for trainer in (whole, ours):
+        transformers.set_seed(1)
+        trainer.evaluate()
+        trainer.train()
+    assert_same(ours, whole)
+    assert f"the plan: {whole.state.global_step} steps" in told
+    assert told == str(ours.adaptive).splitlines() and len(probed) == probes, "it is not probed again"
+    assert ours.adaptive.find() is ours.adaptive and len(probed) == probes, "nor after training"
+
+
+def test_where_nothing_fits_it_says_so_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), neftune_noise_alpha=5.0)
+    OutOfMemory(ours.model, 0)
+    random_state = all_random_state(CPU)
+    with pytest.raises(DoesNotFitError):
+        ours.adaptive.find()
+    assert all_random_state(CPU) == random_state
+    assert not adds_noise(ours) and not ours.is_in_train
+
+
+def test_with_a_sharded_model_it_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"))
+    monkeypatch.setattr(ours, "is_fsdp_enabled", True)
+    with pytest.raises(ConfigError, match=r"find\(\) would leave the model sharded; .*on_train_begin") as caught:
+        ours.adaptive.find()
+    assert "\n" not in str(caught.value)
