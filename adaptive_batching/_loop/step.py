@@ -118,7 +118,7 @@ class AdaptiveStep(Generic[Sample]):
         """
         loss = self.gradients(samples, backward)
         try:
-            _update(self._model, self._optimizer, self._clip_norm)
+            clip_and_step(self._model, [self._optimizer], self._clip_norm)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -240,8 +240,7 @@ class AdaptiveStep(Generic[Sample]):
                 if outcome.failed:
                     raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
                 parallel.sum_gradients()
-                for optimizer in optimizers:
-                    _update(model, optimizer, self._clip_norm)
+                clip_and_step(model, optimizers, self._clip_norm)
 
             return run
 
@@ -331,12 +330,14 @@ class AdaptiveStep(Generic[Sample]):
         release_cached_memory(device_of(self._model))
 
 
-def _update(model: nn.Module, optimizer: Optimizer, clip_norm: float | None) -> None:
-    parameters = parameters_of(model, [optimizer])
+def clip_and_step(model: nn.Module, optimizers: Sequence[Optimizer], clip_norm: float | None) -> None:
+    """Clip the gradients of all parameters, step the optimizers, and leave no gradients behind."""
+    parameters = parameters_of(model, optimizers)
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(parameters, clip_norm)
-    optimizer.step()
-    for parameter in parameters:  # those that the optimizer does not have, too
+    for optimizer in optimizers:
+        optimizer.step()
+    for parameter in parameters:  # those that no optimizer has, too
         parameter.grad = None
     torch.clear_autocast_cache()  # copies of the weights before the step, where the caller's context is still open
 

@@ -1,4 +1,4 @@
-"""What ``train`` of a trainer does before its first step, without training."""
+"""Run ``train`` of a trainer up to its first step, and put everything back."""
 
 from __future__ import annotations
 

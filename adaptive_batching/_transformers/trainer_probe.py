@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.samples import collated
+from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
-from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.fsdp import end_forward
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 from adaptive_batching._transformers.handed_out import (
@@ -83,7 +84,7 @@ def probe(
                         forward()
                 elif (outcome := step.run(forwards)).failed:
                     raise torch.OutOfMemoryError("out of memory on this rank or another") from outcome.error
-                _update(parameters_of(model, optimizers), optimizers, trainer.args.max_grad_norm)
+                clip_and_step(model, optimizers, trainer.args.max_grad_norm or math.inf)
 
             return run
 
@@ -94,15 +95,6 @@ def probe(
 
         traced = TrainingStep(whole, [optimizer], make_batch, bind, on_cuda=device.type == "cuda")
         return find_largest(traced, settings, memory_meter(device), request)
-
-
-def _update(parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer], max_norm: float | None) -> None:
-    nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
-    for optimizer in optimizers:
-        optimizer.step()
-    for parameter in parameters:
-        parameter.grad = None
-    torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 
 from tests.conftest import ROOT
+
+LONGEST = 400  # seconds for all of what the ranks do
+TO_FAIL_AS_WELL = 20  # seconds, after one of them has failed
 
 
 def free_port() -> int:
@@ -28,17 +35,32 @@ def run_ranks(arguments: Sequence[str], size: int = 2, **environment: str) -> No
 
 
 def run_together(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
-    """Run commands at once, each with what its environment has besides this one's, and fail if one of them does."""
-    processes = [
-        subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **own},
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for command, own in commands
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=400)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in said)
+    """Run commands at once, each with what its environment has besides this one's, and fail if one of them does.
+
+    The others of one that fails are not waited for longer than they need to fail as well; what hangs tells where.
+    """
+    with contextlib.ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        processes = [
+            subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1", **own},
+                stdout=subprocess.DEVNULL, stderr=file,
+            )
+            for (command, own), file in zip(commands, said, strict=True)
+        ]  # fmt: skip
+        try:
+            deadline = time.monotonic() + LONGEST
+            while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+                if any(process.poll() for process in processes):
+                    deadline = min(deadline, time.monotonic() + TO_FAIL_AS_WELL)
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGABRT)
+                    process.wait()
+        texts = []
+        for process, file in zip(processes, said, strict=True):
+            file.seek(0)
+            texts.append(f"exit code {process.returncode}: {file.read()[-6000:]}")
+    assert not any(process.returncode for process in processes), "\n".join(texts)

@@ -1,4 +1,4 @@
-"""What training begins with, found before it: what fits, and the plan."""
+"""``trainer.adaptive.find()`` tells what fits, and the plan, before training."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_an_early_stop_and_the_best_model_work_as_before(tmp_path: Path) -> None
 
 
 class Hub:
-    """What is uploaded, in place of huggingface_hub's calls; which files those are, it decides itself."""
+    """Stands in for the Hub, and keeps what huggingface_hub chooses to upload."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.uploaded: dict[str, int] = {}  # bytes by path
