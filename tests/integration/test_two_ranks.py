@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.integration.two_ranks import FAULTS, IN_TWO, KINDS, OTHERS, same_ever
 from tests.support.html import read_page
 from tests.support.launches import Finished, of_launch, output_of, with_the_launch
 from tests.support.overrides import SGD, VALIDATE
+from tests.support.ranks import free_port
 from tests.support.records import events, without_sizes
 
 
@@ -315,11 +315,9 @@ def test_a_rank_that_dies_of_something_else_ends_the_job_with_its_own_error(inpu
 
 def test_two_agents_train_together(inputs: Path, tmp_path: Path) -> None:
     """As two nodes do, over the loopback device."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_id", "test", "--rdzv_backend", "c10d"]
-    agents = [launch(inputs, tmp_path / "out", *nodes, "--rdzv_endpoint", endpoint) for _ in range(2)]
+    nodes += ["--rdzv_endpoint", f"127.0.0.1:{free_port()}"]
+    agents = [launch(inputs, tmp_path / "out", *nodes) for _ in range(2)]
     outputs = [agent.communicate(timeout=300)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     assert len(without_sizes(Run(tmp_path / "out").metrics)) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +13,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
+from torch._C._distributed_c10d import TCPStore
+
 from tests.conftest import ROOT
 
 LONGEST = 400  # seconds for all of what the ranks do
@@ -19,16 +22,25 @@ TO_FAIL_AS_WELL = 20  # seconds, after one of them has failed
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Return a port that nothing listens on, and that no system gives out by itself until somebody does."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(arguments: Sequence[str], size: int = 2, **environment: str) -> None:
-    """Run ``python arguments`` as many times as ``size``, each as one rank, and fail if one of them does."""
+    """Run ``python arguments`` as many times as ``size``, each as one rank, and fail if one of them does.
+
+    They meet at a store of this process, as those of torchrun do: if the first rank were to open it, another process
+    could have taken the port meanwhile, and the others would ask that one for half an hour.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", **environment,
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", **environment,
     }  # fmt: skip
     ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     run_together([([sys.executable, *arguments], own) for own in ranks])
