@@ -14,9 +14,10 @@ to find a size.
   of memory with that batch, the person takes half of it, and so on.
 - ``auto_find_batch_size`` is asked for batches of 64. It takes a tenth off at each out-of-memory error, and starts the
   epoch again, with the weights as they are by then.
-- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``, and so is ``adaptive, padding_free``, which
-  also lays samples end to end. ``adaptive, largest`` is asked for the largest forward (``use_maximum_batch_size`` with
-  ``keep_global_batch``), which tells ``found_over_truth``.
+- ``adaptive`` is asked for batches of 64 with ``micro_batch_size="auto"``. So are ``adaptive, group_by_length``, with
+  Trainer's sampling strategy, and ``adaptive, padding_free``, which also lays samples end to end. ``adaptive, largest``
+  is asked for the largest forward (``use_maximum_batch_size`` with ``keep_global_batch``), which tells
+  ``found_over_truth``.
 - ``odb`` (online-dynamic-batching) is told the tokens that ``adaptive, largest`` has found. It makes batches of so
   many, and accumulates as many of these as make 64 samples on average. If it runs out of memory, it is told three
   quarters of that, and so on.
@@ -28,7 +29,8 @@ them.
 A sample counts as seen when the optimizer has stepped on it. The truth is found by real steps in a process of its own:
 the most of the longest samples that a forward and backward can hold next to gradients and optimizer states, one of them
 the shortest instead, as a model makes no mask of attention for a batch without padding. The loss of each step is held
-against ``whole``: Trainer with batches of 64 in one forward, without a limit. The last line printed is a JSON object.
+against ``whole``: Trainer with batches of 64 in one forward, without a limit; that of ``adaptive, group_by_length``
+against ``group_by_length``, which has the same samples in a step. The last line printed is a JSON object.
 """
 
 from __future__ import annotations
@@ -69,11 +71,16 @@ from adaptive_batching.transformers import AdaptiveArguments, adaptive
 
 PACKAGES = ("torch", "transformers", "accelerate", "online-dynamic-batching")
 OURS, WHOLE, TRUTH, FINDS, ODB, FLAT = "adaptive", "whole", "truth", "auto_find_batch_size", "odb", "padding_free"
-OURS_FLAT, LARGEST = f"{OURS}, {FLAT}", f"{OURS}, largest"
-STRATEGIES = ["group_by_length", "batch_rebalance"]
-BY_HAND = ["Trainer", *STRATEGIES, FLAT]
-ALL_OURS = [OURS, OURS_FLAT, LARGEST]
-IN_ORDER = ["Trainer", FLAT, *ALL_OURS]  # whose steps have the samples of those of the whole batch
+GROUPED = "group_by_length"
+OURS_FLAT, OURS_GROUPED, LARGEST = f"{OURS}, {FLAT}", f"{OURS}, {GROUPED}", f"{OURS}, largest"
+STRATEGIES = {GROUPED: GROUPED, OURS_GROUPED: GROUPED, "batch_rebalance": "batch_rebalance"}
+BY_HAND = ["Trainer", GROUPED, "batch_rebalance", FLAT]
+IN_PARTS = [OURS, OURS_GROUPED, OURS_FLAT]
+ALL_OURS = [*IN_PARTS, LARGEST]
+SAME_STEPS = {
+    **dict.fromkeys(["Trainer", FLAT, OURS, OURS_FLAT, LARGEST], WHOLE),
+    OURS_GROUPED: GROUPED,
+}  # the other run whose steps have the same samples
 PEERS = [*BY_HAND, FINDS, *([ODB] if importlib.util.find_spec("odb") else [])]
 TAME_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 BATCH_SIZE, LONGEST, VOCABULARY = 64, 384, 4096
@@ -191,7 +198,7 @@ def arguments(method: str, by_hand: int, budget: int, lengths: list[int]) -> dic
     return dict(
         per_device_train_batch_size=size, gradient_accumulation_steps=BATCH_SIZE // size,
         auto_find_batch_size=method == FINDS,
-        train_sampling_strategy=method if method in STRATEGIES else "random",
+        train_sampling_strategy=STRATEGIES.get(method, "random"),
     )  # fmt: skip
 
 
@@ -351,18 +358,19 @@ def main() -> None:
 
     runs = [(LARGEST, largest)]
     for _ in range(args.repeats):
-        runs += [(method, run(method, *given(method))) for method in (OURS, OURS_FLAT, *PEERS)]
-    runs += [(f"{method}, short", run(method, *given(method), "--shrinks")) for method in (*PEERS, OURS, OURS_FLAT)]
+        runs += [(method, run(method, *given(method))) for method in (*IN_PARTS, *PEERS)]
+    runs += [(f"{method}, short", run(method, *given(method), "--shrinks")) for method in (*PEERS, *IN_PARTS)]
     report(args.output, args.samples, truth, whole, runs)
 
 
 def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list[tuple[str, Any]]) -> None:
     """Write the table and the figures."""
     columns = ["size", "tried", "failures", "steps", "lost", "repeated", "padding", "difference", "seconds", "ended"]
+    losses = {name: found["losses"] for name, found in [(WHOLE, whole), *runs] if not found["ended"]}
     for name, found in runs:
         found["difference"] = ""
-        if name in IN_ORDER and not found["ended"]:
-            pairs = zip(found["losses"], whole["losses"], strict=True)
+        if name in losses and SAME_STEPS.get(name) in losses:
+            pairs = zip(found["losses"], losses[SAME_STEPS[name]], strict=True)
             found["difference"] = f"{max(abs(one - other) / other for one, other in pairs):.0e}"
     rows = [
         "| run | size | tried | out of memory | steps | lost | seen again | padded over real tokens | loss differs by "
@@ -391,15 +399,14 @@ def report(output: Path | None, samples: int, truth: int, whole: Any, runs: list
         ],
         rows=rows,
         figures={
-            "seconds_vs_best_peer": round(min(seconds(OURS), seconds(OURS_FLAT)) / best, 2),
-            "padded_vs_best_padded_peer": round(seconds(OURS) / min(seconds(m) for m in finished if m != FLAT), 2),
+            "seconds_vs_best_peer": round(min(map(seconds, IN_PARTS)) / best, 2),
+            "in_order_vs_best_peer": round(min(seconds(OURS), seconds(OURS_FLAT)) / best, 2),
+            "grouped_vs_grouped": round(seconds(OURS_GROUPED) / seconds(GROUPED), 2),
             "padding_free_vs_padding_free": round(seconds(OURS_FLAT) / seconds(FLAT), 2),
             "samples_lost": max(lost for method in ALL_OURS for lost in of(method, "lost")),
             "samples_repeated": max(repeated for method in ALL_OURS for repeated in of(method, "repeated")),
             "peers": finished,
-            "survive_short": [
-                method for method in (*PEERS, OURS, OURS_FLAT) if not any(of(f"{method}, short", "ended"))
-            ],
+            "survive_short": [method for method in (*PEERS, *IN_PARTS) if not any(of(f"{method}, short", "ended"))],
             "loss_difference": max(float(each) for method in ALL_OURS for each in of(method, "difference")),
             "found_over_truth": round(of(LARGEST, "size")[0] / truth, 2),
         },

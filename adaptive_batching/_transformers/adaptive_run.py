@@ -19,7 +19,7 @@ from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import KeepGlobal, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
-from adaptive_batching._loop.samples import FORWARD_COST
+from adaptive_batching._loop.samples import FORWARD_COST, collated
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest
@@ -29,7 +29,7 @@ from adaptive_batching._report.summary import lines_of_probe, named, table_of_pl
 from adaptive_batching._transformers.before_training import BeforeTraining, begin_to_train
 from adaptive_batching._transformers.course import Course, Length, growing, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
-from adaptive_batching._transformers.handed_out import Sample, Samples, length_function
+from adaptive_batching._transformers.handed_out import Sample, Samples, count_numbers, length_function
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
 from adaptive_batching._transformers.sharded import shard
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 FILE = "adaptive_batching.json"
 """Name of the file that a checkpoint gets in addition to what ``Trainer`` saves."""
 
-_TO_MEASURE = 32  # samples from the start of the data among which some are run to know the loss
+_TO_MEASURE = 32  # samples from the start of the data, of which some are run to know the loss
 
 
 class AdaptiveRun:
@@ -346,9 +346,14 @@ class AdaptiveRun:
         return round(self.ranks.largest(samples or 0.0) * (self.longest or 1)) if known else None
 
     def _extremes(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, tuple[Sample, Sample]]:
-        """Return the tokens of the longest sample, and it and the shortest; if lengths are unknown, 1 and the first."""
+        """Return the tokens of the longest sample, and it and the shortest.
+
+        If lengths are unknown, these are 1, and the samples of most and of fewest numbers among some.
+        """
         if length is None:
-            return 1, (self._sample(loader, 0),) * 2
+            some = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
+            by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], self._trainer.data_collator)))
+            return 1, (by_size[-1], by_size[0])
         by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
         (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
         return tokens, (self._sample(loader, longest), self._sample(loader, shortest))

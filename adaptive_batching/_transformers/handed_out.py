@@ -70,6 +70,11 @@ def length_function(sample: Sample, at_most: int | None = None) -> Callable[[Sam
     return None
 
 
+def count_numbers(batch: Mapping[str, Any]) -> int:
+    """Return how many numbers the tensors of a batch have."""
+    return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
+
+
 @contextlib.contextmanager
 def handing_out_samples(trainer: Any) -> Iterator[None]:
     """Make the data loaders that ``trainer`` makes inside hand out :class:`Samples`."""

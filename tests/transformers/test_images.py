@@ -1,0 +1,178 @@
+"""Samples with images are split by number, as their tokens do not tell what they take."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import VOCABULARY, OutOfMemory, assert_alike, make_data, make_trainer  # noqa: E402
+
+IMAGE, START, END = VOCABULARY - 1, VOCABULARY - 2, VOCABULARY - 3  # token numbers
+TEXT = dict(trainers.SIZES, num_key_value_heads=2)
+
+
+def make_llava() -> Any:
+    """A model whose images all have one size: 4 patches."""
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8
+    )
+    text = transformers.LlamaConfig(pad_token_id=0, **TEXT)
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def make_qwen() -> Any:
+    """A model whose images have sizes of their own; the patches of a batch are laid end to end."""
+    torch.manual_seed(0)
+    vision = dict(depth=1, embed_dim=32, hidden_size=32, num_heads=2, patch_size=4, mlp_ratio=2)
+    text = dict(TEXT, rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4})
+    config = transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=START,
+        vision_end_token_id=END,
+    )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def with_images(kind: str) -> list[dict[str, Any]]:
+    """Samples of text after an image, or after one or two of several sizes."""
+    chance, numbers = random.Random(0), torch.Generator().manual_seed(0)
+    data = []
+    for sample in make_data():
+        if kind == "llava":
+            tokens, images = [4], {"pixel_values": torch.rand(3, 16, 16, generator=numbers).tolist()}
+        else:
+            grids = [(1, 2 * chance.randrange(1, 3), 4) for _ in range(chance.randrange(1, 3))]  # frames, rows, columns
+            tokens = [rows * columns // 4 for _, rows, columns in grids]
+            patches = torch.rand(4 * sum(tokens), 96, generator=numbers)
+            images = {"pixel_values": patches.tolist(), "image_grid_thw": grids}
+        before = [token for number in tokens for token in (START, *[IMAGE] * number, END)]
+        text = [min(token, END - 1) for token in sample["input_ids"]]
+        labels = [min(label, END - 1) for label in sample["labels"]]
+        data.append({"input_ids": before + text, "labels": [-100] * len(before) + labels, **images})
+    return data
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    pixels = [torch.tensor(sample["pixel_values"]) for sample in samples]
+    batch = trainers.collate(samples)
+    if "image_grid_thw" not in samples[0]:
+        return {**batch, "pixel_values": torch.stack(pixels)}
+    grids = torch.tensor([grid for sample in samples for grid in sample["image_grid_thw"]])
+    types = (batch["input_ids"] == IMAGE).int()
+    return {**batch, "pixel_values": torch.cat(pixels), "image_grid_thw": grids, "mm_token_type_ids": types}
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen"])
+def test_samples_with_images_train_as_the_whole_batch_does(kind: str, tmp_path: Path) -> None:
+    def train(name: str, ours: AdaptiveArguments | None, most_tokens: int = 10**9) -> tuple[Any, OutOfMemory]:
+        model = make_llava() if kind == "llava" else make_qwen()
+        trainer = make_trainer(
+            tmp_path / name, ours, model=model, data=with_images(kind), collator=collate, num_train_epochs=1,
+            remove_unused_columns=False,
+        )  # fmt: skip
+        short = OutOfMemory(model, most_tokens)
+        trainer.train()
+        return trainer, short
+
+    stock, _ = train("stock", None)
+    for ours in (3, "auto"):
+        split, _ = train(str(ours), AdaptiveArguments(micro_batch_size=ours))
+        assert_alike(split, stock)
+    found, short = train("short", AdaptiveArguments(micro_batch_size=8), 150)
+    assert found.adaptive.num_recoveries >= 1
+    assert max(shape.numel() for shape in short.forwards) <= 150
+    assert_alike(found, stock)
+    in_evaluation = OutOfMemory(found.model, 150, in_training=False)
+    losses = [trainer.evaluate(with_images(kind)[:20])["eval_loss"] for trainer in (found, stock)]
+    assert in_evaluation.failures >= 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_probe_takes_the_sample_with_most_of_images(tmp_path: Path) -> None:
+    data = sorted(with_images("qwen"), key=lambda sample: len(sample["pixel_values"]))
+    model, seen = make_qwen(), []
+    model.register_forward_pre_hook(
+        lambda model, args, batch: seen.append((len(batch["input_ids"]), len(batch["pixel_values"]))), with_kwargs=True
+    )
+    settings = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 4})
+    trainer = make_trainer(
+        tmp_path, settings, model=model, data=data[:30], collator=collate, remove_unused_columns=False,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer.adaptive.find()
+    assert trainer.adaptive.probe.batch_size == 4
+    assert max(seen) == (4, 3 * len(data[29]["pixel_values"]) + len(data[0]["pixel_values"]))
+
+
+def make_processor() -> Any:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{number}": number for number in range(3, VOCABULARY - 1)}
+    vocabulary = {**words, "<unk>": 0, "<eos>": 1, "<pad>": 2, "<image>": IMAGE}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<image>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
+    )  # fmt: skip
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    template = (
+        "{% for message in messages %}{% for each in message.content %}"
+        "{% if each.type == 'image' %}<image> {% else %}{{ each.text }} {% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    return transformers.LlavaProcessor(
+        images, tokenizer, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=template,
+    )  # fmt: skip
+
+
+def of_pictures() -> Any:
+    """Samples of a picture, a question and an answer."""
+    datasets, image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
+    chance = random.Random(0)
+
+    def text() -> str:
+        return " ".join(f"w{chance.randrange(3, IMAGE)}" for _ in range(chance.randrange(2, 12)))
+
+    rows = [
+        {
+            "images": [image.new("RGB", (24, 16), (chance.randrange(256), 7, 200))],
+            "messages": [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}],
+        }
+        for _ in range(24)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("ours", [3, "auto", "short"])
+def test_sft_of_trl_on_pictures_trains_as_before(ours: Any, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+
+    def train(name: str, kind: Any, **given: Any) -> Any:
+        settings = dict(num_train_epochs=1, gradient_checkpointing=False, bf16=False, max_length=None)
+        trainer = kind(
+            make_llava(), trainers.arguments(tmp_path / name, trl.SFTConfig, **settings),
+            train_dataset=of_pictures(), processing_class=make_processor(), **given,
+        )  # fmt: skip
+        if ours == "short" and given:
+            OutOfMemory(trainer.model, 100)
+        trainer.train()
+        return trainer
+
+    stock = train("stock", trl.SFTTrainer)
+    size = 8 if ours == "short" else ours
+    split = train("ours", adaptive(trl.SFTTrainer), adaptive=AdaptiveArguments(micro_batch_size=size))
+    assert_alike(split, stock)
+    assert (split.adaptive.num_recoveries >= 1) == (ours == "short")
