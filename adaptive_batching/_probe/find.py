@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, memory_meter
+from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, little_to_collect, memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
@@ -278,6 +278,7 @@ def find_maximum_batch_size(
     return find_largest(step, config, memory_meter(device), ProbeRequest(upper))
 
 
+@little_to_collect()
 def find_largest(
     step: TrainingStep, config: AdaptiveBatchingConfig, meter: MemoryMeter, question: ProbeRequest
 ) -> ProbeResult:

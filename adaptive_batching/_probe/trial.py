@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._memory import MemoryMeter, free_host_bytes, little_to_collect
+from adaptive_batching._memory import MemoryMeter, free_host_bytes
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
@@ -69,7 +69,6 @@ class Trial:
 
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(little_to_collect())
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._loop.step import clip_and_step
-from adaptive_batching._memory import memory_meter
+from adaptive_batching._memory import little_to_collect, memory_meter
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.fsdp import end_forward
@@ -39,6 +39,7 @@ To undo that, it takes whatever ``forward`` a model has as an attribute for its 
 """
 
 
+@little_to_collect()  # by Accelerate, too
 def probe(
     trainer: Any, step: StepInParts, extremes: tuple[Sample, Sample], settings: AdaptiveBatchingConfig,
     request: ProbeRequest, *, in_parts: bool,
