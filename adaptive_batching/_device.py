@@ -20,26 +20,39 @@ def device_name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if has_name else device.type
 
 
+class RandomState:
+    """The state of all generators of the process: those of Python, numpy, and torch on the CPU and on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_torch = random_state(device)
+        self._of_python = random.getstate()
+        numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
+        self._of_numpy = numpy_random and numpy_random.get_state()
+
+    def put_back(self) -> None:
+        set_random_state(self._of_torch, self._device)
+        random.setstate(self._of_python)
+        if self._of_numpy is not None:
+            sys.modules["numpy.random"].set_state(self._of_numpy)
+
+    def __eq__(self, other: object) -> bool:
+        def known(state: RandomState) -> list[Any]:
+            return [state._of_python, str(state._of_numpy), [each.tolist() for each in state._of_torch.values()]]
+
+        return isinstance(other, RandomState) and known(self) == known(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @contextlib.contextmanager
 def unchanged_random_state(device: torch.device) -> Iterator[None]:
     """Restore the random state of Python, numpy and torch on exit, on the CPU and on ``device``."""
-    numpy_random = sys.modules.get("numpy.random")  # numpy is optional, and without it there is nothing to restore
-    python_state, numpy_state = random.getstate(), numpy_random and numpy_random.get_state()
-    on_cpu = device.type == "cpu"
+    state = RandomState(device)
     try:
-        with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
-            yield
+        yield
     finally:
-        random.setstate(python_state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
-
-
-def all_random_state(device: torch.device) -> list[Any]:
-    """Return the state of the generators of Python, numpy and torch, on the CPU and on ``device``, to compare."""
-    numpy_random = sys.modules.get("numpy.random")
-    of_numpy = [] if numpy_random is None else [str(numpy_random.get_state())]
-    return [random.getstate(), *of_numpy, *(state.tolist() for state in random_state(device).values())]
+        state.put_back()
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
 from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
-from adaptive_batching._device import all_random_state  # noqa: E402
+from adaptive_batching._device import RandomState  # noqa: E402
 from adaptive_batching._transformers.trainer_probe import probe  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
@@ -63,12 +63,12 @@ def test_what_is_found_before_training_is_what_it_trains_with_and_leaves_no_trac
         )
 
     ours, whole = make("ours"), make("whole")
-    before, random_state = weights(ours), all_random_state(CPU)
+    before, random_state = weights(ours), RandomState(CPU)
     found = ours.adaptive.find()
     assert found is ours.adaptive and len(probed) == probes
     assert all(torch.equal(value, before[name]) for name, value in weights(ours).items())
     assert all(parameter.grad is None for parameter in ours.model.parameters())
-    assert all_random_state(CPU) == random_state
+    assert RandomState(CPU) == random_state
     assert not adds_noise(ours) and ours.optimizer is None and not ours.is_in_train
     assert [*tmp_path.glob("ours/**/*")] == []
     told = str(found).splitlines()
@@ -86,10 +86,10 @@ def test_what_is_found_before_training_is_what_it_trains_with_and_leaves_no_trac
 def test_where_nothing_fits_it_says_so_and_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), neftune_noise_alpha=5.0)
     OutOfMemory(ours.model, 0)
-    random_state = all_random_state(CPU)
+    random_state = RandomState(CPU)
     with pytest.raises(DoesNotFitError):
         ours.adaptive.find()
-    assert all_random_state(CPU) == random_state
+    assert RandomState(CPU) == random_state
     assert not adds_noise(ours) and not ours.is_in_train
 
 

@@ -1,0 +1,210 @@
+"""Evidence that parts of a batch add up to it, in the loss and in its gradient, from running both.
+
+Before training, four groups of samples run alone and all together, in training mode, with the weights as they are and
+with slightly others: where a policy equals its reference, or all losses are the logarithm of the vocabulary, much looks
+alike. In training, an audit compares the gradient of two parts with that of their union. Random numbers do not depend
+on the batch that they are drawn for meanwhile (:class:`WithoutChance`), so that dropout makes no difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from adaptive_batching._snapshot import plain_parts
+
+Sample = TypeVar("Sample")
+
+# Error of a sum, relative to its terms, that rounding explains. TF32 rounds inputs, which are the same in any batch.
+_ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_ROUNDING_OF_SINGLE = 1e-4
+_FIRST = 2**16  # numbers of each tensor that are changed, or compared
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+class WithoutChance(TorchFunctionMode):
+    """Draw no random numbers in torch's functions inside: what they return depends on the last dimension alone.
+
+    So a sample meets the same numbers in any batch. Dropout leaves everything as it is. A permutation reverses, so that
+    samples that are mixed with each other are found out.
+
+    :attr:`dtypes` are those that functions have returned, by which :attr:`rounding` tells what they can differ by.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    @property
+    def rounding(self) -> float:
+        """The largest error of a sum, relative to its terms, that rounding explains."""
+        return max((_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) for dtype in self.dtypes), default=_ROUNDING_OF_SINGLE)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.update({} if len(args) > 4 else {"dropout_p": 0.0})
+        returned = func(*args, **kwargs)
+        if isinstance(returned, torch.Tensor):
+            self.dtypes.add(returned.dtype)
+            if (drawn := _DRAWN.get(name)) is not None:
+                returned = _with_values(returned, drawn(returned, args, kwargs))
+        return returned
+
+
+_DROPOUTS = {
+    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout",
+}  # fmt: skip
+
+
+def _with_values(drawn: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return drawn.copy_(values.expand(drawn.shape))
+
+
+def _even(like: torch.Tensor) -> torch.Tensor:
+    """Return numbers spread over (0, 1) along the last dimension, alike in each row; halves where there is but one."""
+    if like.dim() < 2:
+        return torch.full(like.shape, 0.5, dtype=torch.float64, device=like.device)
+    place = torch.arange(1, like.shape[-1] + 1, dtype=torch.float64).mul(_GOLDEN).remainder(1)
+    return place.to(torch.float32).to(like.device)
+
+
+def _argument(args: Any, kwargs: Any, place: int, name: str, default: Any) -> Any:
+    return kwargs.get(name, args[place] if len(args) > place else default)
+
+
+def _between(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
+    return low + (high - low) * _even(drawn)
+
+
+def _normal(drawn: torch.Tensor, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+    return torch.erfinv(2 * _even(drawn) - 1) * math.sqrt(2)
+
+
+def _normal_around(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    mean, std = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
+    return mean + std * _normal(drawn)
+
+
+def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return whole numbers from ``low`` up to, and without, ``high``: ``randint`` takes both, or the second alone."""
+    bounds = [each for each in args if isinstance(each, int)]
+    low, high = (bounds if len(bounds) > 1 else [0, *bounds, 1])[:2]
+    low, high = kwargs.get("low", low), kwargs.get("high", high)
+    return (low + (high - low) * _even(drawn)).floor()
+
+
+_DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
+    "rand": lambda drawn, args, kwargs: _even(drawn),
+    "rand_like": lambda drawn, args, kwargs: _even(drawn),
+    "uniform_": _between,
+    "randn": _normal,
+    "randn_like": _normal,
+    "normal_": _normal_around,
+    "bernoulli": lambda drawn, args, kwargs: _even(drawn) < args[0],
+    "bernoulli_": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", 0.5),
+    "randint": _whole,
+    "randint_like": lambda drawn, args, kwargs: _whole(drawn, args[1:], kwargs),
+    "randperm": lambda drawn, args, kwargs: torch.arange(len(drawn) - 1, -1, -1, device=drawn.device),
+}
+"""What functions return, by their names, for a tensor that they have drawn and their arguments."""
+
+
+def in_groups(samples: Sequence[Sample], kind_of: Callable[[Sample], Any], *, most: int = 7) -> list[list[Sample]]:
+    """Return up to four groups of one to three of ``samples``, which come in the order of their preference.
+
+    As many as possible differ in ``kind_of``: their length, their labels, and the number of these.
+    """
+    first_of_kind: dict[Any, Sample] = {}
+    others: list[Sample] = []
+    for sample in samples:
+        kind = kind_of(sample)
+        if kind in first_of_kind:
+            others.append(sample)
+        else:
+            first_of_kind[kind] = sample
+    chosen = [*first_of_kind.values(), *others][: min(most, len(samples), 7)]
+    sizes = {0: [], 1: [1], 2: [1, 1], 3: [1, 2], 4: [1, 1, 2], 5: [1, 1, 1, 2], 6: [1, 1, 2, 2], 7: [1, 1, 2, 3]}
+    groups, start = [], 0
+    for size in sizes[len(chosen)]:
+        groups.append(chosen[start : start + size])
+        start += size
+    return groups
+
+
+def error_of_sum(parts: Iterable[float], whole: float) -> float:
+    """Return how far ``whole`` is from the sum of ``parts``, relative to what they are made of; inf if one is NaN."""
+    parts = list(parts)
+    error = abs(math.fsum(parts) - whole) / max(abs(whole), math.fsum(map(abs, parts)), 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+@contextlib.contextmanager
+def perturbed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Change what is trained of ``parameters`` by some percent inside: the first numbers of each tensor."""
+    generator = torch.Generator().manual_seed(0)
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                if not parameter.requires_grad or not parameter.is_floating_point():
+                    continue
+                for part in plain_parts(parameter):
+                    first = _first_of(part)
+                    saved.append((first, first.clone()))
+                    scale = float(first.float().square().mean().sqrt()) if first.numel() else 0.0
+                    noise = torch.randn(first.shape, generator=generator)
+                    first += (noise * 0.05 * (scale or 0.1)).to(first.device, first.dtype)
+        yield
+    finally:
+        with torch.no_grad():
+            for first, values in saved:
+                first.copy_(values)
+
+
+def _first_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of about the first 2^16 numbers of a tensor: of whole rows, or of a part of the first."""
+    while tensor.dim() > 0 and tensor.numel() > _FIRST:
+        rows = max(_FIRST // max(tensor[0].numel(), 1), 1)
+        tensor = tensor[:rows] if rows > 1 or tensor.dim() == 1 else tensor[0]
+    return tensor
+
+
+class GradientSketch:
+    """Some numbers of each gradient, which take little memory, and the norm of all of it: enough to tell two apart."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._firsts: list[torch.Tensor] = []
+        self._norms: list[float] = []
+        for parameter in parameters:
+            if parameter.requires_grad:
+                # No gradient counts as zeros: what no sample of a part has used may be used by others.
+                parts = plain_parts(parameter if parameter.grad is None else parameter.grad)
+                share = 0 if parameter.grad is None else 1
+                self._firsts += [share * _first_of(part).to("cpu", torch.float32, copy=True) for part in parts]
+                self._norms += [share * float(part.float().norm()) for part in parts]
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(math.fsum(norm**2 for norm in self._norms))
+
+    def distance(self, other: GradientSketch) -> float:
+        """Return a lower bound of the L2 norm of the difference; inf if a gradient is not finite."""
+        pairs = zip(self._firsts, other._firsts, strict=True)
+        of_firsts = math.sqrt(math.fsum(float((mine - theirs).square().sum()) for mine, theirs in pairs))
+        of_norms = [abs(mine - theirs) for mine, theirs in zip(self._norms, other._norms, strict=True)]
+        distance = max(of_firsts, math.sqrt(math.fsum(each**2 for each in of_norms)))
+        return distance if math.isfinite(distance) else math.inf

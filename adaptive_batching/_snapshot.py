@@ -1,0 +1,535 @@
+"""One snapshot of all that a run of somebody's code can change.
+
+Nothing is listed that may change: a snapshot walks what can be reached from some owners (models, optimizers, a trainer,
+a loss function), through attributes, containers, closures and the globals that a function names. It keeps which objects
+are where, and the values of tensors, arrays and generators of random numbers.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data import Dataset
+
+from adaptive_batching._device import RandomState
+from adaptive_batching._values import ConfigError
+
+Place = tuple[nn.Module, str]
+"""A module, and the name of an attribute, a buffer or a parameter that it has or may get."""
+
+# Objects of these are not looked into: they are large, or belong to the process. Of everybody else's they are.
+_LIBRARIES = {
+    "PIL", "accelerate", "adaptive_batching", "bitsandbytes", "builtins", "concurrent", "datasets",
+    "deepspeed", "huggingface_hub", "lightning", "logging", "multiprocessing", "numpy", "omegaconf", "pandas",
+    "peft", "queue", "safetensors", "tensorboard", "threading", "tokenizers", "torch", "torchao", "torchtune",
+    "tqdm", "transformers", "trl", "wandb",
+}  # fmt: skip
+_LONG = 1000  # entries of a container that is kept without a look into each of them
+_COPIED_PARAMETERS = 2**28  # bytes of parameters that are copied, the smallest first; others are only compared
+_NOTHING = object()
+_CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+
+
+class Snapshot:
+    """What can be reached from ``owners``, to compare with later, and to put back.
+
+    An owner is looked into whatever it is. What it leads to is not if it is a data set or an object of a library, other
+    than a module. The largest parameters, beyond 256 MiB, are not copied; :meth:`check_parameters` compares them.
+
+    Args:
+        owners: Where to begin.
+        places: What to look at in addition.
+        skipped: Modules that are not looked into.
+        elsewhere: Tensors whose values somebody else puts back, such as parameters that an optimizer steps.
+        copies: Where copies of tensors go: ``"here"``, on the ``"host"``, or ``"nowhere"``, for a caller who keeps the
+            values of :attr:`tensors`.
+    """
+
+    def __init__(
+        self,
+        owners: Iterable[Any] = (),
+        *,
+        places: Iterable[Place] = (),
+        skipped: Iterable[nn.Module] = (),
+        elsewhere: Iterable[torch.Tensor] = (),
+        copies: str = "here",
+    ) -> None:
+        self._elsewhere = {id(tensor) for tensor in elsewhere}
+        # Keeps what it has seen alive, so that no other object gets its number.
+        self._seen: dict[int, Any] = {id(module): module for module in skipped}
+        self._containers: list[tuple[Any, Any, Place | None]] = []
+        self._of_modules: list[tuple[nn.Module, dict[str, Any]]] = []  # each with the saved copy of its vars
+        self._attributes: list[tuple[MutableMapping[str, Any], str, Any]] = []
+        self._cells: list[tuple[types.CellType, Any]] = []
+        self._states: list[tuple[_HasState, Any, Place | None]] = []
+        self._kept: list[_KeptTensor] = []
+        self._parameters: list[tuple[nn.Parameter, Place]] = []
+        for owner in owners:
+            self._look_into(owner)
+        for module, name in places:
+            self._look_at_place(module, name)
+        self._hashes: list[tuple[nn.Parameter, int]] = []
+        left = _COPIED_PARAMETERS
+        for parameter, place in sorted(self._parameters, key=lambda each: each[0].nbytes):
+            if id(parameter) in self._elsewhere:
+                continue
+            left -= parameter.nbytes
+            if left >= 0:
+                self._keep(parameter, place)
+            else:
+                self._hashes.append((parameter, _hash(parameter)))
+        if copies != "nowhere":
+            for kept in self._kept:
+                kept.copy(on_host=copies == "host")
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Plain tensors whose values are kept, or are to be."""
+        return [part for kept in self._kept for part in kept.parts]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that have been looked into."""
+        return [module for module, _ in self._of_modules]
+
+    def changed(self) -> set[Place]:
+        """Return the places of modules where something is no longer as it was."""
+        found: set[Place | None] = set()
+        for module, saved in self._of_modules:
+            for now, before in [(vars(module), saved), (module._buffers, saved["_buffers"])]:
+                found |= {(module, name) for name in {**before, **now} if _differ(before, now, name)}
+        found -= {(module, name) for module, _ in self._of_modules for name in ("_buffers", "_parameters", "_modules")}
+        found |= {place for container, saved, place in self._containers if not _is_as(container, saved)}
+        found |= {place for holder, state, place in self._states if not _same_state(holder.get(), state)}
+        found |= {kept.place for kept in self._kept if kept.has_changed}
+        return {place for place in found if place is not None}
+
+    def check_parameters(self) -> None:
+        """Raise ConfigError if a parameter has changed that is not copied."""
+        changed = [parameter for parameter, before in self._hashes if _hash(parameter) != before]
+        if changed:
+            raise ConfigError(
+                f"a forward pass changes parameters of the model ({len(changed)}, the first of shape "
+                f"{tuple(changed[0].shape)}), so that each part of a batch would meet another model; change them "
+                "between steps, or train without adaptive batching"
+            )
+
+    def put_back(self) -> None:
+        """Make everything as it was, but for values of tensors that are not copied."""
+        for container, saved, _ in self._containers:
+            if not _is_as(container, saved):
+                _refill(container, saved)
+        for space, name, value in self._attributes:
+            if value is _NOTHING:
+                space.pop(name, None)
+            elif space.get(name, _NOTHING) is not value:
+                space[name] = value
+        for cell, value in self._cells:
+            cell.cell_contents = value
+        for holder, state, _ in self._states:
+            holder.set(state)
+        for kept in self._kept:
+            kept.put_back()
+
+    # What leads where
+
+    def _look_into(self, owner: Any) -> None:
+        if isinstance(owner, nn.Module):
+            for module in owner.modules():
+                self._look_into_module(module)
+        elif isinstance(owner, functools.partial):
+            for value in (owner.func, owner.args, owner.keywords):
+                self._look_into(value) if callable(value) else self._look_at(value, None)
+        elif isinstance(owner, types.MethodType):
+            self._look_into(owner.__self__)
+            self._look_into(owner.__func__)
+        elif isinstance(owner, types.FunctionType):
+            self._look_into_function(owner)
+        elif hasattr(owner, "__dict__") and not isinstance(owner, (type, types.ModuleType)):
+            self._look_into_space(vars(owner))
+
+    def _look_into_module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        space = vars(module)
+        saved = {**space, "_buffers": dict(module._buffers)}
+        self._of_modules.append((module, saved))
+        self._containers.append((space, dict(space), None))
+        for name, value in space.items():
+            if name == "_buffers":
+                self._containers.append((value, dict(value), None))
+                for of_buffer, buffer in value.items():
+                    self._look_at(buffer, (module, of_buffer))
+            elif name == "_parameters":
+                # FSDP puts what it has gathered there, and takes it away again.
+                if not any(isinstance(parameter, DTensor) for parameter in value.values()):
+                    self._containers.append((value, dict(value), None))
+                for of_parameter, parameter in value.items():
+                    if parameter is not None and id(parameter) not in self._seen:
+                        self._seen[id(parameter)] = parameter
+                        self._parameters.append((parameter, (module, of_parameter)))
+            elif name == "_modules":
+                self._containers.append((value, dict(value), None))
+            else:
+                self._look_at(value, (module, name))
+
+    def _look_at_place(self, module: nn.Module, name: str) -> None:
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            self._keep(parameter, (module, name))
+            return
+        space = module._buffers if name in module._buffers else vars(module)
+        value = space.get(name, _NOTHING)
+        self._attributes.append((space, name, value))
+        self._look_at(value, (module, name))
+
+    def _look_into_function(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen:
+            return
+        self._seen[id(function)] = function
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is still empty
+                self._cells.append((cell, cell.cell_contents))
+                self._look_at_or_into(cell.cell_contents)
+        names = {name for code in _codes_of(function.__code__) for name in code.co_names}
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if not isinstance(value, (type, types.ModuleType)):
+                self._attributes.append((function.__globals__, name, value))
+                self._look_at_or_into(value)
+        self._look_at(function.__dict__, None)
+
+    def _look_at_or_into(self, value: Any) -> None:
+        """Look at what a function uses: also into other functions of the same people."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if _library_of(value) not in _LIBRARIES:
+                self._look_into(value)
+        else:
+            self._look_at(value, None)
+
+    def _look_into_space(self, space: dict[str, Any]) -> None:
+        if id(space) in self._seen:
+            return
+        self._seen[id(space)] = space
+        self._containers.append((space, dict(space), None))
+        for value in space.values():
+            self._look_at(value, None)
+
+    def _look_at(self, value: Any, place: Place | None) -> None:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)) or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                self._look_into_module(module)
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Parameter):
+            if place is not None:
+                self._parameters.append((value, place))
+        elif isinstance(value, torch.Tensor):
+            self._keep(value, place)
+        elif (holder := _holder_of(value)) is not None:
+            self._states.append((holder, holder.get(), place))
+        elif isinstance(value, (dict, list, set, collections.deque)):
+            self._containers.append((value, _shallow(value), place))
+            for entry in _entries(value):
+                self._look_at(entry, place)
+        elif isinstance(value, (tuple, frozenset)):
+            for entry in _entries(value):
+                self._look_at(entry, place)
+        elif hasattr(value, "__dict__") and _is_looked_into(value):
+            self._containers.append((vars(value), dict(vars(value)), place))
+            for entry in list(vars(value).values()):
+                self._look_at(entry, place)
+
+    def _keep(self, tensor: torch.Tensor, place: Place | None) -> None:
+        if id(tensor) not in self._elsewhere:
+            self._kept.append(_KeptTensor(tensor, place))
+
+
+class StepState:
+    """What the parts of a step change besides gradients, to put back before they run again: learnt, and not listed.
+
+    In the first step, and in one after :meth:`look_again`, all modules are watched; from then on, what has changed then
+    is saved, and whatever else than a module can be reached from ``owners``. Parameters that are trained are left out.
+    """
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = owners
+        self._places: set[Place] = set()
+        self._modules: list[nn.Module] = []
+        self._watches = True
+        self._snapshot = Snapshot()
+
+    def look_again(self) -> None:
+        """Watch the next step."""
+        self._watches = True
+
+    def save(self) -> None:
+        if self._watches:
+            trained = [parameter for parameter in _parameters_of(self._owners) if parameter.requires_grad]
+            self._snapshot = Snapshot(self._owners, elsewhere=trained, copies="host")
+        else:
+            self._snapshot = Snapshot(self._owners, places=self._places, skipped=self._modules)
+
+    def put_back(self) -> None:
+        self._snapshot.put_back()
+
+    def end(self) -> None:
+        """Note what has changed, when all parts have run; the step stands."""
+        if self._watches:
+            self._places |= self._snapshot.changed()
+            self._modules = self._snapshot.modules
+            self._watches = False
+        self._snapshot = Snapshot()
+
+
+@contextlib.contextmanager
+def rehearsal(owners: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
+    """Run somebody's code inside, outside its own step, so that nothing of it stays: the gate that all of it passes.
+
+    Gives a function that puts everything back already, to run again from the same state, random numbers included.
+    Gradients are laid aside, so that a backward inside makes its own. Samples that the code gets are for the caller to
+    copy.
+
+    Raises:
+        ConfigError: If the code changes parameters that are too large to be put back.
+    """
+    parameters = _parameters_of(owners)
+    snapshot, random_state = Snapshot(owners, copies="host"), RandomState(device)
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+
+    def start_over() -> None:
+        snapshot.put_back()
+        random_state.put_back()
+        for parameter in parameters:
+            parameter.grad = None
+
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield start_over
+    finally:
+        start_over()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    snapshot.check_parameters()
+
+
+@contextlib.contextmanager
+def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Step ``optimizers`` inside without the hooks that somebody has registered: they count steps, or log them."""
+    hooks = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    for each in optimizers:
+        hooks += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
+    saved = [dict(each) for each in hooks]
+    for of_one in hooks:
+        of_one.clear()
+    try:
+        yield
+    finally:
+        for of_one, before in zip(hooks, saved, strict=True):
+            of_one.clear()
+            of_one.update(before)
+
+
+class _KeptTensor:
+    """A tensor and where its memory was; with a copy, also its values."""
+
+    def __init__(self, tensor: torch.Tensor, place: Place | None) -> None:
+        self.tensor, self.place = tensor, place
+        self.parts = plain_parts(tensor)
+        """Plain tensors of its values, each of which is in memory once."""
+
+        self._alias = tensor.detach() if _is_plain(tensor) else None
+        self._requires_grad = tensor.requires_grad
+        self._copies: list[torch.Tensor] | None = None
+
+    def copy(self, *, on_host: bool) -> None:
+        self._copies = [part.to("cpu", copy=True) if on_host else part.clone() for part in self.parts]
+
+    @property
+    def _has_moved(self) -> bool:
+        if self._alias is None:
+            return False
+        here, before = self.tensor, self._alias
+        same = (here.shape, here.dtype, here.device) == (before.shape, before.dtype, before.device)
+        return not (same and here.stride() == before.stride() and here.data_ptr() == before.data_ptr())
+
+    @property
+    def has_changed(self) -> bool:
+        return self._has_moved or any(not _same_bits(part, saved) for part, saved in self._pairs())
+
+    def put_back(self) -> None:
+        if self._has_moved:
+            self.tensor.data = self._alias
+        if self.tensor.is_leaf and self.tensor.requires_grad != self._requires_grad:
+            self.tensor.requires_grad_(self._requires_grad)
+        for part, saved in self._pairs():
+            if not _same_bits(part, saved):  # a write would break a backward that is still to come
+                with torch.inference_mode(part.is_inference()), torch.no_grad():
+                    part.copy_(saved)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self.parts, self._copies or (), strict=bool(self._copies))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) and not tensor.is_quantized
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return plain tensors that share the values of ``tensor``, without dimensions that repeat them."""
+    if isinstance(tensor, DTensor):
+        return plain_parts(tensor.to_local().detach())
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    if tensor.layout == torch.sparse_coo:
+        return [*plain_parts(tensor._indices()), *plain_parts(tensor._values())]
+    if tensor.device.type == "meta" or not _is_plain(tensor):
+        return []
+    found = tensor.detach()
+    for dimension, stride in enumerate(found.stride()):
+        if stride == 0 and found.shape[dimension] > 1:
+            found = found.narrow(dimension, 0, 1)
+    return [found]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, as large numbers as possible."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.data_ptr() % 8 == 0 else raw
+
+
+def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    return tensor.shape == saved.shape and torch.equal(_raw(tensor).to(saved.device), _raw(saved))
+
+
+def _hash(parameter: nn.Parameter) -> int:
+    return hash(tuple(int(torch.hash_tensor(_raw(part))) for part in plain_parts(parameter) if part.numel()))
+
+
+def _parameters_of(owners: Iterable[Any]) -> list[nn.Parameter]:
+    modules = [each for owner in owners for each in (owner, *getattr(owner, "__dict__", {}).values())]
+    found = (each for module in modules if isinstance(module, nn.Module) for each in module.parameters())
+    return list({id(each): each for each in found}.values())
+
+
+# Containers
+
+
+def _shallow(container: Any) -> Any:
+    kind = next((kind for kind in (dict, set) if isinstance(container, kind)), list)
+    return kind(container)
+
+
+def _entries(container: Any) -> list[Any]:
+    if len(container) > _LONG:
+        return []
+    return list(container.values() if isinstance(container, Mapping) else container)
+
+
+def _is_as(container: Any, saved: Any) -> bool:
+    """Return True if the entries of a container are the same objects as before, in the same order."""
+    if len(container) != len(saved):
+        return False
+    if isinstance(container, set):
+        return bool(container == saved)
+    if isinstance(container, dict):
+        pairs = zip(container.items(), saved.items(), strict=True)
+        return all(now[0] is before[0] and now[1] is before[1] for now, before in pairs)
+    return all(now is before for now, before in zip(container, saved, strict=True))
+
+
+def _refill(container: Any, saved: Any) -> None:
+    if isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, saved)
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(saved)
+
+
+def _differ(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    return before.get(name, _NOTHING) is not now.get(name, _NOTHING)
+
+
+# Generators of random numbers, and arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class _HasState:
+    """An object that is put back by a state of its own."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _holder_of(value: Any) -> _HasState | None:
+    if isinstance(value, torch.Generator):
+        return _HasState(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _HasState(value.getstate, value.setstate)
+    numpy = sys.modules.get("numpy")  # optional
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return _HasState(lambda: value.get_state(legacy=False), value.set_state)
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return _HasState(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(value, numpy.ndarray) and value.flags.writeable and value.dtype != object:
+        return _HasState(value.copy, lambda saved: numpy.copyto(value, saved))
+    return None
+
+
+def _same_state(now: Any, before: Any) -> bool:
+    if isinstance(now, torch.Tensor):
+        return torch.equal(now, before)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same_state(now[key], before[key]) for key in now)
+    if hasattr(now, "tobytes"):  # an array
+        return now.shape == before.shape and bool(now.tobytes() == before.tobytes())
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(before) and all(map(_same_state, now, before))
+    return bool(now == before)
+
+
+# What is looked into
+
+
+def _library_of(value: Any) -> str:
+    module = getattr(value if isinstance(value, types.FunctionType) else type(value), "__module__", None) or ""
+    return str(module).partition(".")[0]
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Return False for code, for objects of libraries, and for data: nothing that a step changes, and large."""
+    if isinstance(value, Optimizer):
+        return True
+    kind = type(value)
+    is_data = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not isinstance(value, Mapping)
+    return not (isinstance(value, (*_CODE, Dataset)) or is_data or _library_of(value) in _LIBRARIES)
+
+
+def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes_of(constant)

@@ -1,0 +1,149 @@
+"""A model and an optimizer that change all that they can, and what there is to compare."""
+
+from __future__ import annotations
+
+import collections
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Meter:
+    """What people write to keep a mean."""
+
+    def __init__(self) -> None:
+        self.total, self.values = torch.zeros(()), [0.0]
+
+    def note(self, value: float) -> None:
+        self.total = self.total + value
+        self.values.append(value)
+
+
+class Restless(nn.Module):
+    """Maps vectors of 4 to vectors of 4, and changes whatever it has."""
+
+    running: torch.Tensor
+    replaced: torch.Tensor
+    expanded: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.codes = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+        self.register_buffer("running", torch.zeros(4))
+        self.register_buffer("replaced", torch.ones(2))
+        self.register_buffer("expanded", torch.zeros(1, 4).expand(3, 4))
+        self.register_buffer("late", None)
+        self.cached, self.longest, self.named = torch.zeros(2), 1, "short"
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.nested = {"list": [torch.zeros(2), {"deep": torch.ones(1)}], "recent": collections.deque([1], maxlen=3)}
+        self.seen = {1}
+        self.array = np.zeros(3)
+        self.generators = (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
+        self.meter, self.untouched = Meter(), "as it was"
+        self.register_forward_hook(lambda module, args, output: module.meter.note(float(output.detach().sum())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.running += x.detach().mean(0)
+            self.replaced = self.replaced * 2
+            self.expanded[:, :1].data[0] += 1
+            self.codes.data.add_(1)
+        self.late = x.detach().sum()
+        self.cached.add_(1)
+        self.cached = self.cached.clone()
+        self.longest, self.named = max(self.longest, len(x)) + 1, "long"
+        self.counts["calls"] += 1
+        self.nested["list"][0] += 1
+        self.nested["list"][1]["deep"].mul_(3)
+        self.nested["list"].append("more")
+        self.nested["recent"].append(2)
+        self.seen.add(len(self.seen) + 1)
+        self.array += 1
+        for generator in self.generators[1:]:
+            generator.random() if not isinstance(generator, np.random.RandomState) else generator.rand()
+        torch.rand(1, generator=self.generators[0])
+        self.meter.note(torch.rand(1).item() + random.random() + np.random.rand())
+        self.fresh = len(x)
+        self.train(not self.training)
+        self.train(not self.training)
+        return self.linear(x) + 0 * self.running
+
+
+class Stateful(torch.optim.Optimizer):
+    """Has states that are lists and mappings, attributes of its own, and a rate that it changes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.num_steps, self.history = 0, [torch.zeros(())]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        self.history.append(torch.ones(()))
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+            group["steps"] = self.num_steps
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(directions=[], factors={"left": torch.zeros_like(parameter)})
+                state["directions"].append(parameter.grad.clone())
+                state["factors"]["left"] += 1
+                parameter -= group["lr"] * parameter.grad
+
+
+def described(value: Any, seen: set[int] | None = None) -> Any:
+    """Return all that is known of a value, in a form to compare: bits of tensors, and attributes of objects."""
+    seen = set() if seen is None else seen
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return (
+            "tensor",
+            tuple(value.shape),
+            value.dtype,
+            value.requires_grad,
+            str(value.detach().tolist()),
+            type(value).__name__,
+        )
+    if isinstance(value, np.ndarray):
+        return "array", value.tolist()
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return str(value.get_state())
+    if id(value) in seen:
+        return "seen"
+    seen = {*seen, id(value)}
+    if isinstance(value, dict):
+        return type(value).__name__, [
+            (str(type(key)) if isinstance(key, torch.Tensor) else key, described(each, seen))
+            for key, each in value.items()
+        ]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return type(value).__name__, [described(each, seen) for each in value]
+    if isinstance(value, set):
+        return "set", sorted(map(str, value))
+    if isinstance(value, nn.Module | torch.optim.Optimizer | Meter):
+        return type(value).__name__, [(name, described(each, seen)) for name, each in vars(value).items()]
+    return type(value).__name__
+
+
+def random_numbers() -> tuple[Any, ...]:
+    """Return what the generators of the process would give next, which is not taken."""
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+    return drawn
