@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from adaptive_batching._snapshot import plain_parts
 
 Sample = TypeVar("Sample")
+T = TypeVar("T")
 
 # Error of a sum, relative to its terms, that rounding explains. TF32 rounds inputs, which are the same in any batch.
 _ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -150,6 +152,66 @@ def error_of_sum(parts: Iterable[float], whole: float) -> float:
     parts = list(parts)
     error = abs(math.fsum(parts) - whole) / max(abs(whole), math.fsum(map(abs, parts)), 1e-30)
     return error if math.isfinite(error) else math.inf
+
+
+@dataclass(frozen=True)
+class Losses(Generic[T]):
+    """What groups of samples and their union have given, with the weights as they are and with slightly others."""
+
+    runs: list[tuple[list[T], T]]
+    """(of the groups, of their union), for each of the two."""
+
+    rounding: float
+    """The error of a sum that rounding explains."""
+
+    are_drawn: bool
+    """True if the same samples have given something else the second time."""
+
+    @property
+    def add_up(self) -> bool:
+        """True if what is given, numbers, adds up."""
+        return self.error(lambda values: values) <= self.rounding  # type: ignore[arg-type, return-value]
+
+    def error(self, sums: Callable[[T], Sequence[float]]) -> float:
+        """Return the largest error of the sums that ``sums`` makes of what has been given."""
+        found = [0.0]
+        for groups, union in self.runs:
+            of_groups = list(map(sums, groups))
+            found += [error_of_sum(parts, whole) for *parts, whole in zip(*of_groups, sums(union), strict=True)]
+        return max(found)
+
+
+def losses_of_groups(
+    groups: Sequence[list[Sample]],
+    run: Callable[[list[Sample]], T],
+    parameters: Sequence[nn.Parameter],
+    start_over: Callable[[], None],
+) -> Losses[T]:
+    """Run each group of samples, and all of them together, from the same state; ``run`` returns numbers on the host."""
+    together = [sample for group in groups for sample in group]
+    runs = []
+    with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
+        for weights in (contextlib.nullcontext, lambda: perturbed(parameters)):
+            values = []
+            for group in (*groups, together):
+                start_over()
+                with weights():
+                    values.append(_without_gradients(run, group))
+            runs.append((values[:-1], values[-1]))
+        start_over()
+        twice = [_without_gradients(run, together) for _ in range(2)]
+    return Losses(runs, mode.rounding, are_drawn=repr(twice[0]) != repr(twice[1]))
+
+
+def _without_gradients(run: Callable[[list[Sample]], T], samples: list[Sample]) -> T:
+    """Run a forward that keeps no activations, unless the loss takes gradients itself, such as a penalty on them."""
+    try:
+        with torch.no_grad():
+            return run(samples)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    return run(samples)
 
 
 @contextlib.contextmanager

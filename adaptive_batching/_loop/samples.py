@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -12,13 +15,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from adaptive_batching._device import random_state, set_random_state, without_waiting
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
+from adaptive_batching._device import RandomState, without_waiting
+from adaptive_batching._evidence import in_groups, losses_of_groups
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
 from adaptive_batching._micro_batches.split import padded_tokens
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward, sharded_roots
+from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._values import ConfigError
 
 Sample = TypeVar("Sample")
@@ -29,6 +34,9 @@ Loss = Callable[[nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
 # Fixed cost of a forward and backward, in tokens: launching the kernels of a model takes some tens of milliseconds, in
 # which the device could compute some hundreds of tokens more.
 FORWARD_COST = 512
+
+_FEW = 32  # samples of which some show what computes over the batch
+_PLAIN = (int, float, str, bytes, type(None))
 
 
 class SampleRetry(Retry[list[Sample]]):
@@ -42,6 +50,7 @@ class SampleRetry(Retry[list[Sample]]):
         length: Callable[[Sample], int] | None,
         ranks: Ranks = ALONE,
         *,
+        owner: Any = None,
         enabled: bool = True,
     ) -> None:
         super().__init__(TokenLimit(), device_of(model), ranks, enabled=enabled)
@@ -49,13 +58,15 @@ class SampleRetry(Retry[list[Sample]]):
         self._loss = loss
         self._collate = collate
         self._length = length
+        self._state = StepState([model, loss] if owner is None else [owner])
         self.pads = True  # False if samples are laid end to end
         self.parts_add_up = False  # True if this is known, on all ranks
 
     def start_with(self, samples: list[Sample]) -> None:
         self.start()
         self._samples = samples
-        self._random_state = random_state(device_of(self._model))
+        self._random_state = RandomState(device_of(self._model))
+        self._state.save()
 
     def forward(self, part: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         return run_forward(self._loss, self._model, collated(part, self._collate))
@@ -82,7 +93,12 @@ class SampleRetry(Retry[list[Sample]]):
         return f"out of memory with {self.describe(part)}; set adaptive_batching.recover_from_oom=True"
 
     def put_back(self) -> None:
-        set_random_state(self._random_state, device_of(self._model))
+        self._random_state.put_back()
+        self._state.put_back()
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._state.end()
 
     def tokens(self, part: Sequence[Sample]) -> int:
         """Return the tokens of a part, with padding; without a length, its number of samples."""
@@ -106,21 +122,48 @@ class SampleRetry(Retry[list[Sample]]):
         if self.parts_add_up:
             return None
         # Short samples show a dependence best. They are the same on every rank, as shards need the same forwards.
-        shortest = max(self._ranks.gather(sorted(self._samples, key=lambda s: self.tokens([s]))[:3]), key=len)
-        if len(shortest) < 2:
+        few = sorted(self._samples, key=lambda sample: self.tokens([sample]))[:_FEW]
+        few = max(self._ranks.gather(few), key=len)
+        if len(few) < 2:
             return None
-        # The longest of them comes first in both batches, which have one shape.
-        *others, first = shortest
-        one, other = others[0], [*others, first][1]
-        batches = [collated([first, each, each], self._collate) for each in (one, other)]
-        forward = partial(run_forward, self._loss, self._model)
-        found = self._first_found(
-            lambda: find_batch_dependent_module(self._model, forward, *batches, num_samples=3)
-        ) or self._first_found(
-            lambda: find_batch_dependence_of_loss(self._model, self._forward_alike, first, one, other)
-        )
+        found = self._first_found(partial(self._what_does_not_add_up, few))
         self.parts_add_up = found is None
         return found
+
+    def _what_does_not_add_up(self, few: list[Sample]) -> str | None:
+        """Run groups of a few samples, and their union, and name what makes the difference."""
+        most = 7
+        while most > 2 and self.limit.max_tokens is not None and self.tokens(few[:most]) > self.limit.max_tokens:
+            most -= 1
+        groups = in_groups(few, lambda sample: self.tokens([sample]), most=most)
+        parameters = list(self._model.parameters())
+        with rehearsal([self._model, self._loss], device_of(self._model)) as start_over:
+            losses = losses_of_groups(groups, self._values_of, parameters, start_over)
+            if losses.add_up:
+                return None
+            if losses.are_drawn:  # what still draws, such as a recurrent layer, has to be without it
+                self._model.eval()
+                if losses_of_groups(groups, self._values_of, parameters, start_over).add_up:
+                    return None
+        first, one, *others = sorted(few[:3], key=lambda sample: self.tokens([sample]), reverse=True)
+        other = others[0] if others else first
+        # The longest comes first in both batches, which have one shape.
+        batches = [collated([first, each, each], self._collate) for each in (one, other)]
+        forward = partial(run_forward, self._loss, self._model)
+        module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
+        if module is not None:
+            return module
+        parts, whole = losses.runs[0]
+        in_words = "({:g}, {:g}) for samples in groups, and ({:g}, {:g}) for all of them together"
+        drawn = " and draws random numbers of its own" if losses.are_drawn else ""
+        return f"loss, which is {in_words.format(*map(math.fsum, zip(*parts, strict=True)), *whole)}{drawn},"
+
+    def _values_of(self, part: list[Sample]) -> tuple[float, float]:
+        """Return the sum of the losses of ``part`` and their number, the same on ranks that share its forward."""
+        total, number = self.forward(part)
+        values = float(total), float(number)
+        shares = self._ranks.size > 1 and sharded_roots(self._model)
+        return self._ranks.gather(values)[0] if shares else values
 
     def _first_found(self, find: Callable[[], str | None]) -> str | None:
         """Return what ``find`` has found on the first rank where it found something."""
@@ -132,18 +175,34 @@ class SampleRetry(Retry[list[Sample]]):
             found = self._ranks.all_results(find)
         return next((each for each in found if each is not None), None)
 
-    def _forward_alike(self, part: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a forward, and return the same values on all ranks that share it: what they decide follow from them."""
-        total, number = self.forward(part)
-        if self._ranks.size == 1 or not sharded_roots(self._model):
-            return total, number
-        found, count = self._ranks.gather((total.item(), number.item()))[0]
-        return torch.tensor(found), torch.tensor(count)
-
 
 def collated(samples: Sequence[Sample], collate: Callable[[list[Sample]], Any]) -> Any:
-    """Return ``samples`` as a batch; they are copied if they are mappings or lists, which collating may change."""
-    return collate([copy.copy(sample) if isinstance(sample, (dict, list)) else sample for sample in samples])
+    """Return ``samples`` as a batch, from copies of them, which collating may change."""
+    return collate([copied(sample) for sample in samples])
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of a sample that shares nothing with it that a collate function could change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, MutableMapping):  # a BatchEncoding, too
+        result = copy.copy(value)
+        for key in value:
+            result[key] = copied(value[key])
+        return result
+    if isinstance(value, (list, collections.deque)):
+        if all(isinstance(entry, _PLAIN) for entry in value):  # tokens, as a rule
+            return copy.copy(value)
+        return type(value)(map(copied, value))
+    if isinstance(value, tuple):
+        entries = map(copied, value)
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, copied(getattr(value, field.name)))
+        return result
+    return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
 
 
 def run_forward(loss: Loss, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Find the module or the loss, if there is one, through which the samples of a batch depend on each other.
+"""Find the module, if there is one, through which the samples of a batch depend on each other.
 
 Splitting a batch into micro-batches is the same computation only if a model treats each sample by itself. Batch
 normalisation does not, nor does anything else that computes over the batch dimension. To find such a module, run two
@@ -11,24 +11,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from adaptive_batching._device import all_random_state, unchanged_random_state
+from adaptive_batching._snapshot import rehearsal
 
 # Equal shapes use the same kernels, so values that the other samples do not affect are equal bit for bit. A mixture of
 # experts is the exception: its experts get different numbers of tokens, and round differently. So a dependence has to
 # be larger than rounding, and its input nearly the same: with a larger difference, a token may go to another expert.
 SAME = 1e-5
 DIFFERENT = 0.05
-# Part of the loss that has to come from how samples go together: more than the rounding of a sum in bfloat16, and than
-# the balancing losses of a mixture of experts.
-INTERACTION = 0.05
-
-Sample = TypeVar("Sample")
 
 _Rows = list[torch.Tensor]
 # (module name, number of earlier calls) -> values of sample 0 going in and coming out, in the order of coming out
@@ -36,7 +31,13 @@ _Calls = dict[tuple[str, int], tuple[_Rows, _Rows]]
 
 
 def find_batch_dependent_module(
-    model: nn.Module, run: Callable[[Any], Any], first: Any, second: Any, *, num_samples: int | None = None
+    model: nn.Module,
+    run: Callable[[Any], Any],
+    first: Any,
+    second: Any,
+    *,
+    num_samples: int | None = None,
+    owners: Sequence[Any] = (),
 ) -> str | None:
     """Find the first module through which a sample's values depend on the other samples of its batch.
 
@@ -47,59 +48,24 @@ def find_batch_dependent_module(
     different. Samples should be short, because one token's change is lost among thousands. The batch size should be one
     that no other dimension has, such as 3 or 5; ``num_samples`` gives it if a batch's class may hide its tensors.
 
-    The model and the random state are left unchanged. The host holds one sample's activations, twice.
+    The model, the random state and other ``owners`` of what ``run`` may change are left as they were. The host holds
+    one sample's activations, twice.
     """
     modules = dict(model.named_modules())
     for name, module in modules.items():  # including modules that these batches may not reach
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             return f"{name or 'model'} ({type(module).__name__})"
-    expected = _record(model, run, first, num_samples)
-    found = _record(model, run, second, num_samples)
+    device = next(model.parameters(), torch.empty(0)).device
+    with rehearsal([model, *owners], device) as start_over:
+        expected = _record(model, run, first, num_samples)
+        start_over()
+        found = _record(model, run, second, num_samples)
     for call, rows in found.items():  # children finish before their parents
         went_in, came_out = map(_difference, rows, expected.get(call, ([], [])))
         if went_in is None or came_out is None:
             continue  # a parent will show it
         if went_in < SAME and came_out > DIFFERENT:
             return f"{call[0] or 'model'} ({type(modules[call[0]]).__name__})"
-    return None
-
-
-def find_batch_dependence_of_loss(
-    model: nn.Module,
-    run: Callable[[list[Sample]], tuple[torch.Tensor, torch.Tensor]],
-    first: Sample,
-    one: Sample,
-    other: Sample,
-) -> str | None:
-    """Name the loss, for a message, unless that of a batch is the sum of what its samples add, each by itself.
-
-    Each of two places of a batch has ``one`` or ``other``, in all four ways. If the loss is a sum, what one place
-    changes is the same whatever is in the other place. Shapes and random numbers are the same in all of them, so that
-    dropout makes no difference. Where nothing is drawn, the same sample twice must also count twice, as no mean does.
-
-    ``run`` returns the sum of the losses of samples and their number. ``first`` is at least as long as the others, so
-    that all are padded alike.
-    """
-    drawn = False
-
-    def of(*samples: Sample) -> torch.Tensor:
-        nonlocal drawn
-        device = next(model.parameters(), torch.empty(0)).device
-        with unchanged_random_state(device), _unchanged_modules(model), torch.no_grad():
-            before = all_random_state(device)
-            returned = torch.stack([value.detach().cpu().double() for value in run(list(samples))])  # [2]
-            drawn = drawn or all_random_state(device) != before
-        return returned
-
-    alike = of(first, one, one)
-    if not torch.equal(alike, of(first, one, one)):
-        return None  # random numbers of their own, as in a collate function with a generator, hide the difference
-    values = torch.stack([alike, of(first, other, other), -of(first, one, other), -of(first, other, one)])
-    if (values.sum(0).abs() > INTERACTION * values.abs().amax(0)).any():
-        return "loss"
-    once, twice = of(first), of(first, first)
-    if not drawn and ((twice - once).abs() < INTERACTION * once.abs()).any():
-        return "loss, which is ({:g}, {:g}) for a sample and ({:g}, {:g}) for the same twice,".format(*once, *twice)
     return None
 
 
@@ -125,10 +91,7 @@ def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples
         calls[names[module], times_run[module]] = entered.pop(), _rows_of_sample_0(output, batch_size)
         times_run[module] += 1
 
-    device = next(model.parameters(), torch.empty(0)).device
     with contextlib.ExitStack() as stack:
-        stack.enter_context(unchanged_random_state(device))
-        stack.enter_context(_unchanged_modules(model))
         for module in names:
             # Other hooks are part of a module, so ours go around them. always_call keeps the two paired if a forward
             # raises inside a try.
@@ -138,24 +101,6 @@ def _record(model: nn.Module, run: Callable[[Any], Any], batch: Any, num_samples
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             run(batch)
     return calls
-
-
-@contextlib.contextmanager
-def _unchanged_modules(model: nn.Module) -> Iterator[None]:
-    """Restore what a forward can change in modules: attributes, and buffers bit for bit."""
-    attributes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for module, own, buffers in attributes:
-            # Restore both, because an attribute can describe a buffer's content, as in caches that grow.
-            vars(module).clear()
-            vars(module).update(own)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for buffer, value in values:
-            buffer.detach().copy_(value)
 
 
 def _rows_of_sample_0(values: Any, batch_size: int) -> _Rows:

@@ -15,7 +15,7 @@ from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
 
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependence_of_loss, find_batch_dependent_module
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
 
 BATCH, LENGTH, WIDTH = 3, 7, 8
 Tensor = torch.Tensor
@@ -390,23 +390,3 @@ def test_no_gradients_are_taken_and_none_are_lost() -> None:
     assert [output.requires_grad for output in outputs] == [False, False]
     assert model.weight.grad is gradient
     assert torch.is_grad_enabled()
-
-
-class OnAppleGPU(torch.Tensor):
-    """A tensor of a device that has no float64."""
-
-    def double(self) -> torch.Tensor:  # type: ignore[override]
-        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
-
-    def cpu(self) -> torch.Tensor:  # type: ignore[override]
-        return self.as_subclass(torch.Tensor)
-
-
-def test_a_loss_is_looked_into_on_a_device_without_float64() -> None:
-    model = nn.Linear(1, 1)
-
-    def run(samples: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
-        total = model(torch.tensor(samples)[:, None]).square().sum()
-        return total.as_subclass(OnAppleGPU), torch.tensor(len(samples)).as_subclass(OnAppleGPU)
-
-    assert find_batch_dependence_of_loss(model, run, 3.0, 1.0, 2.0) is None
