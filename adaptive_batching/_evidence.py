@@ -24,9 +24,10 @@ from adaptive_batching._snapshot import plain_parts
 Sample = TypeVar("Sample")
 T = TypeVar("T")
 
-# Error of a sum, relative to its terms, that rounding explains. TF32 rounds inputs, which are the same in any batch.
-_ROUNDING = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
-_ROUNDING_OF_SINGLE = 1e-4
+# Errors that rounding explains, of a sum of losses relative to its terms, and of a gradient. TF32 rounds what goes in,
+# which is the same in any batch.
+_ROUNDING = {torch.bfloat16: (2e-2, 1e-1), torch.float16: (5e-3, 3e-2)}
+_ROUNDING_OF_SINGLE = (1e-4, 1e-4)
 _FIRST = 2**16  # numbers of each tensor that are changed, or compared
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -37,7 +38,7 @@ class WithoutChance(TorchFunctionMode):
     So a sample meets the same numbers in any batch. Dropout leaves everything as it is. A permutation reverses, so that
     samples that are mixed with each other are found out.
 
-    :attr:`dtypes` are those that functions have returned, by which :attr:`rounding` tells what they can differ by.
+    :attr:`dtypes` are those of what functions have returned, which tell what rounding can do.
     """
 
     def __init__(self) -> None:
@@ -45,8 +46,8 @@ class WithoutChance(TorchFunctionMode):
         self.dtypes: set[torch.dtype] = set()
 
     @property
-    def rounding(self) -> float:
-        """The largest error of a sum, relative to its terms, that rounding explains."""
+    def rounding(self) -> tuple[float, float]:
+        """The largest errors that rounding explains: of a sum, relative to its terms, and of a gradient."""
         return max((_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) for dtype in self.dtypes), default=_ROUNDING_OF_SINGLE)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,7 +201,7 @@ def losses_of_groups(
             runs.append((values[:-1], values[-1]))
         start_over()
         twice = [_without_gradients(run, together) for _ in range(2)]
-    return Losses(runs, mode.rounding, are_drawn=repr(twice[0]) != repr(twice[1]))
+    return Losses(runs, mode.rounding[0], are_drawn=repr(twice[0]) != repr(twice[1]))
 
 
 def _without_gradients(run: Callable[[list[Sample]], T], samples: list[Sample]) -> T:
@@ -270,3 +271,28 @@ class GradientSketch:
         of_norms = [abs(mine - theirs) for mine, theirs in zip(self._norms, other._norms, strict=True)]
         distance = max(of_firsts, math.sqrt(math.fsum(each**2 for each in of_norms)))
         return distance if math.isfinite(distance) else math.inf
+
+
+def gradient_error(
+    parameters: Sequence[nn.Parameter],
+    together: Callable[[], bool],
+    apart: Callable[[], bool],
+    start_over: Callable[[], None],
+) -> tuple[float, float] | None:
+    """Return the error of the gradient of parts that ran ``apart``, and the error that rounding explains.
+
+    Both leave gradients in ``parameters``, and return False if memory has run out. Then nothing is known, as with a
+    gradient that is not finite, and the result is None.
+    """
+    sketches = []
+    with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
+        for run in (together, apart):
+            start_over()
+            if not run():
+                return None
+            sketches.append(GradientSketch(parameters))
+    expected, found = sketches
+    scale = max(expected.norm, found.norm)
+    if not math.isfinite(scale):
+        return None
+    return (expected.distance(found) / scale if scale else 0.0), mode.rounding[1]

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import os
 import random
 import sys
 import types
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import Dataset
 
 from adaptive_batching._device import RandomState
-from adaptive_batching._values import ConfigError
+from adaptive_batching._values import DRY_RUN, ConfigError
 
 Place = tuple[nn.Module, str]
 """A module, and the name of an attribute, a buffer or a parameter that it has or may get."""
@@ -290,27 +291,31 @@ class StepState:
     def put_back(self) -> None:
         self._snapshot.put_back()
 
-    def end(self) -> None:
-        """Note what has changed, when all parts have run; the step stands."""
+    def end(self, *, put_back: bool = False) -> None:
+        """Note what has changed, when all parts have run; the step stands, unless it is ``put_back``."""
         if self._watches:
             self._places |= self._snapshot.changed()
             self._modules = self._snapshot.modules
             self._watches = False
+        if put_back:
+            self._snapshot.put_back()
         self._snapshot = Snapshot()
 
 
 @contextlib.contextmanager
-def rehearsal(owners: Sequence[Any], device: torch.device) -> Iterator[Callable[[], None]]:
+def rehearsal(
+    owners: Sequence[Any], device: torch.device, trained: Sequence[nn.Parameter] = ()
+) -> Iterator[Callable[[], None]]:
     """Run somebody's code inside, outside its own step, so that nothing of it stays: the gate that all of it passes.
 
     Gives a function that puts everything back already, to run again from the same state, random numbers included.
-    Gradients are laid aside, so that a backward inside makes its own. Samples that the code gets are for the caller to
-    copy.
+    Gradients of ``trained`` and of all modules among the owners are laid aside, so that a backward inside makes its own.
+    Samples that the code gets are for the caller to copy.
 
     Raises:
         ConfigError: If the code changes parameters that are too large to be put back.
     """
-    parameters = _parameters_of(owners)
+    parameters = list({id(each): each for each in (*trained, *_parameters_of(owners))}.values())
     snapshot, random_state = Snapshot(owners, copies="host"), RandomState(device)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
 
@@ -422,6 +427,8 @@ def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 
 
 def _hash(parameter: nn.Parameter) -> int:
+    if DRY_RUN in os.environ:  # where all values are zero, and reading them takes memory
+        return 0
     return hash(tuple(int(torch.hash_tensor(_raw(part))) for part in plain_parts(parameter) if part.numel()))
 
 
@@ -458,11 +465,11 @@ def _is_as(container: Any, saved: Any) -> bool:
 
 
 def _refill(container: Any, saved: Any) -> None:
+    container.clear()
     if isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, saved)
+        for key, value in saved.items():
+            container[key] = value
     else:
-        container.clear()
         (container.update if isinstance(container, set) else container.extend)(saved)
 
 

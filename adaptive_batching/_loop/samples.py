@@ -45,7 +45,7 @@ class SampleRetry(Retry[list[Sample]]):
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Loss | None,
         collate: Callable[[list[Sample]], Any],
         length: Callable[[Sample], int] | None,
         ranks: Ranks = ALONE,
@@ -58,17 +58,19 @@ class SampleRetry(Retry[list[Sample]]):
         self._loss = loss
         self._collate = collate
         self._length = length
-        self._state = StepState([model, loss] if owner is None else [owner])
+        self.state = StepState([model, loss] if owner is None else [owner])
         self.pads = True  # False if samples are laid end to end
         self.parts_add_up = False  # True if this is known, on all ranks
+        self.dependent_module: str | None = None  # the one that is known to compute over the batch
 
     def start_with(self, samples: list[Sample]) -> None:
         self.start()
         self._samples = samples
         self._random_state = RandomState(device_of(self._model))
-        self._state.save()
+        self.state.save()
 
     def forward(self, part: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._loss is not None
         return run_forward(self._loss, self._model, collated(part, self._collate))
 
     def size(self, part: list[Sample]) -> tuple[int, int]:
@@ -94,11 +96,11 @@ class SampleRetry(Retry[list[Sample]]):
 
     def put_back(self) -> None:
         self._random_state.put_back()
-        self._state.put_back()
+        self.state.put_back()
 
     def end_step(self) -> None:
         super().end_step()
-        self._state.end()
+        self.state.end()
 
     def tokens(self, part: Sequence[Sample]) -> int:
         """Return the tokens of a part, with padding; without a length, its number of samples."""
@@ -119,8 +121,8 @@ class SampleRetry(Retry[list[Sample]]):
 
     def batch_dependent_module(self) -> str | None:
         """Name what computes over the batch, a module of the model or the loss function; None if nothing does."""
-        if self.parts_add_up:
-            return None
+        if self.parts_add_up or self.dependent_module is not None:
+            return self.dependent_module
         # Short samples show a dependence best. They are the same on every rank, as shards need the same forwards.
         few = sorted(self._samples, key=lambda sample: self.tokens([sample]))[:_FEW]
         few = max(self._ranks.gather(few), key=len)
@@ -149,6 +151,7 @@ class SampleRetry(Retry[list[Sample]]):
         other = others[0] if others else first
         # The longest comes first in both batches, which have one shape.
         batches = [collated([first, each, each], self._collate) for each in (one, other)]
+        assert self._loss is not None
         forward = partial(run_forward, self._loss, self._model)
         module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
         if module is not None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._loop.audit import Audit
 from adaptive_batching._loop.data_parallel import DataParallel, data_parallel_of
 from adaptive_batching._loop.samples import (
     FORWARD_COST,
@@ -81,8 +82,13 @@ class AdaptiveStep(Generic[Sample]):
         self._loss = loss
         self._collate = collate
         self._clip_norm = clip_norm
+        self._knows_backward = False  # that it divides nothing
         self._parallel = data_parallel_of(model, self._parameters)
         self._retry = SampleRetry(model, loss, collate, length, self._parallel.ranks)
+        self._audit = Audit[Sample](
+            self._retry, [model, loss], self._parameters, self._parallel.ranks,
+            "have loss return a sum and its number, or set max_tokens=None and a smaller batch",
+        )  # fmt: skip
 
     @property
     def max_tokens(self) -> int | None:
@@ -145,11 +151,12 @@ class AdaptiveStep(Generic[Sample]):
         Raises:
             ConfigError: If ``samples`` is collated already, or empty on every rank, gradients are left over from
                 before, ``loss`` returns something else than a sum and a number, ``length`` something else than a whole
-                number, or :attr:`max_tokens` would split a batch whose parts do not add up to it.
+                number, ``backward`` divides the loss, or parts of a batch do not add up to it, in losses or gradients.
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
             Exception: Any error of ``loss``, ``collate`` or ``backward``; an error on other ranks repeats it.
         """
         with self._parallel.without_sync():
+            self._check_scale_of(backward)
             samples, filler = self._begin(samples)
             total, number, divisor = self._run_parts(samples, filler, backward)
         total, number = self._parallel.total(total, number)
@@ -158,10 +165,26 @@ class AdaptiveStep(Generic[Sample]):
             self._parallel.sum_gradients(divisor / number.item())
         return total / number
 
+    def _check_scale_of(self, backward: Callable[[torch.Tensor], None]) -> None:
+        """Raise ConfigError if ``backward`` divides the loss, as where gradients are accumulated over several calls."""
+        if self._knows_backward or backward is torch.Tensor.backward:
+            return
+        one = torch.ones((), device=device_of(self._model), requires_grad=True)
+        backward(one * 1.0)
+        scale = 0.0 if one.grad is None else one.grad.item()
+        if scale < 0.9:  # of a gradient scaler it is large
+            raise ConfigError(
+                f"backward multiplies the loss by {scale:.3g}, as Accelerator(gradient_accumulation_steps="
+                f"{1 / max(scale, 1e-9):.3g}) does; leave gradient_accumulation_steps at 1, and give AdaptiveStep all "
+                f"samples of an optimizer step at once"
+            )
+        self._knows_backward = True
+
     def _run_parts(
         self, samples: list[Sample], filler: Sample, backward: Callable[[torch.Tensor], None]
     ) -> tuple[torch.Tensor, torch.Tensor, float | None]:
         """Run forward and backward of all samples, and return the sum of their losses, its number, and the divisor."""
+        self._audit.begin_step()
         self._retry.start_with(samples)
         count_retries = partial(num_allocation_retries, device_of(self._model))
 
@@ -172,8 +195,13 @@ class AdaptiveStep(Generic[Sample]):
             backward(total / (_divisor(number) if divisor is None else divisor))
             return total.detach(), number
 
+        def run_parts(parts: Sequence[list[Sample]]) -> bool:
+            run_one = partial(run, float(sum(map(len, parts))))
+            return not self._parallel.run([partial(run_one, part) for part in parts], self._discard).failed
+
         def attempt(again: bool) -> list[tuple[list[list[Sample]], Outcome[tuple[torch.Tensor, torch.Tensor]]]]:
             parts = self._split(samples)
+            self._audit.look(parts, [filler], run_parts, again=again)
             run_one = partial(run, self._divisor_of(parts))
             runs = [partial(run_one, part) for part in parts]
             fillers = [[filler]] * self._parallel.num_fillers(len(parts))
@@ -182,6 +210,7 @@ class AdaptiveStep(Generic[Sample]):
 
         [(parts, outcome)] = self._retry.run_until_fits(attempt)
         self._retry.end_step()
+        self._audit.end_step()
         total = torch.stack([loss for loss, _ in outcome.results]).sum()
         number = reduce(operator.add, [number for _, number in outcome.results])
         return total, number, self._divisor_of(parts)
@@ -247,7 +276,7 @@ class AdaptiveStep(Generic[Sample]):
         self._parallel.record(lambda: forward_backward(self._model, collated([sample], self._collate)), device)
         step = TrainingStep(
             whole, [self._optimizer], lambda size: collated([sample] * size, self._collate), bind,
-            on_cuda=device.type == "cuda",
+            owners=[self._loss], on_cuda=device.type == "cuda",
         )  # fmt: skip
         request = ProbeRequest(int(ranks.smallest(upper)), ranks=ranks)
         result = find_largest(step, settings, memory_meter(device), request)

@@ -7,7 +7,6 @@ that has to create them does so as the optimizer would, and they stay, at their 
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 import os
@@ -28,6 +27,7 @@ from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._memory import MemoryMeter, free_host_bytes
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.sizes import Measurement
+from adaptive_batching._snapshot import Snapshot, without_hooks
 from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._trace.training import TrainingStep, has_states, trainable
 from adaptive_batching._values import DRY_RUN, ConfigError, memory_size
@@ -72,7 +72,7 @@ class Trial:
             stack.callback(self._meter.release)
             stack.callback(self._step.discard)
             stack.enter_context(unchanged_random_state(self._meter.device))
-            stack.enter_context(unchanged(self._step.model, self._stepped(), self._scratch))
+            stack.enter_context(unchanged(self._step.model, self._stepped(), self._scratch, self._step.owners))
             self._meter.release()
             with self._limited():
                 self._make_optimizer_states()
@@ -177,25 +177,19 @@ class Trial:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None) -> Iterator[None]:
-    """Restore what optimizers step, buffers, gradients, training mode and the whole optimizers on exit, bit for bit.
+def unchanged(
+    model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path | None, owners: Sequence[Any] = ()
+) -> Iterator[None]:
+    """Restore what steps of ``optimizers`` change of them, of ``model`` and of ``owners``, on exit, bit for bit.
 
     States of paged optimizers that are not there yet are made, and set to their first values on exit.
     """
-    parameters = [p for p in _in_groups(optimizers) if p.requires_grad]  # nothing else changes, in a frozen model
-    gradients = [(p, p.grad) for p in parameters_of(model, optimizers)]
+    stepped = [parameter for parameter in _in_groups(optimizers) if parameter.requires_grad]
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(model, optimizers)]
     paged = make_paged_states(optimizers)
-    modes = [(module, module.training) for module in model.modules()]
-    states = [{p: dict(state) for p, state in optimizer.state.items()} for optimizer in optimizers]
-    groups = [
-        [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
-    zero = {id(tensor) for tensor in paged}
-    in_states = [v for state in states for entry in state.values() for v in entry.values() if id(v) not in zero]
-    tensors = [*parameters, *model.buffers(), *(v for v in in_states if isinstance(v, torch.Tensor))]
+    snapshot = Snapshot([model, *optimizers, *owners], elsewhere=[*stepped, *paged], copies="nowhere")
     global rehearsing
-    with kept_aside(tensors, scratch):
+    with kept_aside([*stepped, *snapshot.tensors], scratch), without_hooks(optimizers):
         rehearsing = True
         try:
             yield
@@ -204,15 +198,8 @@ def unchanged(model: nn.Module, optimizers: Sequence[Optimizer], scratch: Path |
             set_to_zero(paged)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            for module, training in modes:
-                module.training = training
-            for optimizer, state, saved_groups in zip(optimizers, states, groups, strict=True):
-                optimizer.state.clear()
-                optimizer.state.update(state)
-                for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-                    for key in group.keys() - saved.keys() - {"params"}:
-                        del group[key]
-                    group.update(saved)
+            snapshot.put_back()
+    snapshot.check_parameters()
 
 
 def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

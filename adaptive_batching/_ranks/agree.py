@@ -46,6 +46,16 @@ def is_lost_rank(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in str(error) and any(text in str(error) for text in lost)
 
 
+def num_collectives(device: torch.device) -> int:
+    """Return how many collectives the default group has issued on this rank; 0 if it does not count them."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.group.WORLD is None:
+        return 0
+    try:
+        return int(dist.group.WORLD._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:  # of a backend other than gloo and NCCL
+        return 0
+
+
 class Ranks:
     """Ranks of the default process group, which communicate on the host.
 

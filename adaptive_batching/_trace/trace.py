@@ -19,7 +19,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from adaptive_batching._device import RandomState
 from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._snapshot import Snapshot, without_hooks
 from adaptive_batching._trace.traced_step import TRACED_SIZES, PeakMemoryCurve, StepRecord, TracedStep, TraceError
 from adaptive_batching._trace.training import TrainingStep, models_of
 
@@ -39,6 +41,17 @@ def trace_peak_memory(step: TrainingStep, change: Change | None = None) -> PeakM
 
 def trace_step(step: TrainingStep, change: Change | None = None) -> TracedStep:
     """Trace ``step`` as :func:`trace_peak_memory` does, and return all that the traces say."""
+    # A loss that keeps what it has computed would keep fake tensors.
+    around, random_state = Snapshot([step.model, *step.owners], copies="nowhere"), RandomState(torch.device("cpu"))
+    try:
+        with without_hooks(step.optimizers):
+            return _trace_step(step, change)
+    finally:
+        around.put_back()
+        random_state.put_back()
+
+
+def _trace_step(step: TrainingStep, change: Change | None) -> TracedStep:
     device = _device_of_trace(step.model)
     try:
         records = [_record_at(size, step, change, device) for size in TRACED_SIZES]
@@ -81,7 +94,7 @@ def _record_at(size: int, step: TrainingStep, change: Change | None, device: tor
         # The first trace imports it: it stands on private names of torch, and one that is gone ends no more than that.
         from adaptive_batching._trace import fake_step
 
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), _unlogged():
+        with torch.compiler.set_stance("force_eager"), _unlogged():
             return fake_step.record(step, step.make_batch(size), change, device)
     except Exception as error:  # third-party operations may raise anything under fake tensors
         first_line = (str(error).strip().splitlines() or [""])[0]

@@ -198,7 +198,7 @@ class AdaptiveRun:
             self.step.retry.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None and self.step is not None:
             self.step.size = Fixed(self._in_forward)
-            self.step.check_that_parts_add_up(samples)
+            self.step.check_that_parts_add_up()
         loader = make_loader()  # a probe has made Accelerate forget the first
         self._samplers = check_loader(trainer, loader)
         self.start_epoch(0)
@@ -213,12 +213,14 @@ class AdaptiveRun:
         try:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
-            kind = find_loss_kind(trainer, samples)
+            kind, module = find_loss_kind(trainer, samples, self.ranks)
             trainer.loss_is_scaled_for_ga = kind.takes_number
-            self.step = StepInParts(trainer, kind, size, length, self.ranks, recovers=settings.recover_from_oom)
+            self.step = StepInParts(
+                trainer, kind, size, length, self.ranks, dependent_module=module, recovers=settings.recover_from_oom
+            )
             self.step.get_ready(samples)
             if isinstance(size, (Fixed, ByLength)):
-                self.step.check_that_parts_add_up(samples)
+                self.step.check_that_parts_add_up()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

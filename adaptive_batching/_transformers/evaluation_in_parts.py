@@ -15,7 +15,8 @@ from adaptive_batching._loop.auto_batcher import AutoBatcher
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.split import Capacity
-from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters, replaced
+from adaptive_batching._snapshot import StepState
+from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
 
 Predicted = tuple[Any, Any, Any]
@@ -41,6 +42,7 @@ class EvaluationInParts:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._number_was_asked_for = False
+        self._state = StepState([trainer])
         self._kind: LossKind | None = None  # once it was needed
         self._batcher = AutoBatcher(
             Capacity.of_tokens(_ANY), self._discard,
@@ -65,18 +67,19 @@ class EvaluationInParts:
         """
         lengths = [1 if length is None else max(length(sample), 1) for sample in samples]
         longest_first = sorted(range(len(samples)), key=lambda number: lengths[number], reverse=True)
-        before = counters_of(self._trainer)
+        before = _numbers_counted(self._trainer)
         parts: list[_Part] = []
 
         def forward(rows: range) -> Sequence[int]:
-            saved = counters_of(self._trainer)
+            self._state.save()
             numbers = range(len(samples)) if len(rows) == len(samples) else [longest_first[row] for row in rows]
             batch = collated([samples[number] for number in numbers], self._trainer.data_collator)
             try:
                 parts.append(_Part(numbers, batch, predict(batch)))
             except Exception:
-                put_back_counters(self._trainer, saved)
+                self._state.put_back()
                 raise
+            self._state.end()
             return numbers
 
         with self._number_of_all(samples):
@@ -128,12 +131,18 @@ def _sum(losses: Sequence[Any], weights: Sequence[float]) -> torch.Tensor | None
     return torch.stack(counted).sum() if counted else losses[0]
 
 
-def _weigh_metrics(trainer: Any, before: Mapping[str, Any], weights: Sequence[float]) -> None:
+def _numbers_counted(trainer: Any) -> dict[tuple[str, str], int]:
+    """Return how many numbers TRL has counted so far, by mode and name."""
+    counted = getattr(trainer, "_metrics", {})
+    return {(mode, key): len(values) for mode, of_mode in counted.items() for key, values in of_mode.items()}
+
+
+def _weigh_metrics(trainer: Any, before: Mapping[tuple[str, str], int], weights: Sequence[float]) -> None:
     """Make one of what TRL has counted in each part, of which it logs the mean over batches."""
     total = sum(weights)
     for mode, counted in getattr(trainer, "_metrics", {}).items():
         for key, values in counted.items():
-            known = before["_metrics"].get(mode, {}).get(key, [])
+            known = values[: before.get((mode, key), 0)]
             new = values[len(known) :]
             if len(new) == len(weights) and total:
                 mean = sum(value * each for value, each in zip(new, weights, strict=True)) / total

@@ -3,152 +3,273 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._loop.samples import Loss, collated
+from adaptive_batching._evidence import Losses, WithoutChance, in_groups, losses_of_groups
+from adaptive_batching._loop.samples import collated
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._transformers.handed_out import Sample, alone, counters_of, put_back_counters, unchanged_buffers
+from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
+from adaptive_batching._ranks.fsdp import is_sharded
+from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._transformers.handed_out import Sample, alone, replaced
 from adaptive_batching._values import ConfigError, first_line
+
+log = logging.getLogger(__name__)
 
 IGNORED = -100
 """Label of a token that is no target."""
 
 _NUMBER = 8.0  # that stands for num_items_in_batch: any would do
+_FEW = 64  # numbers of a tensor that tells samples apart, in whose length and number of targets they are alike
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """How the loss of a batch is made up: a sum over ``num_items_in_batch``, or a mean over targets or samples."""
+    """How the loss of a batch is made up: a sum over ``num_items_in_batch``, or a mean."""
 
     takes_number: bool
     """True if the loss is divided by ``num_items_in_batch``, so that losses of parts add up as they are."""
 
     of: str
-    """``samples``, ``targets``, or ``shifted targets``, of which the first label of each row is none."""
+    """What a mean is taken over: ``samples``, ``targets``, ``shifted targets``, of which the first of each row is none,
+    or the ``sum`` of weights."""
+
+    key: str = "labels"
+    """The part of the batch that has the targets or weights."""
+
+    factor: float = 1.0
+    """What Trainer multiplies a mean by if it passes ``num_items_in_batch``: the number of ranks, as a rule."""
 
     def count(self, batch: Mapping[str, Any], num_samples: int) -> int | torch.Tensor:
-        """Return the number of losses in a batch."""
+        """Return the number of losses in a batch, or the sum of their weights."""
         if self.of == "samples":
             return num_samples
-        labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
-        if self.of == "shifted targets" and "shift_labels" not in batch:
-            labels = labels[..., 1:]
-        return labels.ne(IGNORED).sum()  # type: ignore[no-any-return]
+        is_shifted = self.key == "labels" and "shift_labels" in batch
+        values = batch["shift_labels" if is_shifted else self.key]
+        if self.of.startswith("shifted") and not is_shifted:
+            values = values[..., 1:]
+        return values.sum() if self.of.endswith("sum") else values.ne(IGNORED).sum()
+
+    def __str__(self) -> str:
+        if self.takes_number:
+            return "a sum over num_items_in_batch"
+        return "a mean over samples" if self.of == "samples" else f"a mean over the {self.of} in {self.key!r}"
 
 
 def kinds_of(trainer: Any, batch: Mapping[str, Any]) -> list[LossKind]:
     """Return what the loss of a batch can be, the most likely first."""
-    has_labels = isinstance(batch.get("labels"), torch.Tensor)
     shifts = getattr(trainer, "_loss_shifts_labels", False)
-    targets = ["shifted targets", "targets"] if shifts else ["targets", "shifted targets"]
-    if not has_labels:
-        return [LossKind(False, "samples")]
-    if batch["labels"].dim() < 2:
-        targets = targets[shifts:][:1]
-    takes_number = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    summed = [LossKind(True, targets[0])] if takes_number else []
-    return [*summed, *(LossKind(False, each) for each in (*targets, "samples"))]
+    kinds = []
+    for key in sorted(batch, key=lambda key: (key != "labels", key)):
+        value = batch[key]
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or key == "shift_labels":
+            continue
+        wholes = [""] if value.dim() < 2 else ["shifted ", ""] if shifts else ["", "shifted "]
+        if not value.is_floating_point() and (value.eq(IGNORED).any() or key == "labels"):
+            kinds += [LossKind(False, f"{whole}targets", key) for whole in wholes]
+        elif "weight" in key or "mask" in key:
+            kinds += [LossKind(False, f"{whole}sum", key) for whole in wholes]
+    if _gives_number(trainer) and (of_labels := [kind for kind in kinds if kind.key == "labels"]):
+        kinds.insert(0, replace(of_labels[0], takes_number=True))
+    return [*kinds, LossKind(False, "samples")]
 
 
-def find_loss_kind(trainer: Any, samples: Sequence[Sample]) -> LossKind:
-    """Return how the losses of two samples make up that of both.
+def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE) -> tuple[LossKind, str | None]:
+    """Return how the losses of parts make up that of their batch, and what module computes over the batch, if one does.
+
+    A few of ``samples`` run as training runs them, in four groups as unlike as possible and all together, with the
+    weights as they are and with slightly others. Everything is put back.
 
     Raises:
-        ConfigError: If the loss of both is no sum and no mean of theirs, as with terms that compute over the batch.
+        ConfigError: If the loss of all is no sum and no mean of theirs, as with terms that compute over the batch.
     """
-    batches = [(collated([sample], trainer.data_collator), sample) for sample in samples]
-    kinds = kinds_of(trainer, batches[0][0])
-    # Two samples with different numbers of targets tell a mean over targets from one over samples.
-    numbers = [int(kinds[0].count(batch, 1)) for batch, _ in batches]
-    known = sorted((number, index) for index, number in enumerate(numbers) if number > 0) or [(0, 0)]
-    first = known[0]
-    second = next((each for each in known if each[0] != first[0]), known[min(1, len(known) - 1)])
-    pair = [samples[first[1]], samples[second[1]]]
-    with _measuring(trainer):
-        errors = {kind: _error(trainer, kind, pair) for kind in kinds}
-    least, (enough, clear) = min(errors.values()), _precision(trainer.model)
-    if not math.isfinite(least):
-        raise ConfigError(
-            f"the loss of {type(trainer).__name__} with {type(trainer.model).__name__} is not finite before training; "
-            f"look at the weights that it begins with"
-        )
-    if least > enough:
-        raise ConfigError(
-            f"the loss of {type(trainer).__name__} with {type(trainer.model).__name__} is neither a sum over "
-            f"num_items_in_batch nor a mean over targets or samples, so that parts of a batch do not add up to it; "
-            f"leave out terms that compute over the batch, such as one that balances experts, or train without adaptive"
-        )
-    return next(kind for kind in kinds if errors[kind] <= 3 * least + clear)
+    for most in (7, 4):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return _find_loss_kind(trainer, samples, ranks, most)
+    return _find_loss_kind(trainer, samples, ranks, most=2)
 
 
-def losses_of(trainer: Any, kind: LossKind) -> Loss:
-    """Return the loss of a (batch, number of its samples), as a sum and a number."""
+def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most: int) -> tuple[LossKind, str | None]:
+    name = f"{type(trainer).__name__} with {type(trainer.model).__name__}"
+    with rehearsal([trainer], trainer.args.device) as start_over, alone(trainer):
+        tried = _Trials(trainer, samples, start_over, most)
+        if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
+            tried.check_that_ranks_are_alone(name, ranks)
+        kind, losses = tried.kind(trainer.model.train)
+        (_, (whole, _)), *_ = losses.runs
+        if not math.isfinite(whole):
+            raise ConfigError(
+                f"the loss of {name} is not finite before training ({whole}), on samples that have targets; look at "
+                "the weights that it begins with"
+            )
+        module = None
+        if kind is None:  # what computes over the batch, or draws random numbers, may do so in training alone
+            module = tried.module_over_the_batch()
+            if module is not None or losses.are_drawn:
+                kind, _ = tried.kind(trainer.model.eval)
+        if kind is None:
+            error = tried.least_error(losses)
+            chance = "random numbers that the loss draws, and " if losses.are_drawn else ""
+            raise ConfigError(
+                f"the loss of {name} is neither a sum over num_items_in_batch nor a mean over targets or samples, so "
+                f"that parts of a batch do not add up to it (they are {100 * min(error, 1):.2g} % off); leave out "
+                f"{chance}terms that compute over the batch, such as one that balances experts, or train without "
+                "adaptive"
+            )
+        kind = replace(kind, factor=tried.factor(kind))
+    log.info("the loss of %s is %s", name, kind)
+    return kind, module
 
-    def losses(model: nn.Module, batch: tuple[Any, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs, num_samples = batch
-        number = torch.as_tensor(kind.count(inputs, num_samples))
-        one = torch.ones((), device=trainer.args.device) if kind.takes_number else None
-        with alone(trainer), trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=one)
+
+_Ran = tuple[float, list[float]]
+"""The loss of a batch, and the number of losses of each kind that it has."""
+
+
+class _Trials:
+    """Forwards of groups of samples, each from the state that ``start_over`` brings back."""
+
+    def __init__(self, trainer: Any, samples: Sequence[Sample], start_over: Callable[[], None], most: int) -> None:
+        self._trainer, self._start_over = trainer, start_over
+        self._begin(trainer.model.train)
+        self._kinds = kinds_of(trainer, collated(samples[:1], trainer.data_collator))
+        self._groups = self._unlike_groups(samples, most)
+
+    def kind(self, mode: Callable[[], nn.Module]) -> tuple[LossKind | None, Losses[_Ran]]:
+        """Return the first kind that fits all losses, if one does, and the losses; ``mode`` sets that of the model."""
+        summed, means = ([kind for kind in self._kinds if kind.takes_number is takes] for takes in (True, False))
+        for kinds, number in (summed, _NUMBER), (means, None):
+            if not kinds:
+                continue
+            losses = losses_of_groups(
+                self._groups, partial(self._run, number=number), list(self._trainer.model.parameters()),
+                partial(self._begin, mode),
+            )  # fmt: skip
+            for kind in kinds:
+                if losses.error(partial(self._as_sums, kind)) <= losses.rounding:
+                    return kind, losses
+        return None, losses
+
+    def least_error(self, losses: Losses[_Ran]) -> float:
+        return min(losses.error(partial(self._as_sums, kind)) for kind in self._kinds if not kind.takes_number)
+
+    def factor(self, kind: LossKind) -> float:
+        """Return what Trainer multiplies a mean by if it gives a number, to whatever it may do with it."""
+        if kind.takes_number or not _gives_number(self._trainer):
+            return 1.0
+        losses = []
+        for number in (_NUMBER, None):
+            self._begin(self._trainer.model.train)
+            with WithoutChance(), torch.no_grad():
+                losses.append(self._run(self._groups[0], number)[0])
+        ratio = losses[0] / losses[1] if losses[1] else 1.0
+        return float(round(ratio)) if abs(ratio - round(ratio)) < 0.02 * ratio else ratio
+
+    def module_over_the_batch(self) -> str | None:
+        """Name the module through which samples of a batch depend on each other in training, if there is one."""
+        trainer = self._trainer
+        self._begin(trainer.model.train)
+        samples = [sample for group in self._groups for sample in group]
+        first, one, other = samples[-1], samples[0], samples[min(1, len(samples) - 1)]
+        batches = [
+            trainer._prepare_inputs(collated([first, each, each], trainer.data_collator)) for each in (one, other)
+        ]
+
+        def run(batch: Any) -> None:
+            with trainer.compute_loss_context_manager():
+                trainer.compute_loss(trainer.model, batch)
+
+        return find_batch_dependent_module(trainer.model, run, *batches, num_samples=3, owners=[trainer])
+
+    def check_that_ranks_are_alone(self, name: str, ranks: Ranks) -> None:
+        """Raise ConfigError if the loss needs other ranks, which run their parts at other times.
+
+        What a loss gathers from them for its logs does no harm: it gets something else back, which shows.
+        """
+        device, losses = self._trainer.args.device, []
+        before = num_collectives(device)
+        returned = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), _something_else)
+        for own in ({}, returned):
+            self._begin(self._trainer.model.train)
+            with WithoutChance(), torch.no_grad(), replaced(self._trainer.accelerator, **own):
+                losses.append(self._run(self._groups[0], None)[0])
+        issued, depends = num_collectives(device) - before, losses[0] != losses[1]
+        if ranks.any(issued > 0 or depends):
+            what = "depends on what it gathers or sums over ranks" if depends else "communicates in each forward"
+            raise ConfigError(
+                f"the loss of {name} {what}, and ranks run their parts of a batch at other times; leave out of the "
+                "loss what gathers or sums over ranks, or train without adaptive"
+            )
+
+    def _begin(self, mode: Callable[[], nn.Module]) -> None:
+        self._start_over()
+        mode()
+
+    def _run(self, samples: list[Sample], number: float | None) -> _Ran:
+        trainer = self._trainer
+        try:
+            batch = trainer._prepare_inputs(collated(samples, trainer.data_collator))
+            numbers = [float(kind.count(batch, len(samples))) for kind in self._kinds]
+            given = None if number is None else torch.tensor(number, device=trainer.args.device)
+            # By this some losses divide what is a mean in a sum.
+            is_part = number is not None and any(samples is group for group in self._groups)
+            trainer.current_gradient_accumulation_steps = len(self._groups) if is_part else 1
+            with trainer.compute_loss_context_manager():
+                return float(trainer.compute_loss(trainer.model, batch, num_items_in_batch=given)), numbers
+        except Exception as error:
+            if is_out_of_memory(error) or len(samples) < 2 or "does not require grad" in str(error):
+                raise
+            raise ConfigError(
+                f"{type(trainer.model).__name__} runs one sample, and not two in a forward ({first_line(error)}); a "
+                "step cannot be split or probed with it, so train without adaptive"
+            ) from error
+
+    def _as_sums(self, kind: LossKind, ran: _Ran) -> list[float]:
+        loss, number = ran[0], ran[1][self._kinds.index(kind)]
         if kind.takes_number:
-            return loss, number
-        return torch.where(number.to(loss.device) > 0, loss * number.to(loss.device), 0 * loss.nan_to_num()), number
+            return [loss]
+        return [loss * number if number else 0.0, number]  # the mean of nothing is NaN
 
-    return losses
-
-
-def _error(trainer: Any, kind: LossKind, pair: Sequence[Sample]) -> float:
-    """Return how far the loss of two samples is from what it would be if it were of a kind, as a part of it."""
-
-    def of(*samples: Sample, parts: int) -> tuple[float, int]:
-        batch = trainer._prepare_inputs(collated(samples, trainer.data_collator))
-        number = int(kind.count(batch, len(samples)))
-        given = torch.tensor(_NUMBER, device=trainer.args.device) if kind.takes_number else None
-        trainer.current_gradient_accumulation_steps = parts  # by which some losses divide what is a mean in a sum
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=given)
-        return float(loss), number
-
-    each = [of(sample, parts=2) for sample in pair]
-    try:
-        both, number = of(*pair, parts=1)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"{type(trainer.model).__name__} runs one sample, and not two in a forward ({first_line(error)}); a step "
-            "cannot be split or probed with it, so train without adaptive"
-        ) from error
-    if kind.takes_number:
-        expected = sum(loss for loss, _ in each)
-    else:
-        expected = sum(loss * of_it for loss, of_it in each) / max(number, 1)
-    return abs(both - expected) / max(abs(both), 1e-30)
+    def _unlike_groups(self, samples: Sequence[Sample], most: int) -> list[list[Sample]]:
+        """Return groups of short samples with targets, unlike in length, number of targets and labels if possible."""
+        trainer, known = self._trainer, []
+        for sample in samples:
+            batch = collated([sample], trainer.data_collator)
+            tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+            numbers = tuple(float(kind.count(batch, 1)) for kind in self._kinds)
+            labels = tensors.get(self._kinds[0].key, torch.empty(0))
+            told = str(labels.tolist()) if labels.numel() <= _FEW else ""
+            known.append((sum(value.numel() for value in tensors.values()), numbers, told, sample))
+        with_targets = [each for each in known if each[1][0] > 0]
+        if not with_targets:
+            raise ConfigError(
+                f"no sample of train_dataset of {len(samples)} has targets: all of its labels are {IGNORED}, and there "
+                "is nothing to learn from; look at what makes the labels: a prompt may be cut off before its answer"
+            )
+        if len({each[1] for each in with_targets}) == 1 < len(with_targets):
+            log.info(
+                "%d samples of train_dataset have the same number of targets, so that a mean over these looks like one "
+                "over samples; the loss is looked at again while it trains", len(with_targets),
+            )  # fmt: skip
+        by_size = sorted(with_targets, key=lambda each: each[0])
+        return [[each[3] for each in group] for group in in_groups(by_size, lambda each: each[:3], most=most)]
 
 
-def _precision(model: nn.Module) -> tuple[float, float]:
-    """Return the error within which two losses are the same, and by how much the better of two has to be so."""
-    is_single = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
-    return (1e-3, 1e-5) if is_single else (2e-2, 4e-3)
+def _gives_number(trainer: Any) -> bool:
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
 
-@contextlib.contextmanager
-def _measuring(trainer: Any) -> Iterator[None]:
-    """Run forwards without dropout inside, and leave nothing of them behind."""
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    saved = counters_of(trainer)
-    trainer.model.eval()
-    try:
-        with unchanged_random_state(trainer.args.device), unchanged_buffers(trainer.model), alone(trainer):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        put_back_counters(trainer, saved)
+def _something_else(value: Any, *args: Any, **kwargs: Any) -> Any:
+    def changed(each: Any) -> Any:
+        return each * 1.5 + 1 if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+
+    return tree_map(changed, value)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._ranks.fsdp import is_sharded
-from adaptive_batching._transformers.handed_out import Sample, counters_of, put_back_counters, replaced
+from adaptive_batching._transformers.handed_out import Sample, replaced
 from adaptive_batching._transformers.loss_kind import LossKind
 
 
@@ -63,9 +63,8 @@ def short_with_targets(trainer: Any, kind: LossKind, samples: Sequence[Sample]) 
 
 
 def run_without_weight(trainer: Any, forward_backward: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Run a forward and backward for what other ranks wait for, and add nothing to gradients and logs."""
-    saved, backward = counters_of(trainer), trainer.accelerator.backward
+    """Run a forward and backward for what other ranks wait for, and add nothing to gradients."""
+    backward = trainer.accelerator.backward
     with replaced(trainer.accelerator, backward=lambda loss, **more: backward(0 * loss.nan_to_num(), **more)):
         loss = forward_backward()
-    put_back_counters(trainer, saved)
     return torch.zeros_like(loss)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from adaptive_batching._loop.audit import Audit
 from adaptive_batching._loop.data_parallel import DataParallel
 from adaptive_batching._loop.samples import FORWARD_COST, SampleRetry, collated
 from adaptive_batching._memory import num_allocation_retries, release_cached_memory
@@ -18,19 +19,21 @@ from adaptive_batching._micro_batches.split import Capacity, split_by_length, sp
 from adaptive_batching._probe.trial import parameters_of
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._ranks.fsdp import end_forward
+from adaptive_batching._snapshot import StepState
 from adaptive_batching._transformers.handed_out import (
     Sample,
     StepInputs,
     alone,
-    counters_of,
-    put_back_counters,
     replaced,
 )
-from adaptive_batching._transformers.loss_kind import LossKind, losses_of
+from adaptive_batching._transformers.loss_kind import LossKind
 from adaptive_batching._transformers.sharded import head_of, run_without_weight, sharded_models, short_with_targets
 from adaptive_batching._values import ByLength, ConfigError, Fixed, SplitSize
 
 Parts = list[list[Sample]]
+Metrics = tuple[dict[str, list[float]], int]
+"""What TRL counts in training, by its name, and the number of tokens."""
+
 ForwardBackward = Callable[[Any, Any], torch.Tensor]
 """(batch, num_items_in_batch) -> the loss; what ``training_step`` of a trainer does."""
 
@@ -47,6 +50,7 @@ class StepInParts:
         size: How a step is split.
         length: Tokens of a sample; None if unknown.
         ranks: That train together.
+        dependent_module: The module that computes over the batch, if one does.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class StepInParts:
         length: Callable[[Sample], int] | None,
         ranks: Ranks = ALONE,
         *,
+        dependent_module: str | None = None,
         recovers: bool = True,
+        audit_every: int | None = None,
     ) -> None:
         self.max_tokens: int | None = None
         self.kind = kind
@@ -74,21 +80,22 @@ class StepInParts:
 
         self.size = size
         self._trainer, self._ranks = trainer, ranks
+        self._filler_state = StepState([trainer])
         self._gathered_first: list[FSDPModule] = []
         self._fillers: list[Sample] = []  # one, to run without weight where other ranks have more parts
         self._parallel = DataParallel(ranks, self._parameters, self.models)
         self.retry = SampleRetry[Sample](
-            trainer.model, losses_of(trainer, kind), self._with_number, length, ranks, enabled=recovers
+            trainer.model, None, trainer.data_collator, length, ranks, owner=trainer, enabled=recovers
         )
+        self.audit = Audit[Sample](
+            self.retry, [trainer], self._parameters, ranks,
+            "leave micro_batch_size out, or train without adaptive", audit_every,
+        )  # fmt: skip
+        self.retry.dependent_module, self.retry.parts_add_up = dependent_module, dependent_module is None
 
-    def check_that_parts_add_up(self, samples: Sequence[Sample]) -> None:
-        """Raise ConfigError if the model computes over a batch, such as one of these samples."""
-        self.retry.start_with(list(samples))
-        saved = counters_of(self._trainer)
-        with alone(self._trainer):
-            module = self.retry.batch_dependent_module()
-        put_back_counters(self._trainer, saved)
-        if module is not None:
+    def check_that_parts_add_up(self) -> None:
+        """Raise ConfigError if the model computes over the batch, so that it cannot be split."""
+        if (module := self.retry.dependent_module) is not None:
             raise ConfigError(
                 f"micro_batch_size={self.size} would change the result: {module} computes over the batch, so that its "
                 f"parts do not add up to it; leave micro_batch_size out and set a smaller per_device_train_batch_size"
@@ -100,20 +107,20 @@ class StepInParts:
         Raises:
             DoesNotFitError: If memory runs out and the samples cannot run in smaller parts.
         """
+        self.audit.begin_step()
         self.retry.start_with([sample for batch in inputs.batches for sample in batch])
-        saved = counters_of(self._trainer)
-        total: Any = None
+        saved = _metrics_of(self._trainer)
         batches: list[Any] = []
 
         def attempt(again: bool) -> Iterable[tuple[Parts, Outcome[torch.Tensor]]]:
-            nonlocal total, batches
-            if again:
-                put_back_counters(self._trainer, saved)
+            nonlocal batches
             parts = self._split(inputs.batches)
+            self.audit.look(
+                parts, self._fillers, partial(self._run_parts, forward_backward=forward_backward), again=again
+            )
             batches = [collated(part, self._trainer.data_collator) for part in parts]
             numbers = [self.kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
-            if total is None:  # alike however samples are split; the ranks ask each other for it
-                total = self._total(batches, numbers)
+            total = self._total(batches, numbers)  # a collate function that masks at random has other targets now
             runs = [
                 partial(self._run, forward_backward, batch, number, total, len(parts))
                 for batch, number in zip(batches, numbers, strict=True)
@@ -124,10 +131,21 @@ class StepInParts:
 
         [(_, outcome)] = self.retry.run_until_fits(attempt)
         self.retry.end_step()
+        self.audit.end_step()
         self._note(inputs, batches)
         self._parallel.sum_gradients(1 / self._ranks.size)
         self._share_metrics(saved)
         return torch.stack(outcome.results).sum()
+
+    def _run_parts(self, parts: Sequence[list[Sample]], forward_backward: ForwardBackward) -> bool:
+        """Run parts as those of a batch of their own; return False if memory runs out on any rank."""
+        batches = [collated(part, self._trainer.data_collator) for part in parts]
+        numbers = [self.kind.count(*each) for each in zip(batches, map(len, parts), strict=True)]
+        runs = [
+            partial(self._run, forward_backward, batch, number, sum(numbers), len(parts))
+            for batch, number in zip(batches, numbers, strict=True)
+        ]
+        return not self.run(runs).failed
 
     def run(self, runs: Sequence[Callable[[], torch.Tensor]]) -> Outcome[torch.Tensor]:
         """Run forwards and backwards, up to the first that runs out of memory; the outcome is that of all ranks."""
@@ -136,10 +154,10 @@ class StepInParts:
             return self._parallel.run([partial(self._run_alike, each) for each in runs], self._discard, count_retries)
 
     def get_ready(self, samples: Sequence[Sample]) -> None:
-        """Find out if ``samples`` are padded, and what a sharded model communicates in a forward of a short one.
+        """Find out if ``samples`` are padded, what a sharded model communicates in a forward, and if gradients add up.
 
         Raises:
-            ConfigError: If that is more than FSDP does.
+            ConfigError: If there are other collectives than FSDP's, or gradients of parts do not add up.
             DoesNotFitError: If memory runs out.
         """
         trainer = self._trainer
@@ -156,6 +174,11 @@ class StepInParts:
                 if not self._gathered_first:
                     raise
                 record()
+        if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self.retry.dependent_module is None:
+            by_length = sorted(samples, key=lambda sample: self.retry.tokens([sample]))
+            self.audit(
+                by_length[len(samples) // 2 :][:1], by_length[:2], partial(trainer.forward_backward, trainer.model)
+            )
 
     def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         for unit in self._gathered_first:
@@ -167,10 +190,11 @@ class StepInParts:
     def _run_filler(self, forward_backward: ForwardBackward) -> torch.Tensor:
         batch = collated(self._fillers, self._trainer.data_collator)
         number = self.kind.count(batch, 1) if self.kind.takes_number else None
-        return run_without_weight(self._trainer, partial(forward_backward, batch, number))
-
-    def _with_number(self, samples: list[Sample]) -> tuple[Any, int]:
-        return self._trainer.data_collator(samples), len(samples)
+        self._trainer.current_gradient_accumulation_steps = 1
+        self._filler_state.save()
+        loss = run_without_weight(self._trainer, partial(forward_backward, batch, number))
+        self._filler_state.end(put_back=True)
+        return loss
 
     def _split(self, batches: Sequence[list[Sample]]) -> Parts:
         """Return the samples in parts that are expected to fit."""
@@ -220,7 +244,8 @@ class StepInParts:
                 return self._run_filler(forward_backward)
             return torch.zeros((), device=trainer.args.device)
         # Trainer divides a mean by this: the share of a part in the batch is its number over that of all.
-        trainer.current_gradient_accumulation_steps = float(total) / float(number) if total != 0 else 1
+        share = float(number) / float(total) if total != 0 else 1.0
+        trainer.current_gradient_accumulation_steps = 1 / (share * self.kind.factor)
         return forward_backward(batch, None)
 
     def _discard(self) -> None:
@@ -229,7 +254,8 @@ class StepInParts:
         release_cached_memory(self._trainer.args.device)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return parameters_of(self._trainer.model, [self._trainer.optimizer])
+        optimizer = self._trainer.optimizer  # which is made when training begins
+        return parameters_of(self._trainer.model, [] if optimizer is None else [optimizer])
 
     def _note(self, inputs: StepInputs, batches: list[Any]) -> None:
         name = getattr(self._trainer.model, "main_input_name", "input_ids")
@@ -237,23 +263,31 @@ class StepInParts:
         masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
         inputs.note(name, int(sum(mask.sum() for mask in masks)) if masks else padded, padded, len(batches))
 
-    def _share_metrics(self, saved: Mapping[str, Any]) -> None:
+    def _share_metrics(self, saved: Metrics | None) -> None:
         """Make what TRL has counted in this step that of all ranks.
 
         TRL itself gathers in every forward, where a rank that ran out of memory would keep the others waiting.
         """
-        if self._ranks.size == 1 or "_metrics" not in saved:
+        if self._ranks.size == 1 or saved is None:
             return
-        metrics, before = self._trainer._metrics["train"], saved["_metrics"]["train"]
+        before, tokens_before = saved
+        metrics = self._trainer._metrics["train"]
         new = {key: values[len(before.get(key, ())) :] for key, values in metrics.items() if key != "num_tokens"}
         here = {key: sum(values) / len(values) for key, values in new.items() if values}
-        tokens = self._trainer._total_train_tokens - saved["_total_train_tokens"]
+        tokens = self._trainer._total_train_tokens - tokens_before
         found, counts = zip(*self._ranks.gather((here, tokens)), strict=True)
         for key in here:
             known = [each[key] for each in found if key in each]
             metrics[key] = [*before.get(key, ()), sum(known) / len(known)]
-        self._trainer._total_train_tokens = saved["_total_train_tokens"] + sum(counts)
+        self._trainer._total_train_tokens = tokens_before + sum(counts)
         metrics["num_tokens"] = [self._trainer._total_train_tokens]
+
+
+def _metrics_of(trainer: Any) -> Metrics | None:
+    """Return what TRL has counted in training so far; None for other trainers."""
+    if not hasattr(trainer, "_metrics"):
+        return None
+    return {key: list(values) for key, values in trainer._metrics["train"].items()}, trainer._total_train_tokens
 
 
 def _is_one_row(batch: Mapping[str, Any], num_samples: int) -> bool:

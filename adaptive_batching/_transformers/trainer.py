@@ -200,7 +200,7 @@ class AdaptiveTraining:
         assert self.adaptive is not None
         samples = inputs.features
         return self.adaptive.evaluation(
-            samples, length_function(samples[0]), lambda: find_loss_kind(self, samples),
+            samples, length_function(samples[0]), lambda: find_loss_kind(self, samples)[0],
             lambda batch: stock(model, batch, prediction_loss_only, ignore_keys),
         )  # fmt: skip
 

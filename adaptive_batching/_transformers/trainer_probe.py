@@ -20,14 +20,12 @@ from adaptive_batching._memory import little_to_collect, memory_meter
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.fsdp import end_forward
+from adaptive_batching._snapshot import Snapshot
 from adaptive_batching._trace.training import Run, TrainingStep, models_of
 from adaptive_batching._transformers.handed_out import (
     Sample,
     alone,
-    counters_of,
-    put_back_counters,
     replaced,
-    unchanged_buffers,
 )
 from adaptive_batching._transformers.sharded import sharded_besides
 from adaptive_batching._transformers.step_in_parts import StepInParts
@@ -54,7 +52,7 @@ def probe(
     kind, device = step.kind, trainer.args.device
     prepared = _prepared(trainer, keeps=bool(step.models))
     end_forward(step.models)
-    with unchanged_buffers(trainer.model), prepared as (trained, optimizer), alone(trainer):
+    with _structure_kept(trainer), prepared as (trained, optimizer), alone(trainer):
         others = sharded_besides(trainer, trained)
         whole = nn.ModuleList([trained, *others.values()]) if others else trained
 
@@ -94,14 +92,25 @@ def probe(
             last = shortest if size > 1 and step.retry.pads else longest
             return collated([*[longest] * (size - 1), last], trainer.data_collator), size
 
-        traced = TrainingStep(whole, [optimizer], make_batch, bind, on_cuda=device.type == "cuda")
+        traced = TrainingStep(
+            whole, [optimizer], make_batch, bind, owners=[trainer], on_cuda=device.type == "cuda"
+        )  # fmt: skip
         return find_largest(traced, settings, memory_meter(device), request)
+
+
+@contextmanager
+def _structure_kept(trainer: Any) -> Iterator[None]:
+    """Put back what ``trainer`` and its models have for attributes; a probe itself puts back the values of tensors."""
+    snapshot = Snapshot([trainer], copies="nowhere")
+    try:
+        yield
+    finally:
+        snapshot.put_back()
 
 
 @contextmanager
 def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimizer]]:
     """Give the model and the optimizer as training has them, and undo that on exit unless it ``keeps`` them."""
-    saved = counters_of(trainer)
     forwards = {name: value for name, value in vars(trainer.model).items() if name in _FORWARDS}
     if keeps:
         model, optimizer = trainer.model, trainer.optimizer
@@ -120,7 +129,6 @@ def _prepared(trainer: Any, *, keeps: bool) -> Iterator[tuple[nn.Module, Optimiz
             for name in _FORWARDS:
                 vars(trainer.model).pop(name, None)
             vars(trainer.model).update(forwards)
-        put_back_counters(trainer, saved)
 
 
 def is_ddp(model: nn.Module) -> bool:

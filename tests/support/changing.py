@@ -40,7 +40,7 @@ class Restless(nn.Module):
         self.cached, self.longest, self.named = torch.zeros(2), 1, "short"
         self.counts: collections.Counter[str] = collections.Counter()
         self.nested = {"list": [torch.zeros(2), {"deep": torch.ones(1)}], "recent": collections.deque([1], maxlen=3)}
-        self.seen = {1}
+        self.seen, self.ordered = {1}, collections.OrderedDict(first=1)
         self.array = np.zeros(3)
         self.generators = (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
         self.meter, self.untouched = Meter(), "as it was"
@@ -62,6 +62,7 @@ class Restless(nn.Module):
         self.nested["list"].append("more")
         self.nested["recent"].append(2)
         self.seen.add(len(self.seen) + 1)
+        self.ordered[str(len(self.ordered))] = 2
         self.array += 1
         for generator in self.generators[1:]:
             generator.random() if not isinstance(generator, np.random.RandomState) else generator.rand()

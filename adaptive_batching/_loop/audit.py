@@ -1,0 +1,114 @@
+"""A look in training, now and then, if the gradient of parts of a step is that of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic
+
+from torch import nn
+
+from adaptive_batching._evidence import gradient_error
+from adaptive_batching._loop.samples import Sample, SampleRetry
+from adaptive_batching._ranks.agree import Ranks
+from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._values import ConfigError
+
+RunParts = Callable[[Sequence[list[Sample]]], bool]
+"""Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
+out on any rank."""
+
+
+class Audit(Generic[Sample]):
+    """Compares the gradient of two parts with that of their union, on all ranks together.
+
+    It looks at the first step that is split, and then at the 10th, the 100th and so on, or at every ``every``-th. Two
+    or three samples run, the longest of a part among them, so that it costs a small part of these steps.
+
+    Args:
+        retry: Of the step.
+        owners: What a forward and backward can change; see :class:`~adaptive_batching._snapshot.Snapshot`.
+        parameters: Returns all that have gradients.
+        ranks: That train together.
+        remedy: What to do if they differ, in words.
+        every: Steps from one look to the next; None for powers of ten.
+    """
+
+    def __init__(
+        self,
+        retry: SampleRetry[Sample],
+        owners: Sequence[Any],
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        ranks: Ranks,
+        remedy: str,
+        every: int | None = None,
+    ) -> None:
+        self._retry, self._owners, self._parameters, self._ranks = retry, owners, parameters, ranks
+        self._remedy, self._every = remedy, every
+        self._steps, self._next = 0, 1
+
+    def begin_step(self) -> None:
+        """Have the step watched, if it is to be looked at, for what it changes besides gradients."""
+        if self._is_due:
+            self._retry.state.look_again()
+
+    def end_step(self) -> None:
+        self._steps += 1
+
+    def look(self, parts: Sequence[list[Sample]], fillers: list[Sample], run: RunParts[Sample], *, again: bool) -> None:
+        """Compare if it is due; where samples run ``again``, only if none has been compared yet.
+
+        ``fillers`` run on a rank that has but one part, where others have more.
+
+        Raises:
+            ConfigError: If gradients of parts do not add up to that of their union.
+        """
+        is_due = self._next == 1 if again else self._is_due
+        if not is_due or not self._ranks.any(len(parts) > 1):
+            return
+        chosen = self._of_unlike_lengths(parts, fillers)
+        if self._ranks.all(chosen is not None):
+            assert chosen is not None
+            if self.compare(*chosen, run):
+                self._next = 10 * self._next if self._every is None else self._steps + 1 + self._every
+
+    def compare(self, one: list[Sample], other: list[Sample], run: RunParts[Sample]) -> bool:
+        """Compare two parts, whenever that is, and leave nothing behind; return True if that was possible.
+
+        Raises:
+            ConfigError: As for :meth:`look`.
+        """
+        parameters = self._parameters()
+        with rehearsal(self._owners, parameters[0].device, parameters) as start_over:
+            together, apart = partial(run, [[*one, *other]]), partial(run, [one, other])
+            found = gradient_error(parameters, together, apart, start_over)
+        if not self._ranks.all(found is not None):
+            return False
+        assert found is not None
+        error, rounding = map(self._ranks.largest, found)
+        if error > rounding:
+            raise ConfigError(
+                f"the gradient of a batch in two parts is {100 * min(error, 1):.2g} % off that of the same batch in "
+                f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
+                f"computes over the batch, has a scale of its own, or changes the model for the next part; "
+                f"{self._remedy}"
+            )
+        return True
+
+    @property
+    def _is_due(self) -> bool:
+        return self._steps + 1 >= self._next
+
+    def _of_unlike_lengths(
+        self, parts: Sequence[list[Sample]], fillers: list[Sample]
+    ) -> tuple[list[Sample], list[Sample]] | None:
+        """Return a few samples of two parts, which fit together in one, of unlike lengths if possible."""
+        if len(parts) < 2:
+            return fillers, fillers
+        tokens = self._retry.tokens
+        most = max(map(tokens, parts))
+        one, other = (sorted(part, key=lambda sample: tokens([sample])) for part in (parts[0], parts[-1]))
+        for chosen in ((one[-1:], other[:2]), (one[-1:], other[:1]), (one[:1], other[:1])):
+            if tokens([*chosen[0], *chosen[1]]) <= most:
+                return chosen
+        return None
