@@ -17,7 +17,9 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from adaptive_batching._snapshot import plain_parts
 
@@ -35,8 +37,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class WithoutChance(TorchFunctionMode):
     """Draw no random numbers in torch's functions inside: what they return depends on the last dimension alone.
 
-    So a sample meets the same numbers in any batch. Dropout leaves everything as it is. A permutation reverses, so that
-    samples that are mixed with each other are found out.
+    So a sample meets the same numbers in any batch. Dropout leaves everything as it is, and noise is its mean. A
+    permutation reverses, so that samples that are mixed with each other are found out.
 
     :attr:`dtypes` are those of what functions have returned, which tell what rounding can do.
     """
@@ -44,6 +46,38 @@ class WithoutChance(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+        self._num_calls = 0
+        self._entered: list[bool] = []  # for each module that runs: True if that has entered this mode
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> WithoutChance:
+        super().__enter__()
+        if not self._hooks:
+            # In a backward pass no mode is active, and checkpointed layers would run again otherwise than they have.
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter_again),
+                register_module_forward_hook(self._leave_again, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._entered:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+        super().__exit__(*error)
+
+    def _enter_again(self, module: nn.Module, args: Any) -> None:
+        before = self._num_calls
+        torch.empty(0)
+        is_active = self._num_calls != before
+        if not is_active:
+            super().__enter__()
+        self._entered.append(not is_active)
+
+    def _leave_again(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._entered.pop():
+            super().__exit__(None, None, None)
 
     @property
     def rounding(self) -> tuple[float, float]:
@@ -51,6 +85,7 @@ class WithoutChance(TorchFunctionMode):
         return max((_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) for dtype in self.dtypes), default=_ROUNDING_OF_SINGLE)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_calls += 1
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS:
@@ -58,6 +93,8 @@ class WithoutChance(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
             kwargs.update({} if len(args) > 4 else {"dropout_p": 0.0})
+        elif func is F.multi_head_attention_forward:
+            kwargs["training"] = False
         returned = func(*args, **kwargs)
         if isinstance(returned, torch.Tensor):
             self.dtypes.add(returned.dtype)
@@ -88,18 +125,13 @@ def _argument(args: Any, kwargs: Any, place: int, name: str, default: Any) -> An
     return kwargs.get(name, args[place] if len(args) > place else default)
 
 
-def _between(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+def _mean_of_uniform(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
-    return low + (high - low) * _even(drawn)
+    return torch.full_like(drawn, (low + high) / 2)
 
 
-def _normal(drawn: torch.Tensor, args: Any = (), kwargs: Any = None) -> torch.Tensor:
-    return torch.erfinv(2 * _even(drawn) - 1) * math.sqrt(2)
-
-
-def _normal_around(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
-    mean, std = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
-    return mean + std * _normal(drawn)
+def _mean_of_normal(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    return torch.full_like(drawn, _argument(args, kwargs, 1, "mean", 0.0))
 
 
 def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
@@ -113,10 +145,10 @@ def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
 _DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "rand": lambda drawn, args, kwargs: _even(drawn),
     "rand_like": lambda drawn, args, kwargs: _even(drawn),
-    "uniform_": _between,
-    "randn": _normal,
-    "randn_like": _normal,
-    "normal_": _normal_around,
+    "uniform_": _mean_of_uniform,
+    "randn": lambda drawn, args, kwargs: torch.zeros_like(drawn),
+    "randn_like": lambda drawn, args, kwargs: torch.zeros_like(drawn),
+    "normal_": _mean_of_normal,
     "bernoulli": lambda drawn, args, kwargs: _even(drawn) < args[0],
     "bernoulli_": lambda drawn, args, kwargs: _even(drawn) < _argument(args, kwargs, 1, "p", 0.5),
     "randint": _whole,
@@ -230,7 +262,7 @@ def perturbed(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
                     saved.append((first, first.clone()))
                     scale = float(first.float().square().mean().sqrt()) if first.numel() else 0.0
                     noise = torch.randn(first.shape, generator=generator)
-                    first += (noise * 0.05 * (scale or 0.1)).to(first.device, first.dtype)
+                    first += (noise * 0.1 * (scale or 0.1)).to(first.device, first.dtype)
         yield
     finally:
         with torch.no_grad():

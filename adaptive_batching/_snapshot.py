@@ -309,8 +309,8 @@ def rehearsal(
     """Run somebody's code inside, outside its own step, so that nothing of it stays: the gate that all of it passes.
 
     Gives a function that puts everything back already, to run again from the same state, random numbers included.
-    Gradients of ``trained`` and of all modules among the owners are laid aside, so that a backward inside makes its own.
-    Samples that the code gets are for the caller to copy.
+    Gradients of ``trained`` and of the owners' modules are laid aside, so that a backward inside makes its own. Samples
+    that the code gets are for the caller to copy.
 
     Raises:
         ConfigError: If the code changes parameters that are too large to be put back.

@@ -17,7 +17,7 @@ from torch import nn
 
 from adaptive_batching._device import RandomState, without_waiting
 from adaptive_batching._evidence import in_groups, losses_of_groups
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
 from adaptive_batching._micro_batches.split import padded_tokens
@@ -134,6 +134,8 @@ class SampleRetry(Retry[list[Sample]]):
 
     def _what_does_not_add_up(self, few: list[Sample]) -> str | None:
         """Run groups of a few samples, and their union, and name what makes the difference."""
+        if (module := find_batch_norm(self._model)) is not None:  # which may refuse a batch of one
+            return module
         most = 7
         while most > 2 and self.limit.max_tokens is not None and self.tokens(few[:most]) > self.limit.max_tokens:
             most -= 1

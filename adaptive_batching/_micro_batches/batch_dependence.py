@@ -52,9 +52,8 @@ def find_batch_dependent_module(
     one sample's activations, twice.
     """
     modules = dict(model.named_modules())
-    for name, module in modules.items():  # including modules that these batches may not reach
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
-            return f"{name or 'model'} ({type(module).__name__})"
+    if (name := find_batch_norm(model)) is not None:
+        return name
     device = next(model.parameters(), torch.empty(0)).device
     with rehearsal([model, *owners], device) as start_over:
         expected = _record(model, run, first, num_samples)
@@ -66,6 +65,14 @@ def find_batch_dependent_module(
             continue  # a parent will show it
         if went_in < SAME and came_out > DIFFERENT:
             return f"{call[0] or 'model'} ({type(modules[call[0]]).__name__})"
+    return None
+
+
+def find_batch_norm(model: nn.Module) -> str | None:
+    """Name the first batch normalisation that takes its statistics from the batch, also if no batch may reach it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+            return f"{name or 'model'} ({type(module).__name__})"
     return None
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from adaptive_batching._evidence import Losses, WithoutChance, in_groups, losses_of_groups
 from adaptive_batching._loop.samples import collated
-from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
@@ -69,7 +69,7 @@ class LossKind:
 def kinds_of(trainer: Any, batch: Mapping[str, Any]) -> list[LossKind]:
     """Return what the loss of a batch can be, the most likely first."""
     shifts = getattr(trainer, "_loss_shifts_labels", False)
-    kinds = []
+    kinds, of_weights = [], []
     for key in sorted(batch, key=lambda key: (key != "labels", key)):
         value = batch[key]
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or key == "shift_labels":
@@ -78,10 +78,10 @@ def kinds_of(trainer: Any, batch: Mapping[str, Any]) -> list[LossKind]:
         if not value.is_floating_point() and (value.eq(IGNORED).any() or key == "labels"):
             kinds += [LossKind(False, f"{whole}targets", key) for whole in wholes]
         elif "weight" in key or "mask" in key:
-            kinds += [LossKind(False, f"{whole}sum", key) for whole in wholes]
+            of_weights += [LossKind(False, f"{whole}sum", key) for whole in wholes]
     if _gives_number(trainer) and (of_labels := [kind for kind in kinds if kind.key == "labels"]):
         kinds.insert(0, replace(of_labels[0], takes_number=True))
-    return [*kinds, LossKind(False, "samples")]
+    return [*kinds, LossKind(False, "samples"), *of_weights]
 
 
 def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE) -> tuple[LossKind, str | None]:
@@ -105,15 +105,15 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
         tried = _Trials(trainer, samples, start_over, most)
         if ranks.size > 1 and not is_sharded(trainer.model):  # whose collectives are looked at when they are recorded
             tried.check_that_ranks_are_alone(name, ranks)
-        kind, losses = tried.kind(trainer.model.train)
+        kind, losses = tried.kind()
         (_, (whole, _)), *_ = losses.runs
         if not math.isfinite(whole):
             raise ConfigError(
                 f"the loss of {name} is not finite before training ({whole}), on samples that have targets; look at "
                 "the weights that it begins with"
             )
-        module = None
-        if kind is None:  # what computes over the batch, or draws random numbers, may do so in training alone
+        module = tried.batch_norm
+        if kind is None and module is None:  # what computes over the batch, or draws, may do so in training alone
             module = tried.module_over_the_batch()
             if module is not None or losses.are_drawn:
                 kind, _ = tried.kind(trainer.model.eval)
@@ -140,11 +140,13 @@ class _Trials:
 
     def __init__(self, trainer: Any, samples: Sequence[Sample], start_over: Callable[[], None], most: int) -> None:
         self._trainer, self._start_over = trainer, start_over
-        self._begin(trainer.model.train)
+        self.batch_norm = find_batch_norm(trainer.model.train())  # which may refuse a batch of one
+        self._mode = trainer.model.train if self.batch_norm is None else trainer.model.eval
+        self._begin()
         self._kinds = kinds_of(trainer, collated(samples[:1], trainer.data_collator))
         self._groups = self._unlike_groups(samples, most)
 
-    def kind(self, mode: Callable[[], nn.Module]) -> tuple[LossKind | None, Losses[_Ran]]:
+    def kind(self, mode: Callable[[], nn.Module] | None = None) -> tuple[LossKind | None, Losses[_Ran]]:
         """Return the first kind that fits all losses, if one does, and the losses; ``mode`` sets that of the model."""
         summed, means = ([kind for kind in self._kinds if kind.takes_number is takes] for takes in (True, False))
         for kinds, number in (summed, _NUMBER), (means, None):
@@ -154,8 +156,11 @@ class _Trials:
                 self._groups, partial(self._run, number=number), list(self._trainer.model.parameters()),
                 partial(self._begin, mode),
             )  # fmt: skip
-            for kind in kinds:
-                if losses.error(partial(self._as_sums, kind)) <= losses.rounding:
+            errors = {kind: losses.error(partial(self._as_sums, kind)) for kind in kinds}
+            # Where losses are nearly alike, another kind is nearly right.
+            right = min(min(errors.values()) * 3 + losses.rounding / 10, losses.rounding)
+            for kind, error in errors.items():
+                if error <= right:
                     return kind, losses
         return None, losses
 
@@ -168,7 +173,7 @@ class _Trials:
             return 1.0
         losses = []
         for number in (_NUMBER, None):
-            self._begin(self._trainer.model.train)
+            self._begin()
             with WithoutChance(), torch.no_grad():
                 losses.append(self._run(self._groups[0], number)[0])
         ratio = losses[0] / losses[1] if losses[1] else 1.0
@@ -177,7 +182,7 @@ class _Trials:
     def module_over_the_batch(self) -> str | None:
         """Name the module through which samples of a batch depend on each other in training, if there is one."""
         trainer = self._trainer
-        self._begin(trainer.model.train)
+        self._begin()
         samples = [sample for group in self._groups for sample in group]
         first, one, other = samples[-1], samples[0], samples[min(1, len(samples) - 1)]
         batches = [
@@ -199,7 +204,7 @@ class _Trials:
         before = num_collectives(device)
         returned = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), _something_else)
         for own in ({}, returned):
-            self._begin(self._trainer.model.train)
+            self._begin()
             with WithoutChance(), torch.no_grad(), replaced(self._trainer.accelerator, **own):
                 losses.append(self._run(self._groups[0], None)[0])
         issued, depends = num_collectives(device) - before, losses[0] != losses[1]
@@ -210,9 +215,9 @@ class _Trials:
                 "loss what gathers or sums over ranks, or train without adaptive"
             )
 
-    def _begin(self, mode: Callable[[], nn.Module]) -> None:
+    def _begin(self, mode: Callable[[], nn.Module] | None = None) -> None:
         self._start_over()
-        mode()
+        (mode or self._mode)()
 
     def _run(self, samples: list[Sample], number: float | None) -> _Ran:
         trainer = self._trainer

@@ -176,9 +176,9 @@ class StepInParts:
                 record()
         if isinstance(self.size, (Fixed, ByLength)) and len(samples) > 1 and self.retry.dependent_module is None:
             by_length = sorted(samples, key=lambda sample: self.retry.tokens([sample]))
-            self.audit(
-                by_length[len(samples) // 2 :][:1], by_length[:2], partial(trainer.forward_backward, trainer.model)
-            )
+            two = by_length[len(samples) // 2 :][:1], by_length[:1]
+            in_training = partial(trainer.forward_backward, trainer.model)
+            self.audit.compare(*two, partial(self._run_parts, forward_backward=in_training))
 
     def _run_alike(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         for unit in self._gathered_first:

@@ -112,7 +112,7 @@ def test_a_probe_takes_the_sample_with_most_of_images(tmp_path: Path) -> None:
     )  # fmt: skip
     trainer.adaptive.find()
     assert trainer.adaptive.probe.batch_size == 4
-    assert max(seen) == (4, 3 * len(data[29]["pixel_values"]) + len(data[0]["pixel_values"]))
+    assert max(seen, key=lambda each: each[1]) == (4, 3 * len(data[29]["pixel_values"]) + len(data[0]["pixel_values"]))
 
 
 def make_processor() -> Any:

@@ -115,10 +115,10 @@ def test_dropout_draws_the_same_numbers_when_samples_run_again_as_they_were(tmp_
     clean = make("clean")
     clean.train()
     again = make("again")
-    count = iter(range(10**6))
+    left = iter(range(1))
 
     def fail_once(*args: Any, **kwargs: Any) -> None:
-        if torch.is_grad_enabled() and next(count) == 3:
+        if torch.is_grad_enabled() and again.state.global_step == 2 and next(left, None) is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     again.model.lm_head.register_forward_hook(fail_once)
