@@ -2,11 +2,20 @@
 
 Most are a ``compute_loss`` that forums, papers' repositories or examples have. ``HABITS`` says of each what it comes to
 with parts of a batch: the training of the whole batch, or a refusal.
+
+RANK=0 WORLD_SIZE=2 ... python -m tests.transformers.strangers FOLDER
+
+trains those of ``ON_TWO_RANKS`` with DDP, and writes down what became of them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import json
+import os
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +23,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers import Trainer
 
-from adaptive_batching.transformers import AdaptiveArguments
+from adaptive_batching import ConfigError
+from adaptive_batching.transformers import AdaptiveArguments, adaptive
+from tests.conftest import without_pages
+from tests.support.garbage import quicken_collections
 from tests.transformers import trainers
 from tests.transformers.trainers import Features
 
@@ -120,6 +133,13 @@ def tied() -> Any:
     return llama(tie_word_embeddings=True)
 
 
+def on_two_devices() -> Any:
+    """A model as ``from_pretrained(device_map="auto")`` spreads it over GPUs."""
+    model = llama()
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    return model
+
+
 def frozen() -> Any:
     model = llama()
     for parameter in model.model.layers[0].parameters():
@@ -128,8 +148,6 @@ def frozen() -> Any:
 
 
 def with_lora() -> Any:
-    import importlib
-
     import peft
 
     importlib.import_module("peft.tuners.lora.torchao").is_torchao_available = lambda: False  # type: ignore[attr-defined]
@@ -161,7 +179,7 @@ def making(model: Callable[[], Any] = llama, **given: Any) -> Callable[..., Any]
     """Return a function that makes a trainer of ``model()``; ``data`` is a function, too."""
 
     def make(folder: Path, ours: AdaptiveArguments | None, **settings: Any) -> Any:
-        data = given.get("data", lambda: trainers.make_data(NUM_SAMPLES))()
+        data = settings.pop("data", None) or given.get("data", lambda: trainers.make_data(NUM_SAMPLES))()
         made = {**SETTINGS, **given, "data": data, **settings}
         return trainers.make_trainer(folder, ours, model=model(), **made)
 
@@ -649,6 +667,7 @@ HABITS: Mapping[str, Habit] = {
     "tied weights": Habit(making(tied)),
     "frozen layers": Habit(making(frozen)),
     "gradient checkpointing": Habit(making(gradient_checkpointing=True)),
+    "a model on two devices": Habit(making(on_two_devices), "device_map"),
     "groups in the optimizer": Habit(making(kind=GroupsTrainer)),
     "LoRA with a head that is trained": Habit(making(with_lora)),
     "NEFTune": Habit(making(neftune_noise_alpha=5.0), draws=True),
@@ -721,3 +740,160 @@ HABITS: Mapping[str, Habit] = {
     "data with a length and no items": Habit(making(data=Lengthy), "map-style"),
     "T5": Habit(making(trainers.make_t5)),
 }
+
+
+# --- TRL's trainers
+
+
+def of_trl(kind: str, rows: str = "pairs", reference: Callable[[], Any] | None = None, **config: Any) -> Callable[..., Any]:
+    """Return a function that makes a trainer of TRL, such as ``DPO``, or of its experiments, ``experimental.cpo.CPO``."""
+
+    def make(folder: Path, ours: AdaptiveArguments | None, **settings: Any) -> Any:
+        import datasets
+        import trl
+
+        from tests.transformers import test_trl
+
+        path, _, name = kind.rpartition(".")
+        module = importlib.import_module(f"trl.{path}") if path else trl
+        made, config_class = getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+        given: dict[str, Any] = {"ref_model": reference()} if reference else {}
+        if rows == "tokens":
+            given["data_collator"] = with_prompts
+            given["teacher_model"] = llama(initializer_range=0.1)
+        if rows == "prompts":
+            given["reward_funcs"] = lambda completions, **rest: [0.0] * len(completions)
+        if ours is not None:
+            made, given["adaptive"] = adaptive(made), ours
+        settings = {**SETTINGS, "bf16": False, "gradient_checkpointing": False, **config, **settings}
+        return made(
+            model=llama(), args=trainers.arguments(folder, config_class, **settings),
+            train_dataset=datasets.Dataset.from_list(ROWS[rows]()), processing_class=test_trl.make_tokenizer(), **given,
+        )  # fmt: skip
+
+    return make
+
+
+def wide() -> Any:
+    return llama(initializer_range=0.3)
+
+
+def with_prompts(samples: list[Features]) -> Features:
+    batch = trainers.collate(samples)
+    return {**batch, "prompts": batch["input_ids"][:, :1], "prompt_attention_mask": batch["attention_mask"][:, :1]}
+
+
+def words(chance: random.Random, most: int) -> str:
+    return " ".join(f"w{chance.randrange(3, trainers.VOCABULARY)}" for _ in range(chance.randrange(2, most)))
+
+
+def pairs() -> list[Features]:
+    chance = random.Random(1)
+    lengths = {"prompt": 8, "chosen": 16, "rejected": 16}
+    return [{name: words(chance, most) for name, most in lengths.items()} for _ in range(NUM_SAMPLES)]
+
+
+def rated() -> list[Features]:
+    """Answers that are good or not: rows of KTO."""
+    return [
+        {"prompt": each["prompt"], "completion": each["chosen"], "label": index % 3 > 0}
+        for index, each in enumerate(pairs())
+    ]
+
+
+ROWS: dict[str, Callable[[], list[Features]]] = {
+    "pairs": pairs,
+    "rated": rated,
+    "tokens": lambda: trainers.make_data(NUM_SAMPLES),
+    "texts": lambda: [{"text": f"{each['prompt']} {each['chosen']}"} for each in pairs()],
+    "answers": lambda: [{"prompt": each["prompt"], "completion": each["chosen"]} for each in pairs()],
+    "prompts": lambda: [{"prompt": each["prompt"]} for each in pairs()],
+}
+
+OF_TRL: Mapping[str, Habit] = {
+    "SFT": Habit(of_trl("SFT", "texts")),
+    "SFT of answers": Habit(of_trl("SFT", "answers")),
+    "DPO": Habit(of_trl("DPO", reference=llama)),
+    "DPO with aot": Habit(of_trl("DPO", reference=llama, loss_type=["aot"], learning_rate=1.0), REFUSED),
+    "DPO with aot and another reference": Habit(of_trl("DPO", reference=wide, loss_type=["aot"]), REFUSED),
+    "DPO with aot_unpaired": Habit(
+        of_trl("DPO", reference=llama, loss_type=["aot_unpaired"], learning_rate=1.0), REFUSED
+    ),
+    "DPO with bco_pair": Habit(of_trl("DPO", reference=llama, loss_type=["bco_pair"])),
+    "DPO with a mean of tokens": Habit(of_trl("DPO", reference=llama, loss_type=["sigmoid", "sft"]), REFUSED),
+    "KTO": Habit(of_trl("KTO", "rated", reference=llama, learning_rate=1.0), REFUSED),
+    "KTO with another reference": Habit(of_trl("KTO", "rated", reference=wide, beta=1.0), REFUSED),
+    "KTO without KL": Habit(of_trl("KTO", "rated", reference=llama, loss_type="apo_zero_unpaired")),
+    "CPO": Habit(of_trl("experimental.cpo.CPO"), REFUSED),
+    "ORPO": Habit(of_trl("experimental.orpo.ORPO"), REFUSED),
+    "GKD": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=0.0), draws=True),
+    "OnlineDPO": Habit(
+        of_trl("experimental.online_dpo.OnlineDPO", "prompts", reference=llama, max_new_tokens=4, max_length=64),
+        "while training|generat",
+    ),
+    "GKD that generates": Habit(of_trl("experimental.gkd.GKD", "tokens", lmbda=1.0, max_new_tokens=4), "generat"),
+}
+"""Habits that need TRL."""
+
+
+# --- two devices
+
+
+def summed(trainer: Any, model: Any, inputs: Features) -> tuple[torch.Tensor, torch.Tensor]:
+    losses, labels = of_tokens(model, inputs), inputs["labels"][:, 1:]
+    return losses.sum(), (labels != IGNORED).sum()
+
+
+def with_reduce(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    """A mean over the tokens of all devices, whose gradients DDP averages."""
+    loss, number = summed(trainer, model, inputs)
+    return loss / trainer.accelerator.reduce(number, "sum") * trainer.accelerator.num_processes
+
+
+def with_gather(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    loss, number = summed(trainer, model, inputs)
+    return loss / trainer.accelerator.gather(number).sum() * trainer.accelerator.num_processes
+
+
+def with_all_reduce(trainer: Any, model: Any, inputs: Features) -> torch.Tensor:
+    loss, number = summed(trainer, model, inputs)
+    dist.all_reduce(number)
+    return loss / number * dist.get_world_size()
+
+
+ON_TWO_RANKS: Mapping[str, Habit] = {
+    "BERT": Habit(making(bert)),
+    "classes": Habit(making(classes, collator=trainers.collate_classes)),
+    "reduce": Habit(computing(with_reduce), REFUSED),
+    "gather": Habit(computing(with_gather), REFUSED),
+    "all_reduce": Habit(computing(with_all_reduce), REFUSED),
+}
+"""Habits of scripts that torchrun starts; those that might wait for each other last."""
+
+
+def outcome_on_rank(make: Callable[..., Any], folder: Path, ours: AdaptiveArguments | None) -> dict[str, Any]:
+    torch.manual_seed(11)
+    data = trainers.make_data(2 * NUM_SAMPLES)
+    try:
+        trainer = make(folder, ours, data=data, ddp_backend="gloo", ddp_timeout=30)
+        trainer.train()
+    except ConfigError as error:
+        return {"refusal": str(error)}
+    values = [value.detach().double() for value in trainer.model.state_dict().values()]
+    digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
+    return {
+        "logged": trainers.logged(trainer), "weights": torch.cat([value.flatten() for value in values]).tolist(),
+        "digest": digest,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    quicken_collections()
+    found: dict[str, dict[str, Any]] = {}
+    with without_pages():
+        for name in sys.argv[2:] or ON_TWO_RANKS:
+            found[name] = {
+                kind: outcome_on_rank(ON_TWO_RANKS[name].make, Path(sys.argv[1]), ours)
+                for kind, ours in {"ours": AdaptiveArguments(micro_batch_size=3), "stock": None}.items()
+            }
+            Path(sys.argv[1], f"rank_{os.environ['RANK']}.json").write_text(json.dumps(found))

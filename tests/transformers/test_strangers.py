@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
 
-from adaptive_batching import ConfigError  # noqa: E402
+from adaptive_batching import AdaptiveStep, ConfigError  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 from tests.transformers import strangers, trainers  # noqa: E402
 from tests.transformers.strangers import HABITS, Habit  # noqa: E402
 
@@ -139,6 +141,7 @@ def check(habit: Habit, folder: Path) -> None:
         assert habit.outcome != strangers.SAME, ours.refusal
         assert re.search(habit.outcome, ours.refusal), ours.refusal
         assert "\n" not in ours.refusal
+        assert "Adaptive" not in ours.refusal, "a trainer has the name that its user wrote"
         return
     stock = run(habit, folder / "stock", None, **settings)
     initial = trainers.weights(habit.make(folder / "stock", None))
@@ -153,3 +156,158 @@ def check(habit: Habit, folder: Path) -> None:
 @pytest.mark.parametrize("name", HABITS)
 def test_a_habit_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> None:
     check(HABITS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", strangers.OF_TRL)
+def test_a_trainer_of_trl_trains_as_before_or_is_refused(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    check(strangers.OF_TRL[name], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_ranks(["-m", "tests.transformers.strangers", str(folder)])
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", strangers.ON_TWO_RANKS)
+def test_a_habit_on_two_devices_trains_as_before_or_is_refused(name: str, ranks: list[dict[str, Any]]) -> None:
+    expected = strangers.ON_TWO_RANKS[name].outcome
+    (ours, stock), other = (ranks[0][name][kind] for kind in ("ours", "stock")), ranks[1][name]["ours"]
+    if "refusal" in ours:
+        assert other == ours, "both devices say the same"
+        assert expected != strangers.SAME, ours["refusal"]
+        assert re.search(expected, ours["refusal"]), ours["refusal"]
+        return
+    assert ours["digest"] == other["digest"], "both devices have the same weights"
+    steps = [[each for each in one["logged"] if "loss" in each] for one in (ours, stock)]
+    for one, its in zip(*steps, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert one[key] == pytest.approx(its[key], rel=TOLERANCE), key
+    assert ours["weights"] == pytest.approx(stock["weights"], rel=TOLERANCE, abs=1e-6)
+    assert expected == strangers.SAME, "is the same, and was to be refused"
+
+
+# --- what Trainer shows to others
+
+
+def test_loaders_hand_out_batches_and_asking_for_one_runs_nothing(tmp_path: Path) -> None:
+    class Looks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, *args: Any, train_dataloader: Any, **kwargs: Any) -> None:
+            seen["of a callback"] = next(iter(train_dataloader))
+
+    seen: dict[str, Any] = {}
+    data = trainers.make_data(24)
+    ours = trainers.make_trainer(
+        tmp_path, AdaptiveArguments(micro_batch_size="auto"), data=data, eval_dataset=data, max_steps=1
+    )
+    watched = trainers.OutOfMemory(ours.model, 10**9)
+    seen["of training"] = next(iter(ours.get_train_dataloader()))
+    seen["of evaluation"] = next(iter(ours.get_eval_dataloader()))
+    assert not watched.forwards
+    ours.add_callback(Looks())
+    ours.train()
+    assert {name: tuple(batch["input_ids"].shape) for name, batch in seen.items()} == {
+        "of training": (8, 24), "of evaluation": (8, 24), "of a callback": (8, 24),
+    }  # fmt: skip
+
+
+def test_the_longest_target_of_an_encoder_decoder_is_probed(tmp_path: Path) -> None:
+    data = trainers.make_data(40)
+    for index, sample in enumerate(data):
+        sample["labels"] = [5] * (60 if index == 38 else 4)
+    ours = trainers.make_trainer(
+        tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=trainers.make_t5(), data=data, max_steps=1
+    )
+    longest: list[int] = []
+
+    def note(model: Any, args: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled():
+            longest.append(inputs["labels"].shape[1])
+
+    ours.model.register_forward_pre_hook(note, with_kwargs=True)
+    ours.adaptive.find()
+    assert max(longest) == 60
+
+
+def test_where_accumulation_adds_means_up_the_line_that_says_so_names_the_factor(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = trainers.make_trainer(
+        tmp_path, AdaptiveArguments(micro_batch_size=3), model=trainers.make_bert(), gradient_accumulation_steps=4,
+        per_device_train_batch_size=2, max_steps=1,
+    )  # fmt: skip
+    with caplog.at_level("INFO", "adaptive_batching"):
+        ours.train()
+    [line] = [record.getMessage() for record in caplog.records if "gradient_accumulation_steps" in record.getMessage()]
+    assert re.search(r"\b4\b", line)
+
+
+# --- plain loops
+
+
+def make_step(loss: Any, max_tokens: int | None = 40) -> tuple[Any, AdaptiveStep[Any]]:
+    model = trainers.make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = AdaptiveStep(model, optimizer, loss, trainers.collate, length=lambda sample: len(sample["input_ids"]))
+    step.max_tokens = max_tokens
+    return model, step
+
+
+def sum_and_number(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    number = (batch["labels"][:, 1:] != strangers.IGNORED).sum()
+    return model(**batch).loss * number, number
+
+
+def mean_times_samples(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    return model(**batch).loss * len(batch["labels"]), len(batch["labels"])
+
+
+def gradient_of(model: Any) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_accelerate_that_accumulates_takes_the_gradient_of_all_samples_or_is_refused(accumulated: int) -> None:
+    from accelerate import Accelerator
+
+    samples = trainers.make_data(8)
+    model = trainers.make_llama()
+    model(**trainers.collate(samples)).loss.backward()
+    expected = gradient_of(model)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+    model, step = make_step(sum_and_number)
+    try:
+        step.gradients(samples, accelerator.backward)
+    except ConfigError as error:
+        assert accumulated == 4
+        assert "gradient_accumulation_steps" in str(error)
+    else:
+        torch.testing.assert_close(gradient_of(model), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_mean_times_samples_stops_a_plain_loop() -> None:
+    _, step = make_step(mean_times_samples)
+    with pytest.raises(ConfigError, match="mean"):
+        for start in range(0, 40, 8):
+            step(trainers.make_data(40)[start : start + 8])
+
+
+def test_a_loss_that_sums_itself_in_an_attribute_has_the_mean_of_its_own() -> None:
+    class Metered:
+        total, number = torch.tensor(0.0), 0
+
+        def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            loss, number = sum_and_number(model, batch)
+            self.total, self.number = self.total + loss.detach(), self.number + number
+            return loss, number
+
+    loss = Metered()
+    samples = trainers.make_data(24)
+    _, step = make_step(loss, 60)
+    step.find_maximum_batch_size(samples[0], upper=2)
+    means = [float(step(samples[start : start + 8])) for start in (0, 8, 16)]
+    numbers = [int((trainers.collate(samples[start : start + 8])["labels"][:, 1:] != -100).sum()) for start in (0, 8, 16)]
+    assert loss.number == sum(numbers)
+    assert float(loss.total) == pytest.approx(sum(map(float.__mul__, means, map(float, numbers))), rel=1e-4)
