@@ -82,6 +82,8 @@ def with_batch_norm() -> Any:
 class Codebook(nn.Module):
     """Vectors that follow what is nearest to them, by a moving average in forward, as in VQ-VAE."""
 
+    vectors: torch.Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("vectors", torch.randn(4, size, generator=torch.Generator().manual_seed(3)))
@@ -190,9 +192,7 @@ LossOf = Callable[[Any, Any, Features], Any]
 """(trainer, model, inputs) -> loss."""
 
 
-def computing(
-    loss: LossOf, model: Callable[[], Any] = llama, kind: Any = Trainer, **given: Any
-) -> Callable[..., Any]:
+def computing(loss: LossOf, model: Callable[[], Any] = llama, kind: Any = Trainer, **given: Any) -> Callable[..., Any]:
     """As ``making``, with a ``compute_loss`` of one's own."""
 
     class ComputingTrainer(kind):  # type: ignore[misc]
@@ -512,11 +512,14 @@ class ScaledStepTrainer(Trainer):  # type: ignore[misc]
 class GroupsTrainer(Trainer):  # type: ignore[misc]
     """Has groups of its own in its optimizer."""
 
+    optimizer: Any
+
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None:
             head = [p for name, p in self.model.named_parameters() if "lm_head" in name]
             body = [p for name, p in self.model.named_parameters() if "lm_head" not in name]
-            self.optimizer = torch.optim.SGD([{"params": head, "lr": 0.2}, {"params": body}], lr=0.05, momentum=0.5)
+            groups: list[dict[str, Any]] = [{"params": head, "lr": 0.2}, {"params": body}]
+            self.optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.5)
         return self.optimizer
 
 
@@ -677,11 +680,11 @@ HABITS: Mapping[str, Habit] = {
     "a codebook that follows its input": Habit(making(with_codebook, collator=trainers.collate_classes), REFUSED),
     "an average in an attribute": Habit(making(with_attribute, collator=trainers.collate_classes), REFUSED),
     "mean of tokens": Habit(computing(mean_of_tokens)),
-    "targets of another name": Habit(computing(other_name, collator=collate_targets, remove_unused_columns=False), REFUSED),
+    "targets of another name": Habit(
+        computing(other_name, collator=collate_targets, remove_unused_columns=False), REFUSED
+    ),
     "targets of another name, one length at first": Habit(
-        computing(
-            other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)
-        ),
+        computing(other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)),
         REFUSED,
     ),
     "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
@@ -745,8 +748,10 @@ HABITS: Mapping[str, Habit] = {
 # --- TRL's trainers
 
 
-def of_trl(kind: str, rows: str = "pairs", reference: Callable[[], Any] | None = None, **config: Any) -> Callable[..., Any]:
-    """Return a function that makes a trainer of TRL, such as ``DPO``, or of its experiments, ``experimental.cpo.CPO``."""
+def of_trl(
+    kind: str, rows: str = "pairs", reference: Callable[[], Any] | None = None, **config: Any
+) -> Callable[..., Any]:
+    """Return a function that makes a trainer of TRL, as ``DPO``, or of its experiments, as ``experimental.cpo.CPO``."""
 
     def make(folder: Path, ours: AdaptiveArguments | None, **settings: Any) -> Any:
         import datasets
