@@ -35,9 +35,17 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft")
 STOCK = "stock"
 MODES: dict[str, dict[str, Any]] = {"none set": {}, "auto": {"micro_batch_size": "auto"}}
 SUITES = {
-    "transformers": [f"tests/trainer/test_{name}.py" for name in ("trainer", "trainer_seq2seq", "trainer_callback")],
-    "trl": [f"tests/test_{name}_trainer.py" for name in ("sft", "dpo", "reward")],
-}
+    "transformers": [f"tests/trainer/test_{name}.py" for name in (
+        "trainer", "trainer_accelerator", "trainer_callback", "trainer_checkpointing", "trainer_data",
+        "trainer_evaluation", "trainer_hyperparameter", "trainer_optimizers", "trainer_seq2seq",
+    )],
+    "trl": [f"tests/test_{name}_trainer.py" for name in ("sft", "dpo", "reward", "kto", "grpo", "rloo")]
+    + [f"tests/experimental/test_{name}_trainer.py" for name in (
+        "a2po", "async_grpo", "bco", "cpo", "distillation", "gkd", "gmpo", "gold", "grpo_with_replay_buffer",
+        "gspo_token", "iw_opd", "minillm", "nash_md", "online_dpo", "orpo", "ppo", "prm", "sdft", "sdpo",
+        "server_distillation", "ssd", "tpo", "xpo",
+    )],
+}  # fmt: skip
 # Of transformers, that its newest versions no longer have and its tests still import.
 RETIRED = ("GlueDataset", "GlueDataTrainingArguments", "LineByLineTextDataset", "TextDataset")
 PASSED, REFUSED = "passed", "refused"
