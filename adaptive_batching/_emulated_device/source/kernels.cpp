@@ -82,6 +82,8 @@ API int cuFuncGetAttribute(int* value, int which, void*) {
   *value = which == abi::FUNCTION_REGISTERS ? 32 : which == abi::FUNCTION_MAX_THREADS ? 1024 : 0;
   return abi::SUCCESS;
 }
+// NVRTC asks the driver for its cache of compiled code, and does without one only where it is told that there is none.
+API int cuGetExportTable(const void** table, const void*) { *table = nullptr; return abi::NOT_FOUND; }
 API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { *n = 2; return abi::SUCCESS; }
 
 // A function of the driver by its name, under the latest of its versions. What is not here is not found.
