@@ -28,8 +28,8 @@ SOURCE = Path(__file__).parent / "source"
 CALLERS = ("torch/lib/*.so", "bitsandbytes/libbitsandbytes_cuda*.so")
 # Libraries whose functions the device has in their place, whoever calls them: the real ones would fail on its handles
 REPLACED = tuple(f"nvidia/*/lib/lib{name}.so*" for name in ("cudart", "cublas", "cublasLt", "nccl"))
-CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|cusolver|cufft|nccl|cu[A-Z])\w*")
-PRODUCTS = re.compile(r"cublas\w*([gG]em[mv]|trsm|getrfBatched)\w*")
+CALLS = re.compile(r"\b(cuda[A-Z]|__cuda|cublas|cusolver|cusparse|cufft|nccl|cu[A-Z])\w*")
+PRODUCTS = re.compile(r"cublas\w*([gG]em[mv]|trsm|getrfBatched|[dD]ot)\w*")
 # What Triton's launcher links to, and torch does not call
 TRITON = (
     *("cuTensorMapEncodeTiled", "cuTensorMapEncodeIm2col", "cuLaunchCooperativeKernel", "cuOccupancyMaxActiveClusters"),
@@ -43,11 +43,11 @@ WRITTEN = {
     **{f"{name}_bufferSize": 8 for name in ("orgqr", "ungqr", "syevd", "heevd", "syevjBatched", "heevjBatched")},
     **{f"{name}_bufferSize": 12 for name in ("ormqr", "unmqr", "gesvdjBatched", "Xsyevd", "XsyevBatched", "Xsytrs")},
     "gesvdj_bufferSize": 13, "gesvdaStridedBatched_bufferSize": 17, "Xgeqrf_bufferSize": 11, "Xpotrf_bufferSize": 9,
-    "Xgeev_bufferSize": 18, "getrsBatched": 10, "geqrfBatched": 7,
+    "Xgeev_bufferSize": 18, "getrsBatched": 10, "geqrfBatched": 7, "gelsBatched": 10,
 }  # fmt: skip
 SOLVERS = re.compile(r"(?:cusolverDn|cublas)[SDCZ]?(\w+)")
 DRIVER = re.compile(rb"(?<=\0)cu[A-Z][A-Za-z0-9_]+(?=\0)")  # functions of the driver among the strings of a library
-NOT_SUPPORTED = {"cublas": 15, "nccl": 5}  # of CUDA itself 801
+NOT_SUPPORTED = {"cublas": 15, "cusparse": 10, "nccl": 5}  # of CUDA itself 801
 GIB = 2**30
 MOST_DEVICES = 16  # as in source/device.h
 
@@ -199,7 +199,7 @@ def _answer(name: str) -> str:
     """Return the line for a function that the device lacks: one that does nothing, or says that it is not supported."""
     solver = SOLVERS.fullmatch(name)
     if solver and solver[1] in WRITTEN:
-        return f"WRITES_ZERO({name}, {WRITTEN[solver[1]]}, {'size_t' if solver[1][0] == 'X' else 'int'})\n"
+        return f"WRITES_ZERO({name}, {WRITTEN[solver[1]]}, {'size_t, 2' if solver[1][0] == 'X' else 'int, 1'})\n"
     if PRODUCTS.fullmatch(name):
         return f"PRODUCT({name})\n"
     if name.startswith("cusolver"):

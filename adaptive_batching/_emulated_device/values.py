@@ -1,14 +1,16 @@
-"""Give counts their values: what small tensors hold that decide what a program does next; and stand in for cuDNN.
+"""Give counts and comparisons their values, which decide what a program does next; and stand in for cuDNN.
 
 No kernel computes anything on the emulated device, so that a count of tokens would be zero and a mean have nothing to
 divide by. Its memory is the host's, though. Behind each kernel of a few elementary functions, the host computes the
 same function on the same memory, where all that is given are integers, truth values or single numbers. Losses and
-gradients stay zero.
+gradients stay zero. A comparison takes numbers as they lie in memory: zeros, except where the host wrote others.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +22,29 @@ from adaptive_batching._emulated_device import control
 
 MOST_ELEMENTS = 2**20
 MOST_BYTES = 2**16  # of a byte each: more are the packed numbers of quantized weights
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 LONGEST_WAIT = 5000  # milliseconds; another rank may wait for this one
 # Overloads that have a kernel of CUDA's
 FUNCTIONS = (
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "remainder.Tensor", "floor_divide", "neg", "abs", "sqrt"),
     *("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_"),
-    *("eq.Tensor", "eq.Scalar", "ne.Tensor", "ne.Scalar", "lt.Tensor", "lt.Scalar", "le.Tensor", "le.Scalar"),
-    *("gt.Tensor", "gt.Scalar", "ge.Tensor", "ge.Scalar", "logical_and", "logical_or", "logical_not", "where.self"),
-    *("bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_not", "minimum", "maximum", "clamp", "clamp_", "clamp_min"),
-    *("sum.dim_IntList", "mean.dim", "any", "any.dim", "all", "all.dim", "max", "min", "amax", "amin", "argmax"),
-    *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src"),
-    *("cumsum", "isnan", "isfinite", "reciprocal", "arange.start_out", "index.Tensor", "gather", "index_select"),
+    *("minimum", "maximum", "clamp", "clamp_", "clamp_min", "clamp_max", "where.self", "sign", "pow.Tensor_Scalar"),
+    *("sum.dim_IntList", "mean.dim", "prod", "prod.dim_int", "max", "min", "max.dim", "min.dim", "amax", "amin", "argmax"),
+    *("argmin", "sort", "sort.stable", "cumsum", "cumprod", "searchsorted.Tensor", "bucketize.Tensor"),
+    *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "scatter_add", "scatter_add_", "index_add"),
+    *("index.Tensor", "index_put_", "index_select", "index_fill_.int_Scalar", "gather", "masked_fill_.Scalar"),
+    *("cat", "stack", "flip", "roll", "tril", "triu", "arange.start_out", "reciprocal"),
 )
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+_COMBINED = ("and", "or", "xor", "not")
+# Those that answer with truth values, of numbers of all kinds
+QUESTIONS = (
+    *(f"{name}{place}.{of}" for name in _COMPARED for place in ("", "_") for of in ("Tensor", "Scalar")),
+    *(f"logical_{name}{place}" for name in _COMBINED for place in ("", "_")),
+    *(f"bitwise_{name}{place}{'' if name == 'not' else '.Tensor'}" for name in _COMBINED for place in ("", "_")),
+    *("isnan", "isfinite", "isposinf", "isneginf", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims"),
+)
+SET = ("fill_.Scalar", "fill_.Tensor", "zero_", "copy_")
 # Whose results, or what they are made of, are as large as what they find
 SELECTIONS = (
     "nonzero",
@@ -50,16 +63,20 @@ def prepare() -> None:
     convolution takes what its results take, and what else cuDNN does torch does itself."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.enabled = False
+    atexit.register(_end_quietly)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that are replaced
-        replaced = {**dict.fromkeys(FUNCTIONS, _with_values), **dict.fromkeys(SELECTIONS, _by_host)}
+        replaced = {**dict.fromkeys((*FUNCTIONS, *QUESTIONS), _with_values), **dict.fromkeys(SELECTIONS, _by_host)}
         attention = "_scaled_dot_product_cudnn_attention"
         of_cudnn = {
             "convolution": _convolved, "convolution_backward": _convolved_backward,
             attention: _attended, f"{attention}_backward": _attended_backward,
         }  # fmt: skip
-        for name, by in {**replaced, **of_cudnn, "randperm.generator_out": _in_order, "topk": _in_turn}.items():
+        others = {
+            "equal": _compared, "_is_all_true": _taken_for_true, "randperm.generator_out": _in_order, "topk": _in_turn,
+        }  # fmt: skip
+        for name, by in {**replaced, **of_cudnn, **others}.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
             packet, _, overload = name.partition(".")
             function = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -67,21 +84,77 @@ def prepare() -> None:
     _kept.append(library)
 
 
+def _end_quietly() -> None:
+    """Let autograd's threads drop what they hold of the last backward. Their tensors have been in Python, in the kernels
+    here, so that they need Python's lock, and a thread that waits for it when Python ends aborts the process."""
+    for _ in range(10 * torch.cuda.is_initialized()):
+        time.sleep(0.005)
+
+
 def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
+    name = f"{function._schema.name.partition('::')[2]}.{function._schema.overload_name}".rstrip(".")
+    asks = name in QUESTIONS
+
     def computed(keys: Any, *arguments: Any, **kwargs: Any) -> Any:
         args = _numbers_as_tensors(function, arguments)
         result = kernel.call_boxed(keys, *args, **kwargs)
         tensors = [x for x in tree_flatten((args, kwargs, result))[0] if isinstance(x, torch.Tensor)]
-        if not _are_counts(tensors):
+        if any(type(x) not in PLAIN or x.device.type == "meta" for x in tensors):
+            return result
+        if not all(map(_is_small, tensors)):
+            return _answered_for_all(function, args, kwargs, result) if asks or name in SET else result
+        if not asks and any(map(_is_inexact, tensors)) and not all(x.numel() == 1 for x in tensors):
             return result
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)  # what is given may be on its way
         given, named = tree_map_only(torch.Tensor, _on_host, (args, kwargs))
-        values = function(*given, **named)
-        if isinstance(result, torch.Tensor) and not any(result is x for x in tree_flatten((args, kwargs))[0]):
-            _on_host(result).copy_(values)
+        try:
+            values = function(*given, **named)
+        except RuntimeError as error:
+            if "ZeroDivisionError" in str(error):  # a device goes on
+                return result
+            raise
+        passed = tree_flatten((args, kwargs))[0]  # and holds its values already
+        for made, value in zip(tree_flatten(result)[0], tree_flatten(values)[0], strict=True):
+            if isinstance(made, torch.Tensor) and not any(made is x for x in passed):
+                _on_host(made).copy_(value)
         return result
 
     return computed
+
+
+def _answered_for_all(function: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
+    """Write the answer about the first numbers to all of the result, where numbers are too many to look at each: those of
+    a large tensor are equal, because its copies to the device are left out."""
+    asked = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and not _is_small(x)]
+    if result.dtype is torch.bool and any(x.dtype is torch.bool or _is_inexact(x) for x in asked):
+        control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
+        held = _first(result)
+        given, named = tree_map_only(torch.Tensor, _first, (args, kwargs))
+        answer = function(*given, **named).flatten()
+        if answer.item() != held.item():  # memory that says so already stays untouched
+            _on_host(result).fill_(answer.item())
+    return result
+
+
+def _compared(function: Any, kernel: Any) -> Callable[..., Any]:
+    def compared(keys: Any, x: torch.Tensor, other: torch.Tensor) -> Any:
+        if not (kernel.call_boxed(keys, x, other) or x.shape == other.shape):
+            return False
+        control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
+        return function(*map(_on_host if _is_small(x) else _first, (x, other)))
+
+    return compared
+
+
+def _taken_for_true(function: Any, kernel: Any) -> Callable[..., Any]:
+    """Return what finds that all is true: distributions ask so about their parameters, and a scale of zeros is none."""
+
+    def all_true(keys: Any, x: torch.Tensor) -> Any:
+        found = kernel.call_boxed(keys, x)
+        _on_host(found).fill_(True)
+        return found
+
+    return all_true
 
 
 def _by_host(function: Any, kernel: Any) -> Callable[..., Any]:
@@ -198,18 +271,23 @@ def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:
     tensor = next((x for x in args if isinstance(x, torch.Tensor)), None)
     return [
         torch.tensor(x, dtype=torch.result_type(tensor, x))
-        if tensor is not None and isinstance(x, (bool, int, float)) and isinstance(taken.type, torch.TensorType)
+        if tensor is not None and isinstance(x, (bool, int, float, complex)) and isinstance(taken.type, torch.TensorType)
         else x
         for x, taken in zip(args, function._schema.arguments, strict=False)
     ]
 
 
-def _are_counts(tensors: list[torch.Tensor]) -> bool:
-    for x in tensors:
-        most = MOST_BYTES if x.dtype in (torch.uint8, torch.int8) else MOST_ELEMENTS
-        if type(x) is not torch.Tensor or x.numel() > most or x.device.type == "meta":
-            return False
-    return all(x.numel() == 1 for x in tensors) or not any(x.is_floating_point() or x.is_complex() for x in tensors)
+def _is_small(x: torch.Tensor) -> bool:
+    return x.numel() <= (MOST_BYTES if x.dtype in (torch.uint8, torch.int8) else MOST_ELEMENTS)
+
+
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first element, with as many dimensions."""
+    return _on_host(tensor[(slice(1),) * tensor.dim()]).clone()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

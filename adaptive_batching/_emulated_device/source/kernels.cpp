@@ -82,6 +82,8 @@ API int cuFuncGetAttribute(int* value, int which, void*) {
   *value = which == abi::FUNCTION_REGISTERS ? 32 : which == abi::FUNCTION_MAX_THREADS ? 1024 : 0;
   return abi::SUCCESS;
 }
+// NVRTC asks the driver for its cache of compiled code, and does without one only where it is told that there is none.
+API int cuGetExportTable(const void** table, const void*) { *table = nullptr; return abi::NOT_FOUND; }
 API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { *n = 2; return abi::SUCCESS; }
 
 // A function of the driver by its name, under the latest of its versions. What is not here is not found.
@@ -161,15 +163,36 @@ namespace {
 int solved() { return launched(KERNELS, nullptr) ? 6 : 0; }  // CUSOLVER_STATUS_EXECUTION_FAILED
 }  // namespace
 #define SOLVER(name) API int name() { return solved(); }
-#define WRITES_ZERO(name, position, type)                                             \
+#define WRITES_ZERO(name, position, type, times)                                      \
   API int name(void* first, ...) {                                                    \
     va_list given;                                                                    \
     va_start(given, first);                                                           \
     for (int i = 2; i < position; ++i) va_arg(given, void*);                          \
-    for (int i = 0; i < (sizeof(type) > sizeof(int) ? 2 : 1); ++i) *va_arg(given, type*) = 0; \
+    for (int i = 0; i < times; ++i) *va_arg(given, type*) = 0;                        \
     va_end(given);                                                                    \
     return 0;                                                                         \
   }
+
+// cuSPARSE, as far as products and orders of matrices go. Its workspaces are missing, too, and a product of two sparse
+// matrices has no elements.
+#define MAKES(name) API int name(void** made) { return make(made); }
+MAKES(cusparseCreate) MAKES(cusparseCreateCsr) MAKES(cusparseCreateCoo) MAKES(cusparseCreateDnMat) MAKES(cusparseCreateDnVec)
+MAKES(cusparseCreateMatDescr) MAKES(cusparseSpGEMM_createDescr) MAKES(cusparseSpSM_createDescr) MAKES(cusparseSpSV_createDescr)
+NOTHING_TO_DO(cusparseDestroy) NOTHING_TO_DO(cusparseDestroySpMat) NOTHING_TO_DO(cusparseDestroyDnMat)
+NOTHING_TO_DO(cusparseDestroyDnVec) NOTHING_TO_DO(cusparseDestroyMatDescr) NOTHING_TO_DO(cusparseSpGEMM_destroyDescr)
+NOTHING_TO_DO(cusparseSpSM_destroyDescr) NOTHING_TO_DO(cusparseSpSV_destroyDescr) NOTHING_TO_DO(cusparseSetStream)
+NOTHING_TO_DO(cusparseSetPointerMode) NOTHING_TO_DO(cusparseSetMatType) NOTHING_TO_DO(cusparseSetMatFillMode)
+NOTHING_TO_DO(cusparseSetMatDiagType) NOTHING_TO_DO(cusparseSetMatIndexBase) NOTHING_TO_DO(cusparseCsrSetStridedBatch)
+NOTHING_TO_DO(cusparseCsrSetPointers) NOTHING_TO_DO(cusparseDnMatSetStridedBatch) NOTHING_TO_DO(cusparseSpMatSetAttribute)
+SOLVER(cusparseSpMV) SOLVER(cusparseSpMM) SOLVER(cusparseSDDMM) SOLVER(cusparseSDDMM_preprocess) SOLVER(cusparseSpSV_analysis)
+SOLVER(cusparseSpSV_solve) SOLVER(cusparseSpSM_analysis) SOLVER(cusparseSpSM_solve) SOLVER(cusparseSpGEMM_copy)
+SOLVER(cusparseXcoo2csr) SOLVER(cusparseXcoosortByRow) SOLVER(cusparseXcsrsort) SOLVER(cusparseCreateIdentityPermutation)
+WRITES_ZERO(cusparseSpMV_bufferSize, 10, size_t, 1) WRITES_ZERO(cusparseSpMM_bufferSize, 11, size_t, 1)
+WRITES_ZERO(cusparseSpSV_bufferSize, 10, size_t, 1) WRITES_ZERO(cusparseSpSM_bufferSize, 11, size_t, 1)
+WRITES_ZERO(cusparseSDDMM_bufferSize, 11, size_t, 1) WRITES_ZERO(cusparseSpGEMM_workEstimation, 12, size_t, 1)
+WRITES_ZERO(cusparseSpGEMM_compute, 12, size_t, 1) WRITES_ZERO(cusparseSpMatGetSize, 2, int64_t, 3)
+WRITES_ZERO(cusparseXcoosort_bufferSizeExt, 7, size_t, 1) WRITES_ZERO(cusparseXcsrsort_bufferSizeExt, 7, size_t, 1)
+API const char* cusparseGetErrorString(int) { return "not supported by the emulated device"; }
 
 // The builder writes a list of what else torch calls: absent.inc
 extern "C" int emulated_absent(const char* name, int code) {

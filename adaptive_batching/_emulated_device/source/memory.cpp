@@ -370,6 +370,20 @@ API int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t fr
   }
   return abi::SUCCESS;
 }
+// cuBLAS's copies; sizes are of elements.
+API int cublasSetMatrixAsync(int rows, int columns, int element, const void* from, int from_rows, void* to, int to_rows, void* stream) {
+  size_t n = element;
+  return cudaMemcpy2DAsync(to, n * to_rows, from, n * from_rows, n * rows, columns, 0, stream);
+}
+API int cublasGetMatrixAsync(int rows, int columns, int element, const void* from, int from_rows, void* to, int to_rows, void* stream) {
+  return cublasSetMatrixAsync(rows, columns, element, from, from_rows, to, to_rows, stream);
+}
+API int cublasSetVectorAsync(int count, int element, const void* from, int from_step, void* to, int to_step, void* stream) {
+  return cublasSetMatrixAsync(1, count, element, from, from_step, to, to_step, stream);
+}
+API int cublasGetVectorAsync(int count, int element, const void* from, int from_step, void* to, int to_step, void* stream) {
+  return cublasSetMatrixAsync(1, count, element, from, from_step, to, to_step, stream);
+}
 API int cudaMemsetAsync(void* p, int value, size_t bytes, void* stream) {
   if (int error = standing()) return record(error);
   Lock hold(lock);
