@@ -195,9 +195,13 @@ def place(frames: Sequence[Frame]) -> str:
 
 def line_of_script(frames: Sequence[Frame]) -> str | None:
     """Return the innermost line of code that is not installed: the user's own."""
-    own = (f for f in frames if not _is_installed(f) and not f["filename"].startswith(("<", str(_HERE))))
-    found = next(own, None)
+    found = next(filter(is_of_script, frames), None)
     return None if found is None else line_of(found)
+
+
+def is_of_script(frame: Frame) -> bool:
+    """True for code that is neither installed nor generated."""
+    return not _is_installed(frame) and not frame["filename"].startswith(("<", str(_HERE)))
 
 
 def _is_installed(frame: Frame) -> bool:
