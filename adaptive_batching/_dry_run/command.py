@@ -20,7 +20,8 @@ from typing import Any
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, processes_in, read_dry_run
 from adaptive_batching._emulated_device import MOST_DEVICES, BuildError, EmulatedDevice, parse_capability
-from adaptive_batching._plan import find_gpus, gpu_memory
+from adaptive_batching._gpus import find_gpus
+from adaptive_batching._plan import gpu_memory
 from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code

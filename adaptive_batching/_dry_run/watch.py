@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from adaptive_batching._dry_run import FOLDER, STEPS
-from adaptive_batching._dry_run.course import Course, is_rehearsing, stack_of
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
@@ -47,6 +46,7 @@ from adaptive_batching._dry_run.history import (
     read_history,
     step_of,
 )
+from adaptive_batching._dry_run.script import Course, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten

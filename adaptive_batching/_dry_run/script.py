@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import LBFGS, Optimizer
 
 from adaptive_batching._dry_run.history import is_of_script, line_of_script
@@ -81,7 +80,8 @@ class Course:
 
         @functools.wraps(run)
         def note_and_run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch._C._current_graph_task_id() == -1 and not is_rehearsing() and not any(map(_is_fake, outputs)):
+            is_outermost = torch._C._current_graph_task_id() == -1
+            if is_outermost and not is_rehearsing() and all(type(x) is torch.Tensor or _is_sharded(x) for x in outputs):
                 self._before_pass(self.passes)
                 self.passes += 1
             return run(outputs, *args, **kwargs)
@@ -184,5 +184,5 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def _is_fake(tensor: Any) -> bool:
-    return isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor)
+def _is_sharded(tensor: Any) -> bool:
+    return type(tensor).__name__ == "DTensor"  # tensors of other classes are those of a trace
