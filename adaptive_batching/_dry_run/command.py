@@ -19,7 +19,13 @@ from typing import Any
 
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, processes_in, read_dry_run
-from adaptive_batching._emulated_device import MOST_DEVICES, BuildError, EmulatedDevice, parse_capability
+from adaptive_batching._emulated_device import (
+    MOST_DEVICES,
+    BuildError,
+    EmulatedDevice,
+    parse_capability,
+    write_nvidia_smi,
+)
 from adaptive_batching._gpus import find_gpus
 from adaptive_batching._plan import gpu_memory
 from adaptive_batching._values import ConfigError
@@ -106,7 +112,8 @@ def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folde
     found = folder / "processes"
     found.mkdir()
     steps = sys.maxsize if args.whole else args.steps
-    environment = _environment(device.environment(os.environ), found, steps)
+    write_nvidia_smi(folder / "bin")
+    environment = _environment(device.environment(os.environ), found, steps, folder / "bin")
     ending = _end_of(command, environment, found, args.max_seconds, to_stderr=args.json)
     if is_recipe and ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which
@@ -125,7 +132,11 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
         capability = parse_capability(args.capability)
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
-    device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors)
+    vendor = "NVIDIA GeForce" if re.match(r"RTX [2-5]0\d0\b", name) else "NVIDIA"
+    device = EmulatedDevice(
+        memory, count=args.devices, capability=capability, processors=processors,
+        name="emulated device" if args.gpu is None else f"{vendor} {name}",
+    )  # fmt: skip
     return device, Card(name, memory, device.context_bytes)
 
 
@@ -137,12 +148,12 @@ def _devices(args: argparse.Namespace) -> int:
     return int(started[1]) if started else 1
 
 
-def _environment(on_device: Mapping[str, str], found: Path, steps: int) -> dict[str, str]:
+def _environment(on_device: Mapping[str, str], found: Path, steps: int, programs: Path) -> dict[str, str]:
     """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
     hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
     own = {
         "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch", FOLDER: str(found), STEPS: str(steps),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
     }  # fmt: skip
     return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}
 

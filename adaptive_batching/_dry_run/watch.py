@@ -86,6 +86,7 @@ class Watch:
         self._labels: list[Labels] = []
         self._out_of_memory: list[dict[str, Any]] = []
         self._peaks: dict[int, dict[str, int]] = {}  # of each device, of what has been reset since
+        self._reserved_now: dict[int, int] = {}  # of each device
         self.trouble: str | None = None  # why something is missing from the report
         self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
@@ -268,6 +269,7 @@ class Watch:
             for name, key in (("allocated", "allocated_bytes.all.peak"), ("reserved", "reserved_bytes.all.peak")):
                 found[name] = max(found.get(name, 0), int(stats[key]))
             found["retries"] = int(stats["num_alloc_retries"])
+            self._reserved_now[device] = int(stats["reserved_bytes.all.current"])
 
     def _write(self, *, ended: bool) -> None:
         """Write what is known, all at once: in short while the script runs, which may be killed, in full at its end."""
@@ -283,6 +285,7 @@ class Watch:
         found: dict[str, Any] = {
             "process": self._process, "rank": int(os.environ.get("RANK", 0)), "device": device, "steps": steps,
             "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
+            "reserved_now": self._reserved_now,
             "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
             "course": self._course.as_object(),
         }  # fmt: skip
