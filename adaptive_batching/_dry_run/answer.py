@@ -16,6 +16,7 @@ from adaptive_batching._values import DRY_RUN, memory_size
 VERSION = 1
 """Of the object that ``--json`` prints."""
 
+SHOWN = 2**16  # bytes that are told of a kind
 MOST_FRAMES = 8  # of a stack that words show
 _PLUMBING = "modules/module.py:"  # how torch calls a module
 _ASKED = {"kernels": "kernels", "products": "matrix products", "synchronizations": "synchronizations",
@@ -24,7 +25,6 @@ _OF_ZEROS = ("ZeroDivisionError", "OverflowError", "ValueError: math domain", "V
 """Errors of arithmetic, in Python's words, that a loss of zero leads to."""
 # Of what starts a script, when the script has failed: torchrun, accelerate and trl, multiprocessing
 _OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException", "SignalException")
-_OF_SPAWN = "ProcessRaisedException"  # whose last line is the script's error
 _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 
 
@@ -130,8 +130,11 @@ class DryRun:
         if code < 0:
             return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its output is above"
         if self.errors and code:
-            line = "" if self.errors[0]["line"] is None else f" ({self.errors[0]['line']})"
-            return f"the script failed, but not for want of the card's memory: {self.errors[0]['text']}{line}"
+            error = self.errors[0]
+            if error["text"].startswith(_OF_LAUNCHERS):  # of a script that has left no error of its own
+                return "the launcher's command failed, but not for want of the card's memory; its output is above"
+            line = "" if error["line"] is None else f" ({error['line']})"
+            return f"the script failed, but not for want of the card's memory: {error['text']}{line}"
         if code:
             return f"the script ended with exit code {code}, but not for want of the card's memory; its output is above"
         if self.worst is None:
@@ -283,11 +286,18 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
         step, last = history["peak_step"], len(worst["steps"])
         when = f"after step {last}" if last and step > last else f"in step {step}"
         lines.append(_row("reached", f"{when}, {', from '.join(places)}"))
-    held = ", ".join(f"{kind} {memory_size(size)}" for kind, size in history["categories"].items())
-    lines.append(_row("held by", held))
+    shown = {kind: size for kind, size in history["categories"].items() if size >= SHOWN or size == peaks["allocated"]}
+    lines.append(_row("held by", ", ".join(f"{kind} {memory_size(size)}" for kind, size in shown.items())))
     for each in history["holders"][:5]:
         times = f" ({each['allocations']:,} allocations)" if each["allocations"] > 1 else ""
         lines.append(_row("", f"{memory_size(each['bytes']):>11}  {each['category']}, {each['where']}{times}"))
+    if outdated := history.get("outdated_buckets_bytes"):
+        lines.append(
+            _row("note", f"{memory_size(outdated)} are the buckets that DDP began with: NCCL lets go of them when")
+        )
+        lines.append(
+            _row("", "its watchdog has looked, every 100 ms; longer steps of a real card may not hold both sets")
+        )
     return lines
 
 

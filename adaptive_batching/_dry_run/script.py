@@ -34,10 +34,11 @@ class Course:
     """Notes what a process of a script does; it changes nothing.
 
     Args:
-        before_pass: Called before a backward pass on the device, with the number of those before.
+        before_pass: Called before a backward pass, with the number of those before.
+        after_pass: Called after one.
     """
 
-    def __init__(self, before_pass: Callable[[int], None]) -> None:
+    def __init__(self, before_pass: Callable[[int], None], after_pass: Callable[[], None]) -> None:
         self.optimizers: list[str] = []
         """Classes of `torch.optim` optimizers that were made, each with its line."""
         self.passes = 0
@@ -52,7 +53,7 @@ class Course:
         self.idle: dict[str, str] = {}
         """Optimizers that took a step on nothing, and why it was nothing."""
         self.idle_in_row = 0
-        self._before_pass = before_pass
+        self._before_pass, self._after_pass = before_pass, after_pass
         self._had_gradients: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._kept: list[Any] = []  # what is registered stays for as long as its library is referred to
 
@@ -83,7 +84,10 @@ class Course:
             is_outermost = torch._C._current_graph_task_id() == -1
             if is_outermost and not is_rehearsing() and all(type(x) is torch.Tensor or _is_sharded(x) for x in outputs):
                 self._before_pass(self.passes)
+                result = run(outputs, *args, **kwargs)
                 self.passes += 1
+                self._after_pass()
+                return result
             return run(outputs, *args, **kwargs)
 
         torch.autograd._engine_run_backward = note_and_run

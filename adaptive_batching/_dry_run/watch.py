@@ -33,13 +33,17 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
     WEIGHTS,
+    WORKSPACE,
+    WORKSPACE_OF_HOPPER,
     Labels,
+    Moments,
     line_of,
     line_of_script,
     place,
@@ -82,6 +86,8 @@ class Watch:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._ends_us: list[int] = []  # of steps
+        self._calls: list[tuple[int, int]] = []  # of optimizers: beginning and end
+        self._called_us: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._counters: list[control.Counters] = []  # at the end of each step, after those of the beginning
         self._labels: list[Labels] = []
         self._out_of_memory: list[dict[str, Any]] = []
@@ -90,7 +96,7 @@ class Watch:
         self.trouble: str | None = None  # why something is missing from the report
         self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
-        self._course = Course(self._before_pass)
+        self._course = Course(self._before_pass, self._after_pass)
         self._stopped = False  # by this watch, after as many steps as were asked for
         self._writing = threading.RLock()
         self._is_written = False  # in full
@@ -155,10 +161,16 @@ class Watch:
             self._stop()
 
     @_harmless
+    def _after_pass(self) -> None:
+        if _uses_device() and not self._course.optimizers:  # whose steps would be the moments to look at
+            self._label()
+
+    @_harmless
     def _before_step(self, optimizer: Optimizer) -> None:
         if _is_rehearsal(optimizer):
             return
         self._course.before_step(optimizer)
+        self._called_us[optimizer] = _now_us()
         self._counts.setdefault(optimizer, 0)
         if torch._C._current_graph_task_id() == -1:
             self._label()
@@ -167,6 +179,8 @@ class Watch:
     def _after_step(self, optimizer: Optimizer) -> None:
         if not _uses_device() or os.getpid() != self._process or _is_rehearsal(optimizer):
             return
+        now = _now_us()
+        self._calls.append((self._called_us.get(optimizer, now), now))
         if self._course.is_idle(optimizer):
             if not self._ends_us and self._course.idle_in_row >= self._most_steps:
                 self._stop()
@@ -206,14 +220,14 @@ class Watch:
         """Keep the error that ends the script, also of one that has not come to use the device."""
         on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
         lines = str(error).strip().splitlines()
-        frames = [
+        text = ": ".join([type(error).__name__, *lines[:1]])
+        frames: list[dict[str, Any]] = [
             {"filename": f.filename, "line": f.lineno, "name": f.name}
-            for f in traceback.extract_tb(error.__traceback__)
+            for f in reversed(traceback.extract_tb(error.__traceback__))
         ]
-        self._error = {
-            "text": ": ".join([type(error).__name__, *lines[:1]])[:MOST_TEXT], "is_of_host_memory": on_host,
-            "line": line_of_script(frames[::-1]),
-        }  # fmt: skip
+        if type(error).__name__ == "ProcessRaisedException":  # of spawn, which ends with the traceback of the script
+            text, frames = lines[-1], []
+        self._error = {"text": text[:MOST_TEXT], "is_of_host_memory": on_host, "line": line_of_script(frames)}
         if os.getpid() == self._process and not _uses_device():
             self._write(ended=False)
 
@@ -251,8 +265,7 @@ class Watch:
             _add(known, parameter, WEIGHTS)
             if parameter.is_leaf and parameter.grad is not None:
                 _add(known, parameter.grad, GRADIENTS)
-        states = [state for each in self._counts for state in each.state.values() if isinstance(state, dict)]
-        for value in (value for state in states for value in state.values()):
+        for value in tree_leaves([dict(each.state) for each in self._counts]):
             if isinstance(value, torch.Tensor):
                 _add(known, value, STATES)
         self._labels.append(Labels(_now_us(), known))
@@ -283,7 +296,7 @@ class Watch:
         device = max(self._peaks, key=lambda each: self._peaks[each]["reserved"], default=0)
         steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
         found: dict[str, Any] = {
-            "process": self._process, "rank": int(os.environ.get("RANK", 0)), "device": device, "steps": steps,
+            "process": self._process, "rank": _rank(), "device": device, "steps": steps,
             "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
             "reserved_now": self._reserved_now,
             "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
@@ -305,15 +318,14 @@ class Watch:
         failed = self._out_of_memory[-1] if self._out_of_memory else None
         traces = torch.cuda.memory._snapshot()["device_traces"]
         of_device = traces[device] if device < len(traces) else []
-        history = read_history(
-            of_device,
-            self._labels,
-            failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None,
-        )
+        until = failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None
+        workspace = WORKSPACE_OF_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else WORKSPACE
+        history = read_history(of_device, self._labels, Moments(self._calls, self._ends_us, until), workspace)
         frames = history.peak_frames
         return {
             "peak_step": step_of(history.peak_us, self._ends_us), "peak_line": line_of_script(frames),
             "peak_where": place(frames), "categories": history.categories, "holders": history.holders,
+            "outdated_buckets_bytes": history.outdated_buckets_bytes,
             "points": history.points,
             "steps_end": [bisect(of_device, end, key=lambda event: event["time_us"]) for end in self._ends_us],
         }  # fmt: skip
@@ -321,6 +333,12 @@ class Watch:
 
 def _uses_device() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
 
 
 def _now_us() -> int:

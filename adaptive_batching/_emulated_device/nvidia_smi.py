@@ -1,11 +1,12 @@
 """Answer as `nvidia-smi` does, for the emulated cards: a program of its own, of nothing but the standard library.
 
-Scripts ask it for a card's name and for free memory. What is in use is what the processes of a dry run have last written
-down, and zero elsewhere. What nobody can know here, such as a temperature, is ``[N/A]``.
+Scripts ask it for a card's name and for free memory. What is in use is what the processes of a dry run have last
+written down, and zero elsewhere. What nobody can know here, such as a temperature, is ``[N/A]``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _after(arguments: list[str], option: str) -> str | None:
-    return next((value for name, value in zip(arguments, arguments[1:], strict=False) if name == option), None)
+    return next((value for name, value in itertools.pairwise(arguments) if name == option), None)
 
 
 def _card(device: int) -> dict[str, str]:
