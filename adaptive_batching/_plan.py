@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 
-from adaptive_batching._trace.allocator import GIB, MIB
+from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import NO_SET_UP, Reserved, SetUp, reserved_by_default, reserved_for
 from adaptive_batching._trace.traced_step import KINDS, OTHER, WEIGHTS, TracedStep
 from adaptive_batching._values import ConfigError, MemoryAmount
 
 SET_UP = "set-up"  # the moment before the first step, while weights are loaded
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    memory_gib: float
-    """Total as out-of-memory messages of PyTorch state it, without what error correction and the driver keep. Drivers
-    differ by some 0.2 GiB, and the lower ones are taken."""
-
-    peak_tflops: float
-    """Dense bfloat16 products summed in float32, from NVIDIA's data sheets; float16 on GPUs without bfloat16."""
-
-    capability: tuple[int, int] = (8, 0)
-    processors: int = 108
-    """Streaming multiprocessors."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * GIB)
-
-
-GPUS = [
-    Gpu("T4", 14.56, 65, (7, 5), 40), Gpu("V100-16GB", 15.77, 125, (7, 0), 80),
-    Gpu("V100-32GB", 31.73, 125, (7, 0), 80), Gpu("A10", 22.0, 125, (8, 6), 72),
-    Gpu("A10G", 22.0, 70, (8, 6), 80), Gpu("L4", 22.0, 121, (8, 9), 58),
-    Gpu("RTX 3090", 23.68, 71, (8, 6), 82), Gpu("RTX 4090", 23.53, 165, (8, 9), 128),
-    Gpu("RTX 5090", 31.36, 210, (12, 0), 170), Gpu("A6000", 47.4, 155, (8, 6), 84),
-    Gpu("L40S", 44.4, 362, (8, 9), 142), Gpu("A100-40GB", 39.39, 312, (8, 0), 108),
-    Gpu("A100-80GB", 79.15, 312, (8, 0), 108), Gpu("H100", 79.1, 989, (9, 0), 132),
-    Gpu("H200", 139.8, 989, (9, 0), 132), Gpu("B200", 178.3, 2250, (10, 0), 148),
-]  # fmt: skip
-
-
-def find_gpus(name: str) -> list[Gpu]:
-    """Return the GPUs that a name as people write it, such as ``4090`` or ``h100 80gb``, stands for: A100 is two.
-
-    Raises:
-        ConfigError: If there is none. The message names the closest.
-    """
-
-    def model_of(text: str) -> str:
-        rest = re.sub(r"\d+\s*gi?b|nvidia|geforce|tesla|quadro|rtx|pcie|sxm\d?|hbm\d?e?", "", text.lower())
-        return re.sub("[^a-z0-9]", "", rest)
-
-    sold_as = re.search(r"(\d+)\s*gi?b", name.lower())  # GB, of which CUDA reports up to a tenth less
-    size = float(sold_as[1]) if sold_as else None
-    same_model = [gpu for gpu in GPUS if model_of(gpu.name) == model_of(name)]
-    if found := [gpu for gpu in same_model if size is None or 0.9 * size <= gpu.memory_gib <= size]:
-        return found
-    close = difflib.get_close_matches(model_of(name), [model_of(gpu.name) for gpu in GPUS], n=3)
-    known = same_model or [gpu for gpu in GPUS if model_of(gpu.name) in close] or GPUS
-    kind = "known" if known is GPUS else "the closest"
-    names = ", ".join(gpu.name for gpu in known)
-    raise ConfigError(f"--gpu {name!r} is unknown; {kind}: {names}; or give its memory, such as --memory 24GiB")
 
 
 def gpu_memory(text: str) -> int:

@@ -20,7 +20,7 @@ MEMORY = {"memory", "out_of_memory"}
 MAY_IMPORT = {
     "values": set(),
     "config": {"values"},
-    "dry_run": {"emulated_device", "plan", "report", "values"},
+    "dry_run": {"emulated_device", "gpus", "plan", "report", "values"},
     "emulated_device": {"values"},
     "environment": {"memory", "ranks", "trace"},
     "device": set(),
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "patches": set(),
     "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,
     "ranks": {"out_of_memory", "values"},
+    "gpus": {"trace", "values"},
     "growth": {"values"},
     "loop": {"config", "device", "micro_batches", "probe", "ranks", "trace", "values"} | MEMORY,
     "micro_batches": {"device", "probe", "ranks", "values"} | MEMORY,
@@ -40,8 +41,8 @@ MAY_IMPORT = {
 PURE = {
     room + name
     for room, names in {
-        "": "config patches plan values",
-        "dry_run/": "answer history picture",
+        "": "config gpus patches plan values",
+        "dry_run/": "answer ends history picture",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule increase learning_rate_scale noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batching._plan import GPUS, SET_UP, Answer, Forecast, Gpu, find_gpus, outside_of_allocator
+from adaptive_batching._gpus import GPUS, Gpu, find_gpus
+from adaptive_batching._plan import SET_UP, Answer, Forecast, outside_of_allocator
 from adaptive_batching._trace.allocator import MIB
 from adaptive_batching._trace.reserved import SetUp
 from adaptive_batching._trace.trace import trace_step
@@ -65,7 +66,15 @@ def test_several_devices_have_buffers_of_nccl() -> None:
         *((name, ["H100"]) for name in ("h100", "h100 80gb", "NVIDIA H100 80GB HBM3", "H100 PCIe")),
         *((name, ["A100-80GB"]) for name in ("a100-80gb", "A100 80GB PCIe", "NVIDIA A100-SXM4-80GB")),
         ("a100", ["A100-40GB", "A100-80GB"]), ("Tesla V100-SXM2-16GB", ["V100-16GB"]), ("t4", ["T4"]),
-        ("A10", ["A10"]), ("RTX A6000", ["A6000"]), ("NVIDIA L40S", ["L40S"]), ("h200 141gb", ["H200"]),
+        ("RTX 3060 12GB", ["RTX 3060"]), ("rtx3060-12g", ["RTX 3060"]), ("3090 Ti", ["RTX 3090 Ti"]),
+        ("4080", ["RTX 4080"]), ("RTX 4080 SUPER", ["RTX 4080 Super"]), ("L40", ["L40"]), ("A100-40", ["A100-40GB"]),
+        ("NVIDIA RTX 6000 Ada Generation", ["RTX 6000 Ada"]), ("Quadro RTX 6000", ["Quadro RTX 6000"]),
+        ("H20", ["H20"]), ("V100", ["V100-16GB", "V100-32GB"]), ("v100 32", ["V100-32GB"]), ("A5000", ["A5000"]),
+        ("RTX 2080 Ti", ["RTX 2080 Ti"]), ("3080 12GB", ["RTX 3080-12GB"]), ("4060 Ti 16GB", ["RTX 4060 Ti-16GB"]),
+        ("H100 NVL 94GB", ["H100 NVL"]), ("A800 80GB", ["A800"]), ("5070 Ti", ["RTX 5070 Ti"]),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", ["RTX PRO 6000"]), ("GH200", ["GH200"]),
+        ("A10", ["A10"]), ("A10G", ["A10G"]), ("RTX A6000", ["A6000"]), ("NVIDIA L40S", ["L40S"]),
+        ("h200 141gb", ["H200"]),
     ],
 )  # fmt: skip
 def test_gpus_are_found_however_they_are_spelled(name: str, found: list[str]) -> None:
@@ -83,10 +92,23 @@ def test_each_gpu_is_found_by_its_own_name(gpu: Gpu) -> None:
         ("RTX 4091", "the closest: .*RTX 4090"),
         ("h10", "the closest: .*A10, .*H100"),
         ("H100 40GB", "the closest: H100; or give its memory"),
-        ("TPU", "known: T4, .*B200; or give its memory, such as --memory 24GiB"),
+        ("nonsense", "known: T4, .*B200.*; or give its memory, such as --memory 24GiB"),
         ("", "known: T4"),
     ],
 )
 def test_an_unknown_gpu_is_refused_with_the_closest(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"--gpu '{name}' is unknown; {message}"):
+        find_gpus(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "vendor"),
+    [
+        *((name, "AMD") for name in ("MI300X", "AMD Instinct MI250", "RX 7900 XTX", "Radeon Pro W7900", "mi210")),
+        *((name, "Apple") for name in ("M2 Ultra", "Apple M3 Max", "m1")),
+        *((name, "Intel") for name in ("Arc A770", "Gaudi 3")), ("TPU v4", "Google"),
+    ],
+)  # fmt: skip
+def test_a_card_of_another_vendor_is_told_that_only_nvidia_s_are_known(name: str, vendor: str) -> None:
+    with pytest.raises(ConfigError, match=f"--gpu '{name}' is {vendor}'s, and only NVIDIA's cards are emulated"):
         find_gpus(name)

@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from adaptive_batching._dry_run.ends import condition_on_a_value
 from adaptive_batching._plan import Answer, outside_of_allocator
-from adaptive_batching._values import memory_size
+from adaptive_batching._values import DRY_RUN, memory_size
 
 VERSION = 1
 """Of the object that ``--json`` prints."""
 
+SHOWN = 2**16  # bytes that are told of a kind
 MOST_FRAMES = 8  # of a stack that words show
 _PLUMBING = "modules/module.py:"  # how torch calls a module
 _ASKED = {"kernels": "kernels", "products": "matrix products", "synchronizations": "synchronizations",
           "collectives": "collectives"}  # fmt: skip
 _OF_ZEROS = ("ZeroDivisionError", "OverflowError", "ValueError: math domain", "ValueError: expected a positive")
 """Errors of arithmetic, in Python's words, that a loss of zero leads to."""
-_OF_LAUNCHER = "ChildFailedError"  # of torchrun, when one of its processes has failed
+# Of what starts a script, when the script has failed: torchrun, accelerate and trl, multiprocessing
+_OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessExitedException", "SignalException")
 _COPIES = ("copies_to_device", "copies_to_host", "copies_within")
 
 
@@ -44,6 +47,7 @@ class Ending:
     exit_code: int  # negative: the signal
     interrupted: bool
     seconds: float
+    waited: float | None = None  # seconds without a step after which it was ended
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class DryRun:
     ending: Ending
     processes: Sequence[dict[str, Any]]  # as `watch` writes them, those alone that asked for a device
     errors: Sequence[dict[str, Any]] = ()  # that ended processes
+    condition: str | None = None  # line of the script that ended training because of a value
 
     @property
     def worst(self) -> dict[str, Any] | None:
@@ -63,7 +68,25 @@ class DryRun:
 
     @property
     def steps(self) -> int:
-        return min((len(each["steps"]) for each in self.processes), default=0)
+        return min((len(each["steps"]) for each in self.training), default=0)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes, where no optimizer of torch's takes steps."""
+        return min((each["course"]["passes"] for each in self.training if not each["course"]["optimizers"]), default=0)
+
+    @property
+    def training(self) -> list[dict[str, Any]]:
+        """The processes that train; all if none does."""
+        return [
+            each for each in self.processes
+            if each["steps"] or each["course"]["passes"] or each["course"]["optimizers"]
+        ] or [*self.processes]  # fmt: skip
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if it had taken as many steps as were asked for; what would have followed is not known."""
+        return any(each["stopped"] for each in self.processes)
 
     @property
     def _failed(self) -> bool:
@@ -88,9 +111,50 @@ class DryRun:
     def answer(self) -> Answer:
         if self.failure is not None and not self.ending.interrupted:
             return Answer.DOES_NOT_FIT
-        if self.worst is None or self.ending.exit_code or self.ending.interrupted:
+        if self.why_not is not None:
             return Answer.CANNOT_TELL
         return Answer.TIGHT if self.retries or self._needed_besides > self.left_bytes else Answer.FITS
+
+    @property
+    def why_not(self) -> str | None:
+        """Return why it cannot be told whether the script fits; None if it can, or if it does not."""
+        code = self.ending.exit_code
+        if self.ending.interrupted:
+            return "interrupted"
+        if self.ending.waited is not None:
+            return f"no step in {self.ending.waited:.0f} s; --max-seconds allows more"
+        if code == -signal.SIGKILL or any(error["is_of_host_memory"] for error in self.errors):
+            killed = code == -signal.SIGKILL
+            how = "killed, most likely because the host ran" if killed else "ended because the host ran"
+            return f"the script was {how} out of memory; create the model on the device"
+        if code < 0:
+            return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its output is above"
+        if self.errors and code:
+            error = self.errors[0]
+            if error["text"].startswith(_OF_LAUNCHERS):  # of a script that has left no error of its own
+                return "the launcher's command failed, but not for want of the card's memory; its output is above"
+            line = "" if error["line"] is None else f" ({error['line']})"
+            return f"the script failed, but not for want of the card's memory: {error['text']}{line}"
+        if code:
+            return f"the script ended with exit code {code}, but not for want of the card's memory; its output is above"
+        if self.worst is None:
+            return "no process of the command used a CUDA device"
+        return self._nothing_trained()
+
+    def _nothing_trained(self) -> str | None:
+        """Return why a script that ran to its end, or was stopped, has trained too little to tell."""
+        courses = [each["course"] for each in self.training]
+        if self.steps or (self.passes and not any(course["optimizers"] for course in courses)):
+            return (
+                None if self.condition is None else "the script ended by itself because of a value, which is zero here"
+            )
+        if idle := {name: why for course in courses for name, why in course["idle"].items()}:
+            return "; ".join(f"the steps of {name} did nothing: {why}" for name, why in idle.items())
+        if made := [optimizer for course in courses for optimizer in course["optimizers"]]:
+            return f"the optimizer has taken no step ({made[0]})"
+        if self.condition is not None or any(course.get("trains") for course in courses):
+            return "no backward pass was made, and the model is in training mode"
+        return None
 
     @property
     def _needed_besides(self) -> int:
@@ -104,12 +168,37 @@ def _fatal(process: dict[str, Any]) -> dict[str, Any] | None:
     return last if last is not None and last["step"] > len(process["steps"]) else None
 
 
+def processes_in(folder: Path) -> list[dict[str, Any]]:
+    """Return what the processes of a script have written so far."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
 def read_dry_run(folder: Path, card: Card, ending: Ending) -> DryRun:
     """Read what the processes of a script have left in a folder."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = processes_in(folder)
     errors = [each["error"] for each in found if each["error"] is not None]
-    errors.sort(key=lambda error: str(error["text"]).startswith(_OF_LAUNCHER))
-    return DryRun(card, ending, [each for each in found if each["peaks"]], errors)
+    errors.sort(key=lambda error: str(error["text"]).startswith(_OF_LAUNCHERS))
+    run = DryRun(card, ending, [each for each in found if each["peaks"]], errors)
+    return replace(run, condition=_condition(run))
+
+
+def _condition(run: DryRun) -> str | None:
+    """Return the line of a script that ended by itself because of a value that it had read; None if there is none."""
+    if (run.was_stopped and (run.steps or run.passes)) or (run.ending.exit_code and run.ending.waited is None):
+        return None
+    for course in (each["course"] for each in run.training):
+        reads, of_steps = ([tuple(line) for line in course[name]] for name in ("reads", "of_steps"))
+        for file in dict.fromkeys(file for file, _ in reads):
+            try:
+                source = Path(file).read_text(encoding="utf-8")
+            except (OSError, ValueError):
+                continue
+            lines, steps = ({line for of, line in each if of == file} for each in (reads, of_steps))
+            if of_steps and not steps:
+                continue
+            if found := condition_on_a_value(source, lines, steps):
+                return f"{Path(file).name}:{found}"
+    return None
 
 
 def as_object(run: DryRun) -> dict[str, Any]:
@@ -128,6 +217,9 @@ def as_object(run: DryRun) -> dict[str, Any]:
         "left_bytes": run.left_bytes,
         "retries": run.retries,
         "steps": run.steps,
+        "backward_passes": run.passes,
+        "why": run.why_not if run.answer is Answer.CANNOT_TELL else None,
+        "ended_by": run.condition,
         "out_of_memory_survived": survived,
         "failed_allocation": failure,
         "peak": {key: value for key, value in worst.get("history", {}).items() if key not in ("points", "steps_end")},
@@ -143,8 +235,10 @@ def in_words(run: DryRun) -> list[str]:
     """Return the answer in lines."""
     worst, seconds = run.worst, f"{run.ending.seconds:.0f} s"
     steps = f"{run.steps} step{'' if run.steps == 1 else 's'}"
+    if run.passes and not run.steps:
+        steps = f"{run.passes} backward pass{'' if run.passes == 1 else 'es'}"
     if run.answer is Answer.CANNOT_TELL:
-        lines = [f"{run.answer}: {_why_not(run)} ({steps}, {seconds})"]
+        lines = [f"{run.answer}: {run.why_not} ({steps}, {seconds})"]
     elif run.answer is Answer.DOES_NOT_FIT and run.failure is not None:
         lines = [f"{run.answer}: {run.card}, out of memory in step {run.failure['step']} ({seconds})"]
         lines += _failure(run.failure)
@@ -155,10 +249,8 @@ def in_words(run: DryRun) -> list[str]:
     lines += _peak(run, worst)
     if worst["steps"]:
         lines.append(_row("a step", _asked(worst["steps"][-1])))
-    elif run.ending.exit_code == 0 and run.failure is None:
-        lines.append(_row("no step", "no optimizer of torch.optim took one; the script ran to its end"))
-    if run.failure is None and any(each["text"].startswith(_OF_ZEROS) for each in run.errors):
-        lines.append(_row("note", "losses are zero here: a script that divides by one fails here alone"))
+    if run.failure is None:
+        lines += _course(run)
     survived = as_object(run)["out_of_memory_survived"]
     if survived:
         times = "once" if survived == 1 else f"{survived} times"
@@ -172,22 +264,6 @@ def in_words(run: DryRun) -> list[str]:
 
 def _row(name: str, text: str) -> str:
     return f"  {name:<10}{text}"
-
-
-def _why_not(run: DryRun) -> str:
-    code = run.ending.exit_code
-    if run.ending.interrupted:
-        return "interrupted"
-    if code == -signal.SIGKILL or any(error["is_of_host_memory"] for error in run.errors):
-        how = "killed, most likely because the host ran" if code == -signal.SIGKILL else "ended because the host ran"
-        return f"the script was {how} out of memory; create the model on the device"
-    if code < 0:
-        return f"the script crashed with signal {-code} ({signal.Signals(-code).name}); its output is above"
-    if run.errors and code:
-        return f"the script failed, but not for want of the card's memory: {run.errors[0]['text']}"
-    if code:
-        return f"the script ended with exit code {code}, but not for want of the card's memory; its output is above"
-    return "no process of the command used a CUDA device"
 
 
 def _failure(failure: dict[str, Any]) -> list[str]:
@@ -207,13 +283,65 @@ def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
         return lines
     if not run.failure:
         places = dict.fromkeys(filter(None, (history["peak_where"], history["peak_line"])))
-        lines.append(_row("reached", f"in step {history['peak_step']}, {', from '.join(places)}"))
-    held = ", ".join(f"{kind} {memory_size(size)}" for kind, size in history["categories"].items())
-    lines.append(_row("held by", held))
+        step, last = history["peak_step"], len(worst["steps"])
+        when = f"after step {last}" if last and step > last else f"in step {step}"
+        lines.append(_row("reached", f"{when}, {', from '.join(places)}"))
+    shown = {kind: size for kind, size in history["categories"].items() if size >= SHOWN or size == peaks["allocated"]}
+    lines.append(_row("held by", ", ".join(f"{kind} {memory_size(size)}" for kind, size in shown.items())))
     for each in history["holders"][:5]:
         times = f" ({each['allocations']:,} allocations)" if each["allocations"] > 1 else ""
         lines.append(_row("", f"{memory_size(each['bytes']):>11}  {each['category']}, {each['where']}{times}"))
+    if outdated := history.get("outdated_buckets_bytes"):
+        lines.append(
+            _row("note", f"{memory_size(outdated)} are the buckets that DDP began with: NCCL lets go of them when")
+        )
+        lines.append(
+            _row("", "its watchdog has looked, every 100 ms; longer steps of a real card may not hold both sets")
+        )
     return lines
+
+
+def _course(run: DryRun) -> list[str]:
+    """Return how the script came to its end, as far as that says what the answer is worth, and what to do."""
+    courses = [each["course"] for each in run.training]
+    fine = run.answer is not Answer.CANNOT_TELL
+    lines = []
+    if fine and not run.steps:
+        kept = (
+            "what another optimizer keeps counts if it was made by then" if run.passes else "the script ran to its end"
+        )
+        lines.append(_row("no step", f"no optimizer of torch.optim took one; {kept}"))
+    if fine and run.was_stopped:
+        lines.append(_row("not run", "what follows, such as an evaluation or a checkpoint; --whole runs all of it"))
+    if run.condition is not None:
+        lines.append(
+            _row("ended by", f"{run.condition}, a condition on a value of the device; losses are zero in a dry run")
+        )
+        lines.append(_row("to do", f"pass over the condition where os.environ has {DRY_RUN}"))
+    elif not fine and run.ending.exit_code == 0 and not run.ending.interrupted and run.worst is not None:
+        read = next((course["last_read"] for course in courses if course["last_read"]), None)
+        left = next((course["exit"] for course in courses if course["exit"]), None)
+        if not run.was_stopped:
+            last = "" if read is None else f"; the last line to read a value, which is zero in a dry run, was {read}"
+            lines.append(_row("ended by", ("the end of the script" if left is None else left) + last))
+        if any("history" in why for course in courses for why in course["idle"].values()):
+            todo = "measure with SGD, and add the history"
+        elif any(course["optimizers"] for course in courses):
+            todo = "give it the data of a whole step, with all batches whose gradients it accumulates"
+        else:
+            todo = "call model.eval() if it does not train"
+        lines.append(_row("to do", todo))
+    if any(each["text"].startswith(_OF_ZEROS) or _reads_value(each["line"], courses) for each in run.errors):
+        lines.append(
+            _row("note", "losses are zero in a dry run: a script that divides by one, or checks one, fails here")
+        )
+    return lines
+
+
+def _reads_value(line: str | None, courses: Sequence[dict[str, Any]]) -> bool:
+    """True if a value of the device was read at the line that raised an error."""
+    at = {f"{Path(file).name}:{number}" for course in courses for file, number in course["reads"]}
+    return line is not None and line.split()[0] in at
 
 
 def _asked(step: dict[str, int]) -> str:

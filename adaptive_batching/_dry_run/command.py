@@ -18,13 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batching._dry_run import FOLDER, STEPS
-from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, read_dry_run
-from adaptive_batching._emulated_device import MOST_DEVICES, BuildError, EmulatedDevice, parse_capability
-from adaptive_batching._plan import find_gpus, gpu_memory
+from adaptive_batching._dry_run.answer import Card, DryRun, Ending, as_object, in_words, processes_in, read_dry_run
+from adaptive_batching._emulated_device import (
+    MOST_DEVICES,
+    BuildError,
+    EmulatedDevice,
+    parse_capability,
+    write_nvidia_smi,
+)
+from adaptive_batching._gpus import find_gpus
+from adaptive_batching._plan import gpu_memory
 from adaptive_batching._values import ConfigError
 
 MISTAKE = 2  # exit code
 GRACE = 10  # seconds that a script has to end after an interrupt
+HINT = 20  # seconds without a step after which a user hears of it
 _EXAMPLES = """examples:
   {prog} --gpu 4090 -- python train.py --batch-size 8
   {prog} --gpu H100 --devices 8 -- torchrun --nproc_per_node 8 train.py
@@ -54,7 +62,13 @@ def add_dry_run(subparsers: Any, prog: str, command_of_recipe: CommandOfRecipe) 
     card.add_argument("--memory", metavar="24GiB", help="memory of the card; a plain number such as 24 is GiB")
     parser.add_argument("--capability", metavar="8.9", help="compute capability (default: that of --gpu, or 8.0)")
     parser.add_argument("--devices", type=int, metavar="N", help="cards (default: 1, or torchrun's --nproc_per_node)")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to run (default: 3)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to run (default: 3)")
+    length.add_argument("--whole", action="store_true", help="run the script to its end, evaluation included")
+    parser.add_argument(
+        "--max-seconds", type=float, default=300, metavar="S",
+        help="stop a script that takes no step for so long (default: 300)",
+    )  # fmt: skip
     parser.add_argument("--sequence-length", type=int, metavar="N", help="of a recipe: tokens of each sample")
     parser.add_argument("--json", action="store_true", help="print one JSON object; the script prints to stderr")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page of HTML about it")
@@ -86,6 +100,8 @@ def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folde
     for name in ("steps", "sequence_length"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if not args.max_seconds > 0:
+        raise ConfigError(f"--max-seconds {args.max_seconds:g} must be more than 0")
     if args.page is not None and not args.page.absolute().parent.is_dir():
         raise ConfigError(f"--page {args.page}: there is no folder {args.page.absolute().parent}")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -95,8 +111,10 @@ def _dry_run(args: argparse.Namespace, command_of_recipe: CommandOfRecipe, folde
         command = command_of_recipe(command, folder, args.devices, args.sequence_length)
     found = folder / "processes"
     found.mkdir()
-    environment = _environment(device.environment(os.environ), found, args.steps)
-    ending = _end_of(command, environment, to_stderr=args.json)
+    steps = sys.maxsize if args.whole else args.steps
+    write_nvidia_smi(folder / "bin")
+    environment = _environment(device.environment(os.environ), found, steps, folder / "bin")
+    ending = _end_of(command, environment, found, args.max_seconds, to_stderr=args.json)
     if is_recipe and ending.exit_code == MISTAKE:
         raise SystemExit(MISTAKE)  # it has said which
     return read_dry_run(found, card, ending)
@@ -114,7 +132,11 @@ def _device(args: argparse.Namespace) -> tuple[EmulatedDevice, Card]:
         capability = parse_capability(args.capability)
     if not 1 <= args.devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {args.devices} must be 1 to {MOST_DEVICES}")
-    device = EmulatedDevice(memory, count=args.devices, capability=capability, processors=processors)
+    vendor = "NVIDIA GeForce" if re.match(r"RTX [2-5]0\d0\b", name) else "NVIDIA"
+    device = EmulatedDevice(
+        memory, count=args.devices, capability=capability, processors=processors,
+        name="emulated device" if args.gpu is None else f"{vendor} {name}",
+    )  # fmt: skip
     return device, Card(name, memory, device.context_bytes)
 
 
@@ -126,20 +148,22 @@ def _devices(args: argparse.Namespace) -> int:
     return int(started[1]) if started else 1
 
 
-def _environment(on_device: Mapping[str, str], found: Path, steps: int) -> dict[str, str]:
+def _environment(on_device: Mapping[str, str], found: Path, steps: int, programs: Path) -> dict[str, str]:
     """Return the environment of a script that is watched, with this Python before others and real GPUs hidden."""
     hidden = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
     own = {
         "EMULATED_DEVICE_WATCH": "adaptive_batching._dry_run.watch", FOLDER: str(found), STEPS: str(steps),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join([str(programs), str(Path(sys.executable).parent), on_device.get("PATH", os.defpath)]),
     }  # fmt: skip
     return {**{name: value for name, value in on_device.items() if name not in hidden}, **own}
 
 
-def _end_of(command: list[str], environment: Mapping[str, str], *, to_stderr: bool) -> Ending:
-    """Run a command to its end, and end what it has started."""
+def _end_of(
+    command: list[str], environment: Mapping[str, str], found: Path, max_seconds: float, *, to_stderr: bool
+) -> Ending:
+    """Run a command to its end, or until it has taken no step for so many seconds, and end what it has started."""
     begun = time.perf_counter()
-    interrupted = False
+    interrupted, waited = False, None
     output = sys.stderr if to_stderr else None
     with _interruptible():
         try:
@@ -148,18 +172,49 @@ def _end_of(command: list[str], environment: Mapping[str, str], *, to_stderr: bo
             line = f"{command[0]} cannot be run ({error.strerror}); name a program after --"
             raise ConfigError(line) from None
         try:
-            child.wait()
+            if not _wait_for(child, found, max_seconds):
+                waited = max_seconds
+                _interrupt(child)
         except KeyboardInterrupt:
             interrupted = True
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                child.wait(GRACE)
+            _interrupt(child)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    return Ending(child.returncode, interrupted, time.perf_counter() - begun)
+    return Ending(child.returncode, interrupted, time.perf_counter() - begun, waited)
+
+
+def _wait_for(child: subprocess.Popen[bytes], found: Path, max_seconds: float) -> bool:
+    """Wait for a script's end; False if it takes no step for so many seconds. Say early that none was seen."""
+    since = time.monotonic()
+    steps, hinted = 0, False
+    while True:
+        try:
+            child.wait(0.5)
+            return True
+        except subprocess.TimeoutExpired:
+            taken = sum(len(process["steps"]) for process in processes_in(found))
+            waited = time.monotonic() - since
+            if taken > steps:
+                steps, since = taken, time.monotonic()
+            elif waited >= max_seconds:
+                return False
+            elif not steps and not hinted and waited >= HINT:
+                hinted = True
+                line = f"dry-run: no step of an optimizer of torch.optim in {HINT} s"
+                print(
+                    f"{line}; without one the script is stopped after {max_seconds:g} s (--max-seconds)",
+                    file=sys.stderr,
+                )
+
+
+def _interrupt(child: subprocess.Popen[bytes]) -> None:
+    """Ask a script to end, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+        child.wait(GRACE)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Pure: events are dictionaries as `torch.cuda.memory._snapshot()` gives them, and
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from bisect import bisect_right
 from collections import Counter
@@ -16,16 +17,27 @@ from typing import Any
 
 WEIGHTS, GRADIENTS, STATES = "weights", "gradients", "optimizer states"
 FORWARD, BACKWARD, STEP = "activations", "temporaries of the backward pass", "temporaries of the optimizer"
-CATEGORIES = (WEIGHTS, GRADIENTS, STATES, FORWARD, BACKWARD, STEP)
+BUCKETS, COLLECTIVES, WORKSPACES = "DDP buckets", "buffers of collectives", "cuBLAS workspaces"
+KEPT = "kept from step to step"
+CATEGORIES = (WEIGHTS, GRADIENTS, STATES, FORWARD, BACKWARD, STEP, BUCKETS, COLLECTIVES, WORKSPACES, KEPT)
+WORKSPACE, WORKSPACE_OF_HOPPER = 8_519_680, 32 * 2**20  # bytes (pytorch, CublasHandlePool.cpp)
 BLOCK = 512  # bytes, to whose multiples torch rounds an allocation
 MOST_HOLDERS = 10
 MOST_POINTS = 400  # of the picture
 
 _HERE = Path(__file__).parents[1]
-_DEVICE = str(_HERE / "_emulated_device")
+_OURS = (str(_HERE / "_emulated_device"), str(_HERE / "_dry_run"))
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
-_OPTIMIZERS = (f"{_TORCH}optim{os.sep}", f"{os.sep}bitsandbytes{os.sep}optim{os.sep}")
+_OPTIMIZERS = (
+    f"{_TORCH}optim{os.sep}", f"{os.sep}bitsandbytes{os.sep}optim{os.sep}", f"{_TORCH}nn{os.sep}utils{os.sep}clip_grad",
+    f"{_TORCH}amp{os.sep}grad_scaler",
+)  # fmt: skip
+_DISTRIBUTED, _OF_TENSORS = f"{_TORCH}distributed{os.sep}", f"{_TORCH}distributed{os.sep}tensor{os.sep}"
+_DDP = f"{_TORCH}nn{os.sep}parallel{os.sep}distributed.py"
+_MODULE = f"{_TORCH}nn{os.sep}modules{os.sep}module.py"
+# Written by Inductor: the name of the file is a hash
+_GENERATED = re.compile(r"[/\\]\w\w[/\\]c[a-z0-9]{40,}\.py$")
 
 Frame = Mapping[str, Any]  # filename, line and name; a stack begins with the innermost
 Event = Mapping[str, Any]
@@ -50,6 +62,18 @@ class Labels:
     categories: Mapping[int, str]
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Moments of a run that the allocator's history does not have, in microseconds of its clock."""
+
+    steps: Sequence[tuple[int, int]] = ()
+    """Beginning and end of each call of an optimizer."""
+    ends: Sequence[int] = ()
+    """Ends of steps."""
+    until: int | None = None
+    """The last to look at; None for all."""
+
+
 @dataclass
 class History:
     """Memory over time, with its peak; all in bytes."""
@@ -59,21 +83,28 @@ class History:
     peak_frames: Sequence[Frame] = ()
     categories: dict[str, int] = field(default_factory=dict)  # at the peak
     holders: list[dict[str, Any]] = field(default_factory=list)  # at the peak, the largest first
+    outdated_buckets_bytes: int = 0  # at the peak, of the buckets that DDP began with and has replaced
     points: list[dict[str, Any]] = field(default_factory=list)  # event, allocated, reserved and categories, over time
 
 
-def read_history(events: Sequence[Event], labels: Sequence[Labels], until_us: int | None = None) -> History:
-    """Return what the history of a device tells, up to a moment if one is given.
+def read_history(
+    events: Sequence[Event], labels: Sequence[Labels], moments: Moments = Moments(), workspace: int = WORKSPACE
+) -> History:
+    """Return what the history of a device tells.
 
     Args:
         events: As of one device in `device_traces`, in order. What was allocated before the first is not known.
         labels: What memory held at some moments, in order. Memory that is never named is told by the stack that
             asked for it: no Python code runs in a backward pass, besides functions of the script's own.
-        until_us: The last moment to look at, in microseconds of the events' clock.
+        moments: When steps were taken, and where to end.
+        workspace: Bytes of a workspace of cuBLAS, which torch takes at a thread's first product and never frees.
     """
-    if until_us is not None:
-        events = [event for event in events if event["time_us"] <= until_us]
+    if moments.until is not None:
+        events = [event for event in events if event["time_us"] <= moments.until]
     allocations, peak_at = _allocations(events, labels)
+    for each, freed in allocations:
+        freed_us = events[freed]["time_us"] if freed < len(events) else None
+        each.category = each.category or _category_of(each, freed_us, moments, workspace)
     history = History()
     if peak_at is not None:
         alive = [each for each, freed in allocations if each.made <= peak_at < freed]
@@ -81,6 +112,10 @@ def read_history(events: Sequence[Event], labels: Sequence[Labels], until_us: in
         history.peak_bytes = sum(each.bytes for each in alive)
         history.peak_us, history.peak_frames = int(event["time_us"]), event.get("frames") or ()
         history.categories, history.holders = _by_category(alive), _holders(alive)
+        buckets = [each for each in alive if each.category == BUCKETS]
+        first = [each for each in buckets if any(frame["name"] == "_ddp_init_helper" for frame in each.frames)]
+        if len(first) < len(buckets):
+            history.outdated_buckets_bytes = sum(each.bytes for each in first)
     history.points = _points(events, allocations)
     return history
 
@@ -107,10 +142,7 @@ def _allocations(events: Sequence[Event], labels: Sequence[Labels]) -> tuple[lis
             now -= freed.bytes
     for rest in waiting:
         _name(live, rest)
-    done += [(each, len(events)) for each in live.values()]
-    for each, _ in done:
-        each.category = each.category or _category_of(each.frames)
-    return done, peak_at
+    return done + [(each, len(events)) for each in live.values()], peak_at
 
 
 def _name(live: Mapping[int, Allocation], labels: Labels) -> None:
@@ -119,11 +151,28 @@ def _name(live: Mapping[int, Allocation], labels: Labels) -> None:
             live[address].category = category
 
 
-def _category_of(frames: Sequence[Frame]) -> str:
-    ours = [frame for frame in frames if not frame["filename"].startswith(_DEVICE)]
-    if not ours:
+def _category_of(each: Allocation, freed_us: int | None, moments: Moments, workspace: int) -> str:
+    """Return what memory held that no label names, by who asked for it, and when."""
+    if each.bytes == workspace and freed_us is None:
+        return WORKSPACES
+    files = [frame["filename"] for frame in each.frames if not frame["filename"].startswith(_OURS)]
+    files = [file for file in files if _OF_TENSORS not in file]  # which any operation on a sharded tensor goes through
+    if not files:
         return BACKWARD
-    return STEP if any(part in frame["filename"] for frame in ours for part in _OPTIMIZERS) else FORWARD
+    if files[0].endswith(_DDP):
+        return BUCKETS
+    if _DISTRIBUTED in files[0]:
+        return COLLECTIVES
+    of_module = next((at for at, file in enumerate(files) if file.endswith(_MODULE)), len(files))
+    if any(part in file for file in files[:of_module] for part in _OPTIMIZERS):
+        return STEP
+    call = bisect_right(moments.steps, (each.made_us, each.made_us)) - 1
+    in_step = call >= 0 and each.made_us <= moments.steps[call][1]
+    if in_step and of_module == len(files):  # a closure of the step runs the model
+        return STEP
+    ended = bisect_right(moments.ends, each.made_us)
+    outlives = ended < len(moments.ends) and (freed_us is None or freed_us > moments.ends[ended])
+    return KEPT if outlives and each.bytes > BLOCK else FORWARD
 
 
 def _by_category(alive: Sequence[Allocation]) -> dict[str, int]:
@@ -187,17 +236,26 @@ def line_of(frame: Frame) -> str:
 
 def place(frames: Sequence[Frame]) -> str:
     """Return the line that asked for memory: the innermost outside of torch, or what stands for a backward pass."""
-    ours = [frame for frame in frames if not frame["filename"].startswith((_DEVICE, "<"))]
+    ours = [frame for frame in frames if not frame["filename"].startswith((*_OURS, "<"))]
     if not ours:
         return "backward pass"
-    return line_of(next((frame for frame in ours if _TORCH not in frame["filename"]), ours[0]))
+    written = [frame for frame in ours if not _GENERATED.search(frame["filename"])]
+    found = next((frame for frame in written if _TORCH not in frame["filename"]), None)
+    if found is None:
+        return "compiled backward pass" if len(written) < len(ours) else line_of(ours[0])
+    return line_of(found) + (", compiled" if _GENERATED.search(ours[0]["filename"]) else "")
 
 
 def line_of_script(frames: Sequence[Frame]) -> str | None:
     """Return the innermost line of code that is not installed: the user's own."""
-    own = (f for f in frames if not _is_installed(f) and not f["filename"].startswith(("<", str(_HERE))))
-    found = next(own, None)
+    found = next(filter(is_of_script, frames), None)
     return None if found is None else line_of(found)
+
+
+def is_of_script(frame: Frame) -> bool:
+    """True for code that is neither installed nor generated."""
+    file = frame["filename"]
+    return not _is_installed(frame) and not file.startswith(("<", str(_HERE))) and not _GENERATED.search(file)
 
 
 def _is_installed(frame: Frame) -> bool:

@@ -15,6 +15,7 @@ from adaptive_batching._report.sections import Html, some, table, tag
 from adaptive_batching._values import memory_size
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW = 960, 320, 64, 24  # of the chart
+_COLOURS = 8  # of the style sheet
 _STYLE = """
 svg.memory { width: 100%; height: auto; } svg.memory text { fill: var(--soft); font-size: 12px; }
 svg.memory .axis { stroke: var(--line); }
@@ -68,7 +69,7 @@ def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[in
         above = [low + point.get(category, 0) for low, point in zip(below, points, strict=True)]
         edges = [at(point["event"], size) for point, size in zip(points, above, strict=True)]
         edges += reversed([at(point["event"], size) for point, size in zip(points, below, strict=True)])
-        colour = f"var(--c{CATEGORIES.index(category)})"
+        colour = f"var(--c{CATEGORIES.index(category) % _COLOURS})"
         drawn.append(f'<polygon points="{" ".join(edges)}" fill="{colour}" fill-opacity="0.75"/>')
         below = above
     for number, event in enumerate(steps_end, 1):
@@ -84,7 +85,7 @@ def _chart(run: DryRun, points: Sequence[dict[str, Any]], steps_end: Sequence[in
     if limit <= top:
         y = at(first, limit).split(",")[1]
         drawn.append(f'<line class="limit" x1="{_LEFT}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>')
-    keys = [_key(CATEGORIES.index(category), category) for category in shown]
+    keys = [_key(CATEGORIES.index(category) % _COLOURS, category) for category in shown]
     notes = "Line: reserved by the allocator." + (" Dashed: the card's memory." if limit <= top else "")
     label = f"Memory over {last - first:,} events of the allocator"
     picture = tag("svg", Html("".join(drawn)), viewBox=f"0 0 {_WIDTH} {_HEIGHT}", class_="memory", role="img",

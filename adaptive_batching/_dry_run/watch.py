@@ -14,10 +14,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from bisect import bisect
 from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +33,30 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from adaptive_batching._dry_run import FOLDER, STEPS
 from adaptive_batching._dry_run.history import (
     GRADIENTS,
     STATES,
     WEIGHTS,
+    WORKSPACE,
+    WORKSPACE_OF_HOPPER,
     Labels,
+    Moments,
     line_of,
     line_of_script,
     place,
     read_history,
     step_of,
 )
-from adaptive_batching._emulated_device import control, values
+from adaptive_batching._dry_run.script import Course, is_rehearsing, stack_of
+from adaptive_batching._emulated_device import control
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
 MOST_TEXT = 300  # of an error
 MOST_FRAMES = 40  # of a stack that are told
-_OURS = (__file__, values.__file__)
+EVERY = 1.0  # seconds after which peaks are written down, in case the process is killed
 
 
 def start() -> None:
@@ -79,13 +86,20 @@ class Watch:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._ends_us: list[int] = []  # of steps
+        self._calls: list[tuple[int, int]] = []  # of optimizers: beginning and end
+        self._called_us: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._counters: list[control.Counters] = []  # at the end of each step, after those of the beginning
         self._labels: list[Labels] = []
         self._out_of_memory: list[dict[str, Any]] = []
         self._peaks: dict[int, dict[str, int]] = {}  # of each device, of what has been reset since
+        self._reserved_now: dict[int, int] = {}  # of each device
         self.trouble: str | None = None  # why something is missing from the report
         self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
+        self._course = Course(self._before_pass, self._after_pass)
+        self._stopped = False  # by this watch, after as many steps as were asked for
+        self._writing = threading.RLock()
+        self._is_written = False  # in full
 
     def begin(self) -> None:
         """Look on from the moment that the process asks for a device."""
@@ -95,7 +109,9 @@ class Watch:
         before, after = map(torch.compiler.disable, (self._before_step, self._after_step))
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
+        self._begin_course()
         atexit.register(self._end)
+        Finalize(None, self._end, exitpriority=0)  # of a process that multiprocessing has started: atexit is not run
         of_script = sys.excepthook
 
         def keep_and_call(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -103,6 +119,10 @@ class Watch:
             of_script(kind, error, trace)
 
         sys.excepthook = keep_and_call
+
+    @_harmless
+    def _begin_course(self) -> None:
+        self._course.begin()
 
     def _remember(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -121,11 +141,36 @@ class Watch:
         torch._C._cuda_resetPeakMemoryStats = keep_and_reset
         self._counters.append(control.counters())
         self._write(ended=False)
+        threading.Thread(target=self._write_now_and_then, name="dry-run", daemon=True).start()
+
+    def _write_now_and_then(self) -> None:
+        while not self._is_written:
+            time.sleep(EVERY)
+            self._write_in_short()
+
+    @_harmless
+    def _write_in_short(self) -> None:
+        self._write(ended=False)
+
+    @_harmless
+    def _before_pass(self, number: int) -> None:
+        """Stop a script whose optimizer is none of torch's, as its steps are not seen: before one pass too many."""
+        if not _uses_device() or os.getpid() != self._process:
+            return
+        if number >= self._most_steps and not self._course.optimizers and not self._ends_us:
+            self._stop()
+
+    @_harmless
+    def _after_pass(self) -> None:
+        if _uses_device() and not self._course.optimizers:  # whose steps would be the moments to look at
+            self._label()
 
     @_harmless
     def _before_step(self, optimizer: Optimizer) -> None:
         if _is_rehearsal(optimizer):
             return
+        self._course.before_step(optimizer)
+        self._called_us[optimizer] = _now_us()
         self._counts.setdefault(optimizer, 0)
         if torch._C._current_graph_task_id() == -1:
             self._label()
@@ -134,6 +179,13 @@ class Watch:
     def _after_step(self, optimizer: Optimizer) -> None:
         if not _uses_device() or os.getpid() != self._process or _is_rehearsal(optimizer):
             return
+        now = _now_us()
+        self._calls.append((self._called_us.get(optimizer, now), now))
+        if self._course.is_idle(optimizer):
+            if not self._ends_us and self._course.idle_in_row >= self._most_steps:
+                self._stop()
+            return
+        self._course.note_step()
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if count <= len(self._ends_us) or self._is_ending:  # of several optimizers, the first to step ends a step
             return
@@ -151,18 +203,31 @@ class Watch:
         self._counters.append(control.counters())
         self._write(ended=False)
         if len(self._ends_us) >= self._most_steps:
-            torch.cuda.synchronize()  # other processes may wait for a collective of this one
-            self._write(ended=True)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the process: what there is to know of it is known."""
+        torch.cuda.synchronize()  # other processes may wait for a collective of this one
+        self._stopped = True
+        self._label()
+        self._write(ended=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
     @_harmless
     def _note_error(self, error: BaseException) -> None:
         """Keep the error that ends the script, also of one that has not come to use the device."""
         on_host = isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
         lines = str(error).strip().splitlines()
-        self._error = {"text": ": ".join([type(error).__name__, *lines[:1]])[:MOST_TEXT], "is_of_host_memory": on_host}
+        text = ": ".join([type(error).__name__, *lines[:1]])
+        frames: list[dict[str, Any]] = [
+            {"filename": f.filename, "line": f.lineno, "name": f.name}
+            for f in reversed(traceback.extract_tb(error.__traceback__))
+        ]
+        if type(error).__name__ == "ProcessRaisedException":  # of spawn, which ends with the traceback of the script
+            text, frames = lines[-1], []
+        self._error = {"text": text[:MOST_TEXT], "is_of_host_memory": on_host, "line": line_of_script(frames)}
         if os.getpid() == self._process and not _uses_device():
             self._write(ended=False)
 
@@ -175,10 +240,10 @@ class Watch:
     @_harmless
     def _note_out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         """Keep what is known of an allocation that fails, from within it."""
-        own = _stack(sys._getframe().f_back)  # none in a backward pass's own thread
+        own = stack_of(sys._getframe().f_back)  # none in a backward pass's own thread
         is_main = threading.current_thread() is threading.main_thread()
         main = threading.main_thread().ident or 0
-        stack = own if is_main else _stack(sys._current_frames()[main])  # which waits for the backward pass
+        stack = own if is_main else stack_of(sys._current_frames()[main])  # which waits for the backward pass
         stats = torch.cuda.memory_stats(device)
         self._label()
         self._out_of_memory.append({
@@ -200,8 +265,7 @@ class Watch:
             _add(known, parameter, WEIGHTS)
             if parameter.is_leaf and parameter.grad is not None:
                 _add(known, parameter.grad, GRADIENTS)
-        states = [state for each in self._counts for state in each.state.values() if isinstance(state, dict)]
-        for value in (value for state in states for value in state.values()):
+        for value in tree_leaves([dict(each.state) for each in self._counts]):
             if isinstance(value, torch.Tensor):
                 _add(known, value, STATES)
         self._labels.append(Labels(_now_us(), known))
@@ -218,37 +282,50 @@ class Watch:
             for name, key in (("allocated", "allocated_bytes.all.peak"), ("reserved", "reserved_bytes.all.peak")):
                 found[name] = max(found.get(name, 0), int(stats[key]))
             found["retries"] = int(stats["num_alloc_retries"])
+            self._reserved_now[device] = int(stats["reserved_bytes.all.current"])
 
     def _write(self, *, ended: bool) -> None:
         """Write what is known, all at once: in short while the script runs, which may be killed, in full at its end."""
+        with self._writing:
+            if not self._is_written:
+                self._is_written = ended
+                self._write_file(ended=ended)
+
+    def _write_file(self, *, ended: bool) -> None:
         self._keep_peaks()
         device = max(self._peaks, key=lambda each: self._peaks[each]["reserved"], default=0)
         steps = [asdict(later - earlier) for earlier, later in zip(self._counters, self._counters[1:], strict=False)]
         found: dict[str, Any] = {
-            "process": self._process, "rank": int(os.environ.get("RANK", 0)), "device": device, "steps": steps,
+            "process": self._process, "rank": _rank(), "device": device, "steps": steps,
             "peaks": self._peaks.get(device, {}), "out_of_memory": self._out_of_memory,
-            "error": self._error, "trouble": self.trouble,
+            "reserved_now": self._reserved_now,
+            "error": self._error, "trouble": self.trouble, "stopped": self._stopped,
+            "course": self._course.as_object(),
         }  # fmt: skip
         if ended:
+            found["course"]["trains"] = self._trains()
             found["history"] = self._read_history(device)
         partial = self._folder / f".{self._process}"
         partial.write_text(json.dumps(found))
         partial.replace(self._folder / f"{self._process}.json")
+
+    def _trains(self) -> bool:
+        """True if a model that can be trained is there, and is not in evaluation."""
+        return any(m.training and any(p.requires_grad for p in m.parameters()) for m in list(self._modules))
 
     def _read_history(self, device: int) -> dict[str, Any]:
         gc.disable()  # the process ends; a collection would look at all of a million events, again and again
         failed = self._out_of_memory[-1] if self._out_of_memory else None
         traces = torch.cuda.memory._snapshot()["device_traces"]
         of_device = traces[device] if device < len(traces) else []
-        history = read_history(
-            of_device,
-            self._labels,
-            failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None,
-        )
+        until = failed["time_us"] if failed is not None and failed["step"] > len(self._ends_us) else None
+        workspace = WORKSPACE_OF_HOPPER if torch.cuda.get_device_capability(device) == (9, 0) else WORKSPACE
+        history = read_history(of_device, self._labels, Moments(self._calls, self._ends_us, until), workspace)
         frames = history.peak_frames
         return {
             "peak_step": step_of(history.peak_us, self._ends_us), "peak_line": line_of_script(frames),
             "peak_where": place(frames), "categories": history.categories, "holders": history.holders,
+            "outdated_buckets_bytes": history.outdated_buckets_bytes,
             "points": history.points,
             "steps_end": [bisect(of_device, end, key=lambda event: event["time_us"]) for end in self._ends_us],
         }  # fmt: skip
@@ -258,16 +335,21 @@ def _uses_device() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
 def _now_us() -> int:
     return time.time_ns() // 1000
 
 
 def _is_rehearsal(optimizer: Optimizer) -> bool:
-    """True in a step of a probe of ours, which is undone and is no step of training."""
-    trial = sys.modules.get("adaptive_batching._probe.trial")
-    if trial is not None and trial.rehearsing:
-        return True
-    return any(isinstance(p, FakeTensor) for group in optimizer.param_groups[:1] for p in group["params"][:1])
+    """True in a step of a probe of ours, and in one that is traced."""
+    return is_rehearsing() or any(
+        isinstance(p, FakeTensor) for group in optimizer.param_groups[:1] for p in group["params"][:1]
+    )
 
 
 def _add(known: dict[int, str], tensor: torch.Tensor, category: str) -> None:
@@ -278,14 +360,3 @@ def _add(known: dict[int, str], tensor: torch.Tensor, category: str) -> None:
     for storage in storages:
         if storage.device.type == "cuda":
             known[storage.data_ptr()] = category
-
-
-def _stack(frame: Any) -> list[dict[str, Any]]:
-    """Return the stack of a frame, the innermost first, without what watches it."""
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename not in _OURS:
-            found.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
-    return found

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,8 @@ class EmulatedDevice:
     nothing was copied to reads as zeros."""
     processors: int = 108
     """Multiprocessors, which some kernels take workspaces for."""
+    name: str = "emulated device"
+    """As `nvidia-smi` tells it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MOST_DEVICES:
@@ -90,6 +93,7 @@ class EmulatedDevice:
             "MEMORY": self.memory_bytes, "COUNT": self.count, "CAPABILITY": 10 * major + minor,
             "CONTEXT": self.context_bytes, "LAG": -1 if self.lag is None else self.lag,
             "LARGEST_COPY": self.largest_copy_bytes, "PROCESSORS": self.processors,
+            "NAME": self.name, "CUDA": f"{_torch()[1]}.0",
         }  # fmt: skip
         first = {
             "LD_PRELOAD": f"{library}:{library.parent / 'libnvidia-ml.so.1'}",
@@ -98,6 +102,15 @@ class EmulatedDevice:
         joined = {name: f"{value}:{inherited[name]}" if inherited.get(name) else value for name, value in first.items()}
         own = {f"EMULATED_DEVICE_{name}": str(value) for name, value in settings.items()}
         return {**inherited, **own, **joined, "TRITON_LIBCUDA_PATH": str(library.parent)}
+
+
+def write_nvidia_smi(folder: Path) -> None:
+    """Write an `nvidia-smi` that answers for the cards of its environment, to a folder that is made."""
+    folder.mkdir()
+    program = folder / "nvidia-smi"
+    answers = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("nvidia_smi.py"))])
+    program.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec {answers} "$@"\n')
+    program.chmod(0o755)
 
 
 def parse_capability(text: str) -> tuple[int, int]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptive_batching._plan import Answer, Gpu, MemoryEstimate
+from adaptive_batching._gpus import Gpu
+from adaptive_batching._plan import Answer, MemoryEstimate
 from adaptive_batching._torchtune import planning
 from adaptive_batching._torchtune.planning import PlanRequest, TracedPlan
 from adaptive_batching._trace.allocator import GIB, MIB

@@ -26,8 +26,9 @@ from torchtune.config._utils import _merge_yaml_and_cli_args
 from torchtune.datasets import ConcatDataset
 from tqdm import tqdm
 
+from adaptive_batching._gpus import find_gpus
 from adaptive_batching._growth.increase import IncreaseFunctionError
-from adaptive_batching._plan import Answer, find_gpus, gpu_memory
+from adaptive_batching._plan import Answer, gpu_memory
 from adaptive_batching._torchtune.losses import KINDS
 from adaptive_batching._torchtune.meta_setup import RECIPES
 from adaptive_batching._torchtune.names import LAUNCHED, closest, why_not_read

@@ -36,15 +36,22 @@ FAILED = {
 }  # fmt: skip
 
 
-def error(text: str, is_of_host_memory: bool = False) -> dict[str, Any]:
-    return {"text": text, "is_of_host_memory": is_of_host_memory}
+def error(text: str, is_of_host_memory: bool = False, line: str | None = None) -> dict[str, Any]:
+    return {"text": text, "is_of_host_memory": is_of_host_memory, "line": line}
 
 
 def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any) -> dict[str, Any]:
     return {
         "process": 100 + rank, "rank": rank, "device": 0, "steps": [STEP] * steps,
         "peaks": {"allocated": 10 * GIB, "reserved": reserved * GIB, "retries": 0}, "out_of_memory": [],
-        "history": HISTORY, "trouble": None, "error": None, **other,
+        "history": HISTORY, "trouble": None, "error": None, "stopped": steps >= 3, "course": course(), **other,
+    }  # fmt: skip
+
+
+def course(**other: Any) -> dict[str, Any]:
+    return {
+        "optimizers": [], "passes": 0, "reads": [], "last_read": None, "exit": None, "of_steps": [], "idle": {},
+        "trains": False, **other,
     }  # fmt: skip
 
 
@@ -69,13 +76,30 @@ LATE = {**FAILED, "step": 4}
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
         ([process(steps=0)], 0, Answer.FITS, "no optimizer of torch.optim took one"),
-        ([process(error=error("ZeroDivisionError: x"))], 1, Answer.CANNOT_TELL, "losses are zero here"),
+        ([process(error=error("ZeroDivisionError: x"))], 1, Answer.CANNOT_TELL, "losses are zero in a dry run"),
+        ([process(error=error("AssertionError", line="a.py:3 f"), course=course(reads=[["/x/a.py", 3]]))], 1,
+         Answer.CANNOT_TELL, "losses are zero in a dry run"),
+        ([process()], 0, Answer.FITS, "--whole runs all of it"),
+        ([process(steps=0, course=course(optimizers=["AdamW, a.py:1 f"], passes=9, exit="a.py:9 f"))], 0,
+         Answer.CANNOT_TELL, "ended by  a.py:9 f"),
+        ([process(steps=0, stopped=True, course=course(passes=3))], 0, Answer.FITS, "3 backward passes"),
+        ([process(steps=0, stopped=True, course=course(optimizers=["SGD"], idle={"SGD (a.py:1 f)": "no gradient"}))], 0,
+         Answer.CANNOT_TELL, "the steps of SGD (a.py:1 f) did nothing: no gradient"),
+        ([process(steps=0, course=course(trains=True))], 0, Answer.CANNOT_TELL, "no backward pass"),
+        ([process(), process(1, steps=0)], 0, Answer.FITS, "3 steps"),  # one that only asked for the device's name
         ([process()], 0, Answer.FITS, "matrix products 7"),
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
-        ([process(steps=0, error=error("KeyError: 'x'"))], 1, Answer.CANNOT_TELL, "the card's memory: KeyError: 'x'"),
+        ([process(steps=0, error=error("KeyError: 'x'", line="a.py:3 f"))], 1, Answer.CANNOT_TELL,
+         "the card's memory: KeyError: 'x' (a.py:3 f)"),
         ([process(peaks={}, error=error("ChildFailedError: =")), process(error=error("KeyError: 1"))], 1,
          Answer.CANNOT_TELL, "card's memory: KeyError: 1"),
+        ([process(peaks={}, error=error("CalledProcessError: x")), process(error=error("KeyError: 1"))], 1,
+         Answer.CANNOT_TELL, "card's memory: KeyError: 1"),
+        ([process(peaks={}, error=error("CalledProcessError: x"))], 2, Answer.CANNOT_TELL,
+         "the launcher's command failed"),
+        ([process(history={**HISTORY, "outdated_buckets_bytes": GIB})], 0, Answer.FITS,
+         "1.00 GiB are the buckets that DDP began with"),
         ([process(peaks={}, error=error("MemoryError", True))], 1, Answer.CANNOT_TELL, "because the host ran out"),
         ([process(steps=0)], -11, Answer.CANNOT_TELL, "signal 11 (SIGSEGV)"),
         ([], 0, Answer.CANNOT_TELL, "used a CUDA device"),
@@ -100,6 +124,23 @@ def test_an_interrupted_run_tells_what_it_knows(tmp_path: Path) -> None:
     run = read(tmp_path, killed, code=-2, interrupted=True)
     said = in_words(run)
     assert said[0].startswith("cannot tell: interrupted (1 step") and "10.00 GiB allocated" in said[1]
+
+
+def test_a_script_that_ended_by_a_condition_on_a_value_is_told_with_the_line_of_the_condition(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("for batch in data:\n    loss = step(batch)\n    if loss.item() < 0.1:\n        break\n")
+    of = course(reads=[[str(script), 3]], of_steps=[[str(script), 2]], optimizers=["SGD, train.py:1 <module>"])
+    ended, stopped = (read(tmp_path, process(steps=1, stopped=each, course=of)) for each in (False, True))
+    assert ended.answer is Answer.CANNOT_TELL and "ended by  train.py:3, a condition" in "\n".join(in_words(ended))
+    assert stopped.answer is Answer.FITS
+
+
+def test_a_script_that_takes_no_step_is_told_how_to_wait_longer(tmp_path: Path) -> None:
+    (tmp_path / "0.json").write_text(json.dumps(process(steps=0)))
+    run = read_dry_run(tmp_path, CARD, Ending(-2, False, 301.0, waited=300))
+    assert run.answer is Answer.CANNOT_TELL
+    said = in_words(run)
+    assert "no step in 300 s; --max-seconds" in said[0] and "10.00 GiB allocated" in said[1]
 
 
 @pytest.mark.parametrize("failed", [False, True])

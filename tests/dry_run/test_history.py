@@ -10,12 +10,18 @@ import torch
 
 from adaptive_batching._dry_run.history import (
     BACKWARD,
+    BUCKETS,
+    COLLECTIVES,
     FORWARD,
     GRADIENTS,
+    KEPT,
     STATES,
     STEP,
     WEIGHTS,
+    WORKSPACE,
+    WORKSPACES,
     Labels,
+    Moments,
     line_of_script,
     place,
     read_history,
@@ -72,7 +78,7 @@ def test_memory_at_an_address_that_is_used_again_has_the_name_of_its_own_time() 
 
 
 def test_a_history_ends_where_an_allocation_failed() -> None:
-    history = read_history(EVENTS, LABELS, until_us=3)
+    history = read_history(EVENTS, LABELS, Moments(until=3))
     assert history.peak_bytes == 10 * KIB and BACKWARD not in history.categories
     assert read_history([], []).points == []
 
@@ -94,6 +100,60 @@ def test_a_place_is_the_line_outside_of_torch_and_a_line_of_the_script_is_the_us
     frames: list[dict[str, Any]], where: str, line: str | None
 ) -> None:
     assert (place(frames), line_of_script(frames)) == (where, line)
+
+
+DDP = f"{TORCH}/nn/parallel/distributed.py"
+GENERATED = frame("/tmp/torchinductor_me/qd/c" + 50 * "x" + ".py", 216, "call")
+
+
+def category_of(size: int, *frames: dict[str, Any], freed: int | None = None, moments: Moments = Moments()) -> str:
+    events = [event("alloc", 0, size, 5, *frames)]
+    events += [] if freed is None else [event("free_requested", 0, size, freed)]
+    [category] = read_history(events, [], moments).categories
+    return category
+
+
+@pytest.mark.parametrize(
+    ("category", "frames"),
+    [
+        (BUCKETS, [frame(DDP, 1437, "_ddp_init_helper"), SCRIPT]),
+        (BUCKETS, [frame(DDP, 1775, "_pre_forward"), frame(f"{TORCH}/nn/modules/module.py"), SCRIPT]),
+        (COLLECTIVES, [frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py"), SCRIPT]),
+        (STEP, [frame(f"{TORCH}/nn/utils/clip_grad.py"), SCRIPT]),
+        (FORWARD, [LINEAR, frame(f"{TORCH}/nn/modules/module.py"), frame(f"{TORCH}/optim/lbfgs.py"), SCRIPT]),
+        (STEP, [frame(f"{TORCH}/optim/lbfgs.py"), SCRIPT]),
+        (FORWARD, [LINEAR, SCRIPT]),
+    ],
+)
+def test_memory_that_no_label_names_is_told_by_who_asked_for_it(category: str, frames: list[dict[str, Any]]) -> None:
+    assert category_of(4 * KIB, *frames, freed=6) == category
+
+
+def test_memory_that_no_label_names_is_told_by_its_size_and_time_as_well() -> None:
+    assert category_of(WORKSPACE, LINEAR, SCRIPT) == category_of(WORKSPACE) == WORKSPACES
+    assert category_of(WORKSPACE, LINEAR, SCRIPT, freed=7) == FORWARD
+    assert (
+        category_of(4 * KIB, MODEL, SCRIPT, moments=Moments(steps=[(4, 6)])) == STEP
+    )  # an optimizer of somebody's own
+    assert category_of(4 * KIB, MODEL, SCRIPT, moments=Moments(steps=[(1, 2), (7, 9)])) == FORWARD
+    assert category_of(4 * KIB, MODEL, SCRIPT, freed=9, moments=Moments(ends=[4, 8])) == KEPT
+    assert category_of(4 * KIB, MODEL, SCRIPT, freed=7, moments=Moments(ends=[4, 8])) == FORWARD
+
+
+def test_buckets_that_ddp_has_replaced_and_that_are_held_are_told() -> None:
+    events = [
+        event("alloc", 0, 4 * KIB, 1, frame(DDP, 1437, "_ddp_init_helper"), SCRIPT),
+        event("alloc", 100, 4 * KIB, 2, frame(DDP, 1775, "_pre_forward"), SCRIPT),
+    ]
+    assert read_history(events, []).outdated_buckets_bytes == 4 * KIB
+    assert read_history(events[:1], []).outdated_buckets_bytes == 0
+
+
+def test_a_line_that_inductor_wrote_is_told_as_the_line_that_it_was_compiled_from() -> None:
+    compiled = frame(f"{TORCH}/_inductor/output_code.py")
+    assert place([GENERATED, compiled, MODEL, SCRIPT]) == "somewhere/model.py:3 f, compiled"
+    assert line_of_script([GENERATED, compiled, MODEL, SCRIPT]) == "train.py:7 main"
+    assert place([GENERATED, compiled]) == "compiled backward pass" and line_of_script([GENERATED, compiled]) is None
 
 
 def test_a_moment_is_in_the_step_that_has_not_ended() -> None:

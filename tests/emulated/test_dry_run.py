@@ -189,6 +189,87 @@ def test_a_script_that_ends_for_reasons_of_its_own_is_told_from_one_that_does_no
     assert ("ZeroDivisionError" in said) == ("1 / 0" in code)
 
 
+def ends(*lines: str, optimizer: str = "AdamW") -> str:
+    """Return a script of at most two steps, with such lines in its loop."""
+    return f"""
+{MODEL}
+model = make(2)
+optimizer = torch.optim.{optimizer}(model.parameters())
+def compute():
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, {WIDTH}, device="cuda")).pow(2).mean()
+    loss.backward()
+    return loss
+for step in range(2):
+    {f"{chr(10)}    ".join(lines)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "condition"),
+    [
+        (ends("optimizer.step(compute)", optimizer="LBFGS"), "LBFGS (train.py:17 <module>) did nothing", None),
+        (
+            ends("loss = compute().item()", "if loss: optimizer.step()"),
+            "the optimizer has taken no step (AdamW, train.py:10 <module>)", "train.py:18",
+        ),
+        (ends("compute()", "if step == 8: optimizer.step()"), "the optimizer has taken no step", None),
+        (ends("value = compute().item()", "optimizer.step()", "if value < 1: break"), "of a value", "train.py:19"),
+        (ends("print(compute().item())", "optimizer.step()", "if step > 8: break"), None, None),
+    ],
+    ids=["converges", "skips", "accumulates", "breaks", "ends"],
+)  # fmt: skip
+def test_what_trains_on_nothing_is_never_said_to_fit(
+    code: str, why: str | None, condition: str | None, tmp_path: Path
+) -> None:
+    found, _ = dry_run(tmp_path, "--memory", "24", code=code)
+    assert found["fits"] is (True if why is None else None) and found["ended_by"] == condition
+    assert (why or "") in (found["why"] or "")
+
+
+def test_a_script_with_an_optimizer_of_its_own_is_stopped_after_as_many_backward_passes(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + f"""
+model = make(2)
+while True:
+    model(torch.randn(8, {WIDTH}, device="cuda")).sum().backward()
+    for p in model.parameters():
+        p.grad = None
+"""
+    )
+    found, _ = dry_run(tmp_path, "--memory", "24", code=code)
+    assert (found["fits"], found["steps"], found["backward_passes"]) == (True, 0, 3)
+
+
+def test_a_script_that_takes_no_step_is_stopped_in_time_and_its_peak_is_told(tmp_path: Path) -> None:
+    code = MODEL + "import time\nmodel = make(2)\ntime.sleep(300)"
+    found, _ = dry_run(tmp_path, "--memory", "24", "--max-seconds", "8", code=code)
+    assert found["fits"] is None and "no step in 8 s" in found["why"] and found["peak_allocated_bytes"] >= 2 * LAYER
+
+
+def test_a_process_that_is_killed_leaves_its_peak_so_far(tmp_path: Path) -> None:
+    code = f"""
+import os, time, torch
+held = [torch.empty({MIB}, dtype=torch.uint8, device="cuda")]
+held.append(torch.empty(512 * {MIB}, dtype=torch.uint8, device="cuda"))
+time.sleep(3)
+os.kill(os.getpid(), 9)
+"""
+    found, _ = dry_run(tmp_path, "--memory", "24", code=code)
+    assert found["fits"] is None and found["peak_allocated_bytes"] == 513 * MIB
+
+
+def test_the_whole_script_runs_if_asked_for_and_what_was_not_run_is_said_if_not(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN.replace("range(100)", "range(4)") + "main()\nmake(200)\n")
+    found, said = dry_run(tmp_path, "--memory", "24", "--whole", "--", "python", "train.py")
+    assert (found["fits"], found["steps"]) == (True, 4) and said.count("step ") == 4
+    assert found["peak_allocated_bytes"] > 200 * LAYER
+    process = start(["--memory", "24", "--", "python", "train.py"], tmp_path)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "not run" in printed and "--whole" in printed
+
+
 @pytest.mark.parametrize(("by", "before"), [
     (signal.SIGINT, signal.SIG_DFL), (signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_IGN),
 ])  # fmt: skip
@@ -229,6 +310,7 @@ def test_an_interrupt_ends_the_script_and_all_that_it_has_started(
         ("--gpu 409 -- python x", "--gpu '409' is unknown; the closest: RTX 4090"),
         ("--memory lots -- python x", "--memory lots is not a memory size"),
         ("--memory 24 --steps 0 -- python x", "--steps 0 must be at least 1"),
+        ("--memory 24 --max-seconds 0 -- python x", "--max-seconds 0 must be more than 0"),
         ("--memory 24 --sequence-length 0 -- python x", "--sequence-length 0 must be at least 1"),
         ("--memory 24 --devices 40 -- python x", "--devices 40 must be 1 to 16"),
         ("--memory 24 --capability new -- python x", "--capability new"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from adaptive_batching._plan import find_gpus
+from adaptive_batching._gpus import find_gpus
 from adaptive_batching._torchtune.names import LAUNCHED
 from adaptive_batching._torchtune.planning import PlanRequest, sketch
 from tests.support.processes import in_a_process
