@@ -66,7 +66,7 @@ def forget_failed_backward(device: torch.device) -> None:
 
     The tasks that were still to run stay in the queue of the calling thread, each with its node and thus with saved
     tensors, until that thread's next backward pass. Those on an accelerator are dropped by a thread of the device, when
-    it comes to them. A backward pass of nothing waits for both, since tasks of a pass that is over come first in a queue
+    it comes to them. A backward pass of nothing waits for both: tasks of a pass that is over come first in a queue
     (``CompareNodeTaskTime`` in torch/csrc/autograd/engine.cpp). It allocates nothing and starts no kernel.
     """
     # The device's thread first: until it has let go of the pass, this thread's tasks do not count as left over.
