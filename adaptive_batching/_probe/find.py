@@ -84,7 +84,7 @@ class _Search:
         meter, ranks = self._meter, self._ranks
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
         stopped_at = None if meter.fails_safely else memory_available(self._config, meter)
-        trial = Trial(self._step, meter, self.own_budget, self._question.scratch, ranks.all, stopped_at)
+        self._trial = trial = Trial(self._step, meter, self.own_budget, self._question.scratch, ranks.all, stopped_at)
         try:
             with trial:
                 if ranks.all(True):  # a rank that failed on entry takes part below, with False
@@ -198,7 +198,8 @@ class _Search:
                 known = [*step.model.parameters(), *step.model.buffers(), *states]
                 self._level = meter.used_bytes() - sum(v.nbytes for v in known if isinstance(v, torch.Tensor))
             curve = None if self.traced is None else self.traced.curve
-            return explain(meter.device, limit, measured, self._question.remedies, curve, self._level)
+            remedies, failure = self._question.remedies, self._trial.failure
+            return explain(meter.device, limit, measured, remedies, curve, self._level, failure)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
