@@ -119,6 +119,18 @@ class SizesRun:
             self.high = index
         return measurement.fits
 
+    def run_again(self) -> bool:
+        """Run another step at the size that has just run and fitted, as training would; return True if it fits, too."""
+        if self._measure_again is None:
+            return True
+        before = self.measurements[-1]
+        measured = before.followed_by(self._measure_again(before.batch_size))
+        if measured.fits:
+            self.measurements[-1] = measured
+        else:  # which the answer would show when it is confirmed
+            self.measurements.append(replace(measured, steps=1))
+        return measured.fits
+
     def _run_once(self, size: int) -> Measurement:
         if self.repeats and self._begin is not None:
             return self._as_training(size)
@@ -254,8 +266,8 @@ class ProbeResult:
     shorter: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
     enough: int | None = None
-    """Batch size beyond which larger ones would be of little use, if that was asked and it is predicted to fit by far;
-    it has not run. :attr:`batch_size` is then the largest that has run."""
+    """Batch size beyond which larger ones would be of little use, or not worth their trials, if that was asked and it is
+    predicted to fit by far; it may not have run. :attr:`batch_size` is then the largest that has run."""
     peak_moment: str = ""
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
     peak_kinds: dict[str, int] = field(default_factory=dict)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._probe.search import CERTAIN_FIT, SEARCHES, CorrectedCurve, settle_for_enough
 from adaptive_batching._probe.sizes import NOISE, Measurement, SizesRun, candidate_sizes
 from adaptive_batching._trace.reserved import MAX_STEPS, can_repeat
@@ -331,6 +332,33 @@ def test_what_is_enough_need_not_run_only_where_it_fits_by_far(
     assert sizes.found == largest_fit(device, reachable)
     if sizes.found is not None and wanted is not None:
         assert sizes.found <= max(2, 1.2 * wanted + 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    peak=curves(), upper=st.integers(3, 300), level=st.floats(0, 1.5), wanted=st.integers(3, 400),
+    fixed=st.floats(0.001, 1.0), samples=st.floats(1, 10**6), is_traced=st.booleans(),
+)  # fmt: skip
+def test_trials_that_cost_more_than_the_rest_of_the_run_gains_by_them_are_not_made(
+    peak: Peak, upper: int, level: float, wanted: int, fixed: float, samples: float, is_traced: bool
+) -> None:
+    """Each step has two forwards, of a fixed time and one second for each sample."""
+    candidates = candidate_sizes(upper, powers_of_two=False, coarse=True)
+    device = Device(peak, int(peak(2) + level * (peak(upper) - peak(2))) + 1)
+    sizes = SizesRun(device.measure, candidates, device.budget, device.measure)
+    curve = CorrectedCurve(sizes, peak if is_traced else None)
+    times = ForwardTimes(samples)
+    for size, seconds in ((1, 9 + fixed), (1, 1 + fixed), (2, 2 + fixed), (2, 7 + fixed)):  # of two, one had to wait
+        times.note(size, seconds)
+    settled = settle_for_enough(curve, lambda: wanted, times.is_worth)
+    assert device.runs == [1, 1, 2, 2] and (settled or 1) <= sizes.candidates[-1]
+    largest = sizes.candidates[-1]
+    cost = 3 * 2 * (1.1 * fixed + 0.1 + largest)
+    gain = samples * (1.1 * fixed + 0.1) * (1 / (settled or 2) - 1 / largest)
+    if settled is not None and 3 * settled < largest:
+        assert cost > 0.99 * gain
+    if settled is None and sizes.open:
+        assert cost < 1.01 * gain
 
 
 CAN_REPEAT = {
