@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adaptive_batching._out_of_memory import forget_failed_backward
+
 # As docs/memory.md has them, with their sources.
 _MOST_OF_A_CONTEXT, _MOST_OF_COLLECTIVES = 700 * 2**20, 1600 * 2**20
 _WITHOUT_A_METER = "set use_maximum_batch_size: False, or set adaptive_batching.max_batch_size to grow without a probe"
@@ -62,7 +64,11 @@ def little_to_collect() -> Iterator[None]:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host."""
+    """Release memory that allocators cache but nothing uses: on ``device``, and pinned memory on the host.
+
+    Whatever cleans up after a failed forward or backward calls this, and so lets go of what autograd has kept of it.
+    """
+    forget_failed_backward(device)
     gc.collect()
     if device.type == "cpu":
         with contextlib.suppress(OSError, AttributeError):

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 _GAIN = 0.02
 _UNCERTAINTY = 0.1
 _FILLED = 1.5
+# Forwards and backwards of a search for the largest size: three steps, each with those of two parts.
+_OF_A_SEARCH = 6
 _MEASUREMENTS_KEPT = 200  # the weight of older ones would be less than 2 %
 _OUTLIER = 4.0  # a forward that took this many times as long as necessary was waiting for something else
 
@@ -75,7 +77,10 @@ class ForwardCost:
 class ForwardTimes:
     """Seconds of forwards and backwards by their number of samples, and what they say of larger ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, samples_left: float | None = None) -> None:
+        self.samples_left = samples_left
+        """Samples that the run has left on a device, in such as are measured; None if that is not known."""
+
         self._seconds: dict[int, float] = {}
 
     def note(self, samples: int, seconds: float) -> None:
@@ -93,6 +98,21 @@ class ForwardTimes:
             "than %.0f %%", 1000 * fixed, 1000 * per_sample, enough, 100 * _GAIN
         )  # fmt: skip
         return enough
+
+    def is_worth(self, small: int, large: int) -> bool:
+        """Return False if a search for up to ``large`` samples costs more than the run gains by them over ``small``."""
+        line = self._line()
+        if line is None or self.samples_left is None:
+            return True
+        fixed, per_sample = line
+        cost = _OF_A_SEARCH * (fixed + large * per_sample)
+        gain = self.samples_left * fixed * (1 / small - 1 / large)
+        if cost > gain:
+            log.info(
+                "forwards of up to %d samples will do: trials of larger ones would take about %.0f s, and gain %.0f s "
+                "in the rest of the run at the most", small, cost, gain
+            )  # fmt: skip
+        return cost <= gain
 
     def in_samples(self) -> float | None:
         """Return the fixed time of a forward as the number of samples that take as long; None if it cannot be told."""

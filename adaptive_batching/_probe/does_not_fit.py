@@ -12,7 +12,7 @@ from torch import nn
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, allocator_advice, memory_meter
-from adaptive_batching._probe.sizes import Measurement
+from adaptive_batching._probe.sizes import NOISE, Measurement
 from adaptive_batching._ranks.agree import ALONE, Ranks
 from adaptive_batching._trace.bits_and_bytes import move_to_host
 from adaptive_batching._trace.trace import trace_peak_memory
@@ -114,10 +114,12 @@ def explain(
     remedies: Callable[[], Sequence[Remedy]],
     curve: PeakMemoryCurve | None,
     level: float,
+    failure: str,
 ) -> str:
     """Return why a batch of one does not fit and what would help, with predictions corrected by measurements.
 
-    ``level`` is the bytes in use on the device in addition to the predicted ones.
+    ``level`` is the bytes in use on the device in addition to the predicted ones, ``failure`` the last error that a
+    step ended with.
     """
     message = f"a batch of one sample does not fit in {memory_size(budget)}"
     measured = next((m.peak_bytes for m in measurements if m.batch_size == 1), None)
@@ -127,6 +129,13 @@ def explain(
         level += measured - predicted
     elif curve is not None and predicted > budget:
         message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} too much"
+    elif curve is not None and _has_failed_twice(measurements) and predicted < (1 - NOISE) * budget:
+        # Whatever it is that takes so much, the step is not known to, and neither is what would take less.
+        return (
+            f"{message}: it ran out of memory twice, though only about {memory_size(predicted)} was predicted. The error "
+            f"was: {failure}. Another program may have taken memory meanwhile, or a limit other than this one may apply, "
+            "such as that of a cgroup or ulimit"
+        )
     elif curve is not None:
         # The step needs more than the budget, so the prediction is too low by at least the difference.
         message += f": it ran out of memory, though only about {memory_size(predicted)} was predicted"
@@ -143,3 +152,7 @@ def explain(
     if (advice := allocator_advice(device)) is not None:
         lines.append(f"  the environment variable {advice} (not predicted)")
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
+
+
+def _has_failed_twice(measurements: Sequence[Measurement]) -> bool:
+    return sum(m.batch_size == 1 and m.peak_bytes is None for m in measurements) > 1

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, little_to_collect, memory_meter
+from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
@@ -52,8 +53,8 @@ class ProbeRequest:
     # Accept an answer up to an eighth below the maximum. If the prediction shows that the next candidate does not fit,
     # this saves the step that would prove it, and its out-of-memory error.
     coarse: bool = False
-    # With search="predict", look no further than what this returns after steps at the two smallest sizes.
-    enough: Callable[[], int | None] | None = None
+    # Noted by the step. With search="predict", look no further than is of use by those of the two smallest sizes.
+    times: ForwardTimes | None = None
     ranks: Ranks = ALONE  # that run the step together, each on its own device; the answer fits on every one
     remedies: Callable[[], Sequence[Remedy]] = tuple  # returns what to suggest if a batch of one does not fit
     scratch: Path | None = None  # for saved weights and states if the folder for temporary files has no room
@@ -84,7 +85,7 @@ class _Search:
         meter, ranks = self._meter, self._ranks
         # If a failed allocation can end the process, a step slightly above the budget is measured rather than stopped.
         stopped_at = None if meter.fails_safely else memory_available(self._config, meter)
-        trial = Trial(self._step, meter, self.own_budget, self._question.scratch, ranks.all, stopped_at)
+        self._trial = trial = Trial(self._step, meter, self.own_budget, self._question.scratch, ranks.all, stopped_at)
         try:
             with trial:
                 if ranks.all(True):  # a rank that failed on entry takes part below, with False
@@ -95,7 +96,7 @@ class _Search:
             ranks.all(False)
 
     def _search(self, trial: Trial, candidates: Sequence[int]) -> None:
-        meter, ranks, enough = self._meter, self._ranks, self._question.enough
+        meter, ranks, times = self._meter, self._ranks, self._question.times
         search, by_curve = SEARCHES[self._config.search], self._config.search == "predict"
         self._start = time.perf_counter()
         self._share(trial)
@@ -105,7 +106,7 @@ class _Search:
         trusts = ranks.all(not avoids or (meter.is_predictable and is_single_precision))
         if by_curve:
             self._predict(trial, avoids_failures=avoids)
-        self._expected = 0 if not by_curve else 3 if enough is None else 2
+        self._expected = 0 if not by_curve else 3 if times is None else 4
         # What follows on a first step that makes the optimizer states is known by a replay alone. Without one, too many
         # sizes that cannot go on would look as if they could.
         begin = trial.measure if self._count is None else trial.begin
@@ -121,8 +122,9 @@ class _Search:
         curve = CorrectedCurve(
             sizes, None if traced is None else lambda size: traced.curve.peak_bytes(size) + self._level, self._count
         )
-        if enough is not None and by_curve:
-            self.settled = settle_for_enough(curve, partial(_largest, enough, ranks))
+        if times is not None and by_curve:
+            is_worth = lambda small, large: ranks.any(times.is_worth(small, large))  # noqa: E731
+            self.settled = settle_for_enough(curve, partial(_largest, times.enough, ranks), is_worth)
         if self.settled is None:
             search(curve)
             while sizes.found is not None and not sizes.confirm():
@@ -198,7 +200,8 @@ class _Search:
                 known = [*step.model.parameters(), *step.model.buffers(), *states]
                 self._level = meter.used_bytes() - sum(v.nbytes for v in known if isinstance(v, torch.Tensor))
             curve = None if self.traced is None else self.traced.curve
-            return explain(meter.device, limit, measured, self._question.remedies, curve, self._level)
+            remedies, failure = self._question.remedies, self._trial.failure
+            return explain(meter.device, limit, measured, remedies, curve, self._level, failure)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -324,7 +327,7 @@ def find_largest(
 def _log_result(result: ProbeResult) -> None:
     batch_size, budget = result.batch_size, memory_size(result.budget_bytes)
     if result.enough is not None:
-        peak = max((at for size, at in result.predicted if size <= result.enough), default=0)
+        peak = max((at for size, at in result.predicted if size <= result.enough), default=result.peak_bytes)
         log.info(
             "forwards of up to %d samples are large enough, and clearly fit (%s of %s predicted); found in %.1f s "
             "with %d training steps of up to %d samples",

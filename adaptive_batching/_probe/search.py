@@ -2,6 +2,7 @@
 
 A size that did not run is never returned, and none is tried again once it is known to fit or not. What measurements
 settle with a margin over their own error does not run: neither the candidate above the answer, nor that a second time.
+What contradicts the curve or another measurement by more than noise runs once more before it is believed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from adaptive_batching._probe.sizes import SizesRun
+from adaptive_batching._probe.sizes import NOISE, Measurement, SizesRun
 
 # Tolerate this many measurements that contradict the curve before falling back to plain bisection.
 MAX_MISSES = 3
@@ -56,6 +57,7 @@ class CorrectedCurve:
         self.is_predicted = predict_peak is not None
         self._predict = predict_peak
         self._count = count if predict_peak is not None else None
+        self._is_refuted = False  # by a size that took more by far, twice
 
     @property
     def _measured(self) -> list[tuple[int, int]]:
@@ -86,6 +88,25 @@ class CorrectedCurve:
             if m.batch_size == beyond and m.peak_bytes and m.peak_bytes + m.freed_bytes > self.sizes.budget_bytes
         ]
         return [*self._measured[-1:], *over] if over else self._measured
+
+    def run(self, index: int) -> bool:
+        """Run a candidate, once more if it takes more than is known of it by more than noise; True if it fitted."""
+        sizes, size = self.sizes, self.sizes.candidates[index]
+        believes = self._predict is not None and not self._is_refuted
+        in_use = believes and self._count is None and not self._measured  # is predicted, not what counts
+        larger = [m.peak_bytes for m in sizes.measurements if m.fits and m.peak_bytes and m.batch_size > size]
+        most = min([*larger, *([self.peak_bytes(size)] if believes else [])], default=math.inf)
+
+        def is_doubtful(measured: Measurement) -> bool:
+            if index == 0 and not believes and measured.peak_bytes is None:
+                return True  # the search would end here
+            return sizes.taken(measured) / (measured.overhead if in_use else 1) > most + NOISE * sizes.budget_bytes
+
+        before = len(sizes.measurements)
+        fitted = sizes.run(index, is_doubtful)
+        if len(sizes.measurements) - before > 1 and is_doubtful(sizes.measurements[-1]):
+            self._is_refuted = True
+        return fitted
 
     def goal(self) -> int:
         """Return the index of the candidate to run next; the search checks whether it lies within the bracket."""
@@ -224,14 +245,14 @@ def power_of_two(curve: CorrectedCurve) -> None:
     every = isinstance(sizes.candidates, list)  # else 1, 2, 3, ...
     powers = [2**k - 1 for k in range(sizes.candidates[-1].bit_length())]
     for index in range(len(sizes.candidates)) if every else powers:
-        if sizes.low < index < sizes.high and not sizes.run(index):
+        if sizes.low < index < sizes.high and not curve.run(index):
             return
 
 
 def binary_search(curve: CorrectedCurve) -> None:
     """Double until a size fails, then bisect."""
     power_of_two(curve)
-    _bisect(curve.sizes)
+    _bisect(curve)
 
 
 def predict(curve: CorrectedCurve) -> None:
@@ -247,7 +268,7 @@ def predict(curve: CorrectedCurve) -> None:
         first = curve.first()
         if sizes.avoids_failures and curve.exceeds(first):
             return
-        sizes.run(first)
+        curve.run(first)
     sizes.repeats = curve.is_predicted  # each may be the answer
     while sizes.open:
         misses = sizes.misses  # each widens the next correction
@@ -259,7 +280,7 @@ def predict(curve: CorrectedCurve) -> None:
             # Prove it by running the next candidate, unless that one certainly does not fit.
             if (sizes.avoids_failures and sizes.found is not None) or curve.surely_exceeds(sizes.low + 1):
                 return
-            sizes.misses += sizes.run(min(sizes.low + 2**misses, sizes.high - 1))
+            sizes.misses += curve.run(min(sizes.low + 2**misses, sizes.high - 1))
         elif guess >= sizes.high:
             back = sizes.high - 2 ** max(misses - 1, 0)
             if not curve.points:  # even the calibrating size did not fit
@@ -268,38 +289,47 @@ def predict(curve: CorrectedCurve) -> None:
                 caution = min(CAUTIOUS_SHARE * 5 ** (misses - 1), 1.0)
                 left = max(1 - curve.points[0][1] / sizes.budget_bytes, 0.0)
                 back = min(back, curve.largest_that_fits(1 - caution * left))
-            sizes.misses += not sizes.run(max(back, sizes.low + 1))
+            sizes.misses += not curve.run(max(back, sizes.low + 1))
         else:
-            sizes.misses += not sizes.run(curve.within_reach(guess))
+            sizes.misses += not curve.run(curve.within_reach(guess))
         if sizes.misses > MAX_MISSES and sizes.high < len(sizes.candidates):
-            _bisect(sizes)
+            _bisect(curve)
 
 
-def settle_for_enough(curve: CorrectedCurve, enough: Callable[[], int | None]) -> int | None:
+def settle_for_enough(
+    curve: CorrectedCurve,
+    enough: Callable[[], int | None],
+    is_worth: Callable[[int, int], bool] = lambda small, large: True,
+) -> int | None:
     """Run the two smallest sizes, and leave out those that are larger than is of use, as ``enough`` then tells.
 
-    Return the largest size that is predicted to fit by far, so that it need not run, if it is a third of what is enough
-    or more: the time that larger ones save is then at most three times what is of no use. Else the search goes on.
+    Each runs twice, because a first step often waits for something else. Return the largest size that is predicted to
+    fit by far, so that it need not run, if it is a third of what is enough or more: the time that larger ones save is
+    then at most three times what is of no use. Return it, or the largest that has run, also if what is enough is not
+    worth its trials by ``is_worth``, which takes the two sizes. Else the search goes on.
     """
     sizes = curve.sizes
     for index in range(min(2, len(sizes.candidates))):
         if sizes.avoids_failures and curve.exceeds(index):
             return None
-        if not sizes.low < index < sizes.high or not sizes.run(index):
+        if not sizes.low < index < sizes.high or not curve.run(index) or not sizes.run_again():
             return None
     wanted = enough()
     if wanted is None:
         return None
     sizes.cap(sizes.candidates[min(bisect_left(sizes.candidates, wanted), len(sizes.candidates) - 1)])
-    if not curve.is_predicted:
-        return None
-    by_far = min(curve.largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1)
-    return sizes.candidates[by_far] if by_far >= 0 and 3 * sizes.candidates[by_far] >= sizes.candidates[-1] else None
+    by_far = min(curve.largest_that_fits(CERTAIN_FIT), len(sizes.candidates) - 1) if curve.is_predicted else -1
+    largest = sizes.candidates[-1]
+    if by_far >= 0 and 3 * sizes.candidates[by_far] >= largest:
+        return sizes.candidates[by_far]
+    size = sizes.candidates[max(by_far, sizes.low)]
+    return None if size == largest or is_worth(size, largest) else size
 
 
-def _bisect(sizes: SizesRun) -> None:
+def _bisect(curve: CorrectedCurve) -> None:
+    sizes = curve.sizes
     while sizes.open:
-        sizes.run((sizes.low + sizes.high) // 2)
+        curve.run((sizes.low + sizes.high) // 2)
 
 
 SEARCHES = {"predict": predict, "binary_search": binary_search, "power_of_two": power_of_two}

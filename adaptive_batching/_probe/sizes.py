@@ -12,6 +12,9 @@ from adaptive_batching._trace.reserved import can_repeat
 # Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
 # goes back at once.
 REPEAT_ERROR = 0.001
+# Share of the limit by which equal steps were seen to differ where freed memory is kept: by glibc's malloc, or in blocks
+# by a GPU's allocator. What differs by more is measured again.
+NOISE = 0.2
 
 
 @dataclass(frozen=True)
@@ -94,25 +97,54 @@ class SizesRun:
         """Peak bytes of the sizes that fitted."""
         return {m.batch_size: m.peak_bytes for m in self.measurements if m.fits}
 
-    def run(self, index: int) -> bool:
-        """Run a candidate within the bracket, unless it is not to fail and surely would; return True if it fitted."""
+    def run(self, index: int, is_doubtful: Callable[[Measurement], bool] = lambda measured: False) -> bool:
+        """Run a candidate within the bracket, unless it is not to fail and surely would; return True if it fitted.
+
+        If what was measured is doubtful, it runs once more, and the better of the two counts: a step can be disturbed
+        so that it takes more, and not so that it takes less.
+        """
         assert self.low < index < self.high, (self.low, index, self.high)
         size = self.candidates[index]
         if self.avoids_failures and self._least_peak(size) > self.budget_bytes:
             self.high = index
             return False
-        if self.repeats and self._begin is not None:
-            measurement = self._as_training(size)
-        else:
-            measurement = self._measure(size)
-            if measurement.fits and measurement.retries:
-                measurement = self._as_training(size, measurement.steps)
+        measurement = self._run_once(size)
+        if is_doubtful(measurement):
+            worse, measurement = sorted([measurement, self._run_once(size)], key=self._excess, reverse=True)
+            self.measurements.append(worse)
         self.measurements.append(measurement)
         if measurement.fits:
             self.low = index
         else:
             self.high = index
         return measurement.fits
+
+    def run_again(self) -> bool:
+        """Run another step at the size that has just run and fitted, as training would; return True if it fits, too."""
+        if self._measure_again is None:
+            return True
+        before = self.measurements[-1]
+        measured = before.followed_by(self._measure_again(before.batch_size))
+        if measured.fits:
+            self.measurements[-1] = measured
+        else:  # which the answer would show when it is confirmed
+            self.measurements.append(replace(measured, steps=1))
+        return measured.fits
+
+    def _run_once(self, size: int) -> Measurement:
+        if self.repeats and self._begin is not None:
+            return self._as_training(size)
+        measurement = self._measure(size)
+        if measurement.fits and measurement.retries:
+            return self._as_training(size, measurement.steps)
+        return measurement
+
+    def _excess(self, measurement: Measurement) -> tuple[bool, int]:
+        return not measurement.fits, self.taken(measurement)
+
+    def taken(self, measurement: Measurement) -> int:
+        """Return the bytes that a measurement took, or at least needed if it ran out of memory."""
+        return self.budget_bytes if measurement.peak_bytes is None else measurement.peak_bytes
 
     def _least_peak(self, size: int) -> float:
         """Bound the peak from below: it is convex, so it lies above the line through the two largest that fitted."""
@@ -126,12 +158,14 @@ class SizesRun:
         """Run the answer as training repeats it, unless it has, or has left room; if it fails now, narrow the bracket.
 
         An allocator that keeps freed memory can need far more in a second step, which finds memory as training leaves
-        it. Where freed memory goes back at once, only the noise of a measurement is left.
+        it. Where freed memory goes back at once, only the noise of a measurement is left. If it fails by more than
+        noise, it runs once more, from the start.
         """
         if self._measure_again is None:
             return True
-        at = next(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == self.found)
-        size, before = self.candidates[self.low], self.measurements[at]
+        size = self.candidates[self.low]
+        at = max(i for i, m in enumerate(self.measurements) if m.fits and m.batch_size == size)
+        before = self.measurements[at]
         has_run_again = before.is_settled if self._begin is not None else before.steps > 1
         keeps_nothing = self.trusts_prediction and before.overhead == 1.0
         leaves_room = self.budget_bytes - (before.peak_bytes or 0) > REPEAT_ERROR * self.budget_bytes
@@ -143,13 +177,25 @@ class SizesRun:
             if at + 1 < len(self.measurements):  # another size has run since
                 before = before.followed_by(self._measure(size))
             self.measurements[at] = before.followed_by(self._measure_again(size)) if before.fits else before
-        if self.measurements[at].fits:
+        repeated = self.measurements[at]
+        if not repeated.fits and self.taken(repeated) > (before.peak_bytes or 0) + NOISE * self.budget_bytes:
+            repeated = self._repeated(size)
+            self.measurements.append(repeated)
+        if repeated.fits:
             return True
         self.misses += 1
         self.repeats = True  # what a single step says is not enough here
         fitted, self.high = self._peaks, self.low
         self.low = max((i for i in range(self.high) if self.candidates[i] in fitted), default=-1)
         return False
+
+    def _repeated(self, size: int) -> Measurement:
+        """Run a size as if it had not run before, and again."""
+        assert self._measure_again is not None
+        if self._begin is not None:
+            return self._as_training(size)
+        first = self._measure(size)
+        return first.followed_by(self._measure_again(size)) if first.fits else first
 
     def _as_training(self, size: int, steps_before: int = 0) -> Measurement:
         """Run a size as training begins with it, until it is known whether training can repeat it."""
@@ -220,8 +266,8 @@ class ProbeResult:
     shorter: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
     enough: int | None = None
-    """Batch size beyond which larger ones would be of little use, if that was asked and it is predicted to fit by far;
-    it has not run. :attr:`batch_size` is then the largest that has run."""
+    """Batch size beyond which larger ones would be of little use, or not worth their trials, if that was asked and it is
+    predicted to fit by far; it may not have run. :attr:`batch_size` is then the largest that has run."""
     peak_moment: str = ""
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
     peak_kinds: dict[str, int] = field(default_factory=dict)
@@ -237,7 +283,7 @@ class ProbeResult:
     @property
     def peak_bytes(self) -> int:
         """Measured peak at :attr:`batch_size`."""
-        peak = next(m.peak_bytes for m in self.measurements if m.batch_size == self.batch_size)
+        peak = next(m.peak_bytes for m in reversed(self.measurements) if m.fits and m.batch_size == self.batch_size)
         assert peak is not None
         return peak
 

@@ -30,7 +30,7 @@ from adaptive_batching._probe.sizes import Measurement
 from adaptive_batching._snapshot import Snapshot, without_hooks
 from adaptive_batching._trace.bits_and_bytes import make_paged_states, set_to_zero
 from adaptive_batching._trace.training import TrainingStep, has_states, trainable
-from adaptive_batching._values import DRY_RUN, ConfigError, memory_size
+from adaptive_batching._values import DRY_RUN, ConfigError, first_line, memory_size
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class Trial:
         self._made: list[tuple[Optimizer, torch.Tensor]] = []  # of whom training will make states
         self._has_begun = False
         self._stack = contextlib.ExitStack()
+        self.failure = ""
+        """The last error by which a step ran out of memory on this rank."""
 
     def __enter__(self) -> Trial:
         with contextlib.ExitStack() as stack:
@@ -145,6 +147,8 @@ class Trial:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            cause = error.__cause__  # of an error that says that one rank of several ran out
+            self.failure = first_line(cause if isinstance(cause, Exception) else error)
             return True
         return False
 

@@ -17,10 +17,13 @@ def lines_of_probe(result: ProbeResult, sequence_length: int, of: str = "maximum
     """Return what a probe has found, ``of`` what."""
     budget = f"{_mib(result.budget_bytes)} MiB"
     if result.enough is not None:
-        at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
+        memory = f"peak {_mib(result.peak_bytes)} of {budget}"
+        if result.enough > result.batch_size:
+            at = next((peak for size, peak in result.predicted if size >= result.enough), result.peak_bytes)
+            memory = f"predicted {_mib(at)} of {budget}, not measured at full size"
         found = [
             ("forwards", f"of up to {result.enough} x {sequence_length} tokens; larger ones would gain little"),
-            ("memory", f"predicted {_mib(at)} of {budget}, not measured at full size"),
+            ("memory", memory),
         ]
     else:
         larger = first_too_large(result.predicted, result.batch_size, result.budget_bytes)

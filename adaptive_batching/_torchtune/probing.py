@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 WORTH_PROBING = 1.1
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
+_TO_READ = 32  # samples by which the mean length is estimated
 _VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
 # Keys of a config that the memory of a training step cannot depend on. Any other that changes calls for another probe,
 # known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
@@ -116,6 +117,8 @@ class Probe:
         if settings.fills_memory:  # what a forward may take is no size to round
             settings = replace(settings, round_to_power_of_two=False)
         facts = {"include": self._include, "upper": self.upper, "recipe": host.name, "sequence_length": self._length}
+        if _only_splits(settings):  # whether larger forwards are worth their trials; about, as a probe takes time, too
+            facts["samples_of_run"] = 1 << (self.run.epochs * self._samples_of_epoch).bit_length()
         return cached_probe(host, settings, self.cache_inputs, facts, self.folder / "probe.json", self._find)
 
     def probed(self, result: ProbeResult) -> Probed:
@@ -132,7 +135,7 @@ class Probe:
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
         in_parts = accumulates(host, self.run, settings, measures_noise=self.cache_inputs.measures_noise)
-        times = ForwardTimes()
+        times = ForwardTimes(self._samples_left())
         step = partial(training_step, host, accumulates=in_parts, note=times.note)
         # How much of what fits is best used is another question.
         shorter = ProbeRequest(
@@ -142,7 +145,7 @@ class Probe:
             shorter,
             include=self._include,
             # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
-            enough=times.enough if _only_splits(settings) else None,
+            times=times if _only_splits(settings) else None,
             remedies=lambda: remedies(host, sample, self.cache_inputs.make_optimizers, accumulates=in_parts),
         )
         result = find_largest(step(sample), settings, meter, question)
@@ -152,6 +155,19 @@ class Probe:
             find = partial(find_largest, config=settings, meter=meter, question=shorter)
             result = replace(result, shorter=self._at_shorter_lengths(result, step, find))
         return result
+
+    def _samples_left(self) -> float:
+        """Return how many copies of the sample have as many tokens as the run has left on a device."""
+        host, dataset = self.host, self.host.loader.dataset
+        some = range(0, len(dataset), -(-len(dataset) // _TO_READ))
+        tokens = sum(len(host.objective.tokens(dataset[index])) for index in some) / len(some)
+        epochs = max(self.run.epochs - self.run.first_epoch, 1)
+        return epochs * self._samples_of_epoch * tokens / self._length
+
+    @property
+    def _samples_of_epoch(self) -> int:
+        samples, most = self.host.samples_per_rank, self.run.max_steps_per_epoch
+        return samples if most is None else min(samples, most * self.run.window)
 
     def _at_shorter_lengths(
         self, result: ProbeResult, step: Callable[[Sample], TrainingStep], find: Callable[[TrainingStep], ProbeResult]

@@ -325,15 +325,19 @@ class AdaptiveRun:
     ) -> ProbeResult:  # fmt: skip
         upper, reason = bound
         start = time.perf_counter()
-        tokens, extremes = self._extremes(loader, length)
+        tokens, mean, extremes = self._extremes(loader, length)
         self.longest = None if length is None else tokens
         settings = settings or self.settings
         include = None if settings.micro_batch_size != Whole() else min(self._configured, upper)
         assert self.step is not None
         # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
-        enough = self.step.times.enough if isinstance(settings.micro_batch_size, ByLength) else None
+        times = None
+        if isinstance(settings.micro_batch_size, ByLength):
+            assert self.course is not None
+            times = self.step.times
+            times.samples_left = sum(each.samples for each in self.planned()) / self.ranks.size * mean / tokens
         request = ProbeRequest(
-            upper, reason, include=include, coarse=not settings.round_to_power_of_two, enough=enough, ranks=self.ranks,
+            upper, reason, include=include, coarse=not settings.round_to_power_of_two, times=times, ranks=self.ranks,
             scratch=Path(self._trainer.args.output_dir),
         )  # fmt: skip
         self.probe = probe(self._trainer, self.step, extremes, settings, request, in_parts=in_parts)
@@ -347,18 +351,19 @@ class AdaptiveRun:
         known = self.ranks.all(samples is not None)
         return round(self.ranks.largest(samples or 0.0) * (self.longest or 1)) if known else None
 
-    def _extremes(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, tuple[Sample, Sample]]:
-        """Return the tokens of the longest sample, and it and the shortest.
+    def _extremes(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, float, tuple[Sample, Sample]]:
+        """Return the tokens of the longest sample and their mean, and the longest and the shortest sample.
 
         If lengths are unknown, these are 1, and the samples of most and of fewest numbers among some.
         """
         if length is None:
             some = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
             by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], self._trainer.data_collator)))
-            return 1, (by_size[-1], by_size[0])
+            return 1, 1.0, (by_size[-1], by_size[0])
         by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
         (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
-        return tokens, (self._sample(loader, longest), self._sample(loader, shortest))
+        mean = sum(tokens for tokens, _ in by_length) / len(by_length)
+        return tokens, mean, (self._sample(loader, longest), self._sample(loader, shortest))
 
 
 class FollowingCallback(TrainerCallback):

@@ -257,9 +257,7 @@ def test_a_batch_that_is_only_cut_is_probed_no_further_than_larger_forwards_are_
     split = tune_run("full", *common, "micro_batch_size=auto", name="split")
     [probe] = events(split, "probe")
     assert [step["batch_size"] for step in probe["measurements"]] == [1, 2]
-    assert sum(step["steps"] for step in probe["measurements"]) == 2, (
-        "a forward and another beside its gradients, twice"
-    )
+    assert [step["steps"] for step in probe["measurements"]] == [2, 2], "the first may have waited for something"
     assert probe["enough"] == 36, "33, or the next size of four binary digits"
     assert "not measured at full size" in caplog.text
     assert_close(split, tune_run("full", *common, name="whole"), epoch=0)

@@ -267,6 +267,37 @@ def test_where_the_prediction_was_too_low_the_message_says_what_was_measured(is_
     assert "half the length: about" in message and "would fit" in message
 
 
+class Disturbed(Device):
+    """Runs out of memory where nothing needs so much, the first few times."""
+
+    def step(self, tokens: int) -> None:
+        if self.errors < self.disturbances:
+            self.steps.append(tokens)
+            self.errors += 1
+            raise torch.OutOfMemoryError("CUDA error: out of memory\nsomebody else")
+        super().step(tokens)
+
+    disturbances = 0
+
+
+@pytest.mark.parametrize("search", ["predict", "power_of_two", "binary_search"])
+def test_one_error_in_the_smallest_step_changes_nothing_and_two_invent_no_remedies(search: str) -> None:
+    config = replace(EXACT, search=search)
+    device = Disturbed(20 * GIB, [Layer(16 * MIB, 24 * KIB, 8 * KIB)] * 4)
+    found = [find(device, 2, config).batch_size]
+    device.disturbances = device.errors + 1
+    found.append(find(device, 2, config).batch_size)
+    assert found == [2, 2]
+    device.disturbances = 10**6
+    less = Remedy("half the length", TrainingStep(nn.Linear(1, 1), [], lambda b: b, lambda *_: device.step))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
+        patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
+        find_largest(device.training_step(), config, device, ProbeRequest(2, remedies=lambda: [less]))
+    assert re.search(r"ran out of memory twice, though only about \d+ MiB was predicted", str(error.value))
+    assert "The error was: CUDA error: out of memory." in str(error.value)
+    assert "half the length" not in str(error.value)
+
+
 def test_a_size_at_which_the_allocator_starts_over_is_not_taken() -> None:
     """One step of it runs, from an empty cache; the next one has to empty the cache first."""
     layers = [Layer(30 * MIB, 30 * KIB, 0), Layer(9 * MIB, 7 * KIB, 90 * KIB)]

@@ -104,6 +104,16 @@ def test_forwards_are_large_enough_where_larger_ones_gain_less_than_a_fiftieth(
     # With the same tenth: 10 + 3, 0 + 2 ms, by the time of a sample.
     cost = {33: 0.013 / 0.02, 5: 0.002 / 0.022}.get(enough or 0)
     assert times.in_samples() == (None if cost is None else pytest.approx(cost))
+    assert times.is_worth(2, 33), "how many samples are left is not known"
+
+
+@pytest.mark.parametrize(("samples_left", "is_worth"), [(600, False), (700, True)])
+def test_trials_are_worth_what_the_rest_of_the_run_gains_by_them(samples_left: int, is_worth: bool) -> None:
+    times = ForwardTimes(samples_left)
+    times.note(1, 0.030)
+    times.note(2, 0.050)
+    # Three steps of two forwards of 0.013 + 33 x 0.02 s, 4.0 s; for each sample left, 0.013 x (1/2 - 1/33) s.
+    assert times.is_worth(2, 33) == is_worth
 
 
 def test_optimizers_of_bitsandbytes_are_made_for_a_trace_without_their_kernels() -> None:
