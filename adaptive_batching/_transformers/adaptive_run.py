@@ -203,7 +203,8 @@ class AdaptiveRun:
             BeforeTraining: If this is all that was to be done.
         """
         trainer, self.waited = self._trainer, 0.0
-        self._samplers = check_loader(trainer, loader, self._configured)
+        resizes = self.settings.use_maximum_batch_size or self.settings.batch_increase_function is not None
+        self._samplers = check_loader(trainer, loader, self._configured, resizes=resizes)
         self._samples = self._drawn(loader)
         known = trainer.accelerator._dataloaders
         with reading(loader.dataset, trainer.args.device):

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderShard
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer
 
 from adaptive_batching._ranks.fsdp import can_drain
@@ -94,13 +95,13 @@ def _check_methods(trainer: Any) -> None:
         found, instead = ["bco"], "'bco_pair' of DPOTrainer"
     if found:
         raise ConfigError(
-            f"loss_type={found[0]!r} of {name} compares samples of a batch with each other, so that its parts do not add "
-            f"up to it; take another, such as {instead}, or train without adaptive"
+            f"loss_type={found[0]!r} of {name} compares samples of a batch with each other, so its parts do not add up "
+            f"to it; take another, such as {instead}, or train without adaptive"
         )
     for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
-        made_by = [each for each in type(trainer).__mro__ if method in vars(each)]
-        own = [each for each in made_by if each.__module__.partition(".")[0] not in ("transformers", "adaptive_batching")]
-        if own or not vars(Trainer)[method].__module__.startswith("transformers."):
+        packages = [each.__module__.partition(".")[0] for each in type(trainer).__mro__ if method in vars(each)]
+        packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
+        if not {"transformers", "adaptive_batching"}.issuperset(packages):
             raise ConfigError(
                 f"{name} has a {method} of its own, and steps in parts need that of Trainer; what a loss is divided by "
                 f"can be set in compute_loss or compute_loss_func"
@@ -143,20 +144,32 @@ def check_data(trainer: Any) -> None:
         raise ConfigError("accelerator_config.even_batches=False gives ranks unequal numbers of steps; set it to True")
 
 
-def check_loader(trainer: Any, loader: Any, batch_size: int) -> list[BatchSampler]:
+def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -> list[BatchSampler]:
     """Return the batch samplers of a training loader, whose batch size can be set, from the outermost in.
 
+    Args:
+        trainer: Has made the loader.
+        loader: What its ``get_train_dataloader`` has returned.
+        batch_size: Samples of its batches, as configured.
+        resizes: True if batches may become larger.
+
     Raises:
-        ConfigError: If the loader is of another kind, or its batches are not of ``batch_size`` samples.
+        ConfigError: If the loader is of another kind, or its batches are of another size.
     """
     name = f"get_train_dataloader of {type(trainer).__name__}"
     outermost = getattr(loader, "batch_sampler", None)
     samplers = [outermost, getattr(outermost, "batch_sampler", None)]
     found = [each for each in samplers if isinstance(each, BatchSampler)]
-    if not found or not hasattr(getattr(loader, "dataset", None), "__getitem__"):
+    if not found or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
-            f"{name} returns a {type(loader).__name__} without a batch sampler of torch, whose batches cannot be split; "
+            f"{name} returns a {type(loader).__name__} without a batch sampler of torch, and cannot be split; "
             f"return a torch.utils.data.DataLoader with batch_size and data_collator, or leave it to Trainer"
+        )
+    # A loader of Accelerate's passes for the class that it wraps.
+    if type(loader) is not DataLoaderShard and type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{name} returns a {type(loader).__name__}, which changes batches after they are collated; do that in "
+            f"data_collator, and return a torch.utils.data.DataLoader"
         )
     if handing_out_samples(loader, trainer.data_collator) is None:
         collate = loader.collate_fn
@@ -165,9 +178,25 @@ def check_loader(trainer: Any, loader: Any, batch_size: int) -> list[BatchSample
             f"by which samples are collated in parts; give it to the trainer as data_collator, and write "
             f"DataLoader(..., collate_fn=self.data_collator)"
         )
-    if found[-1].batch_size not in (batch_size, trainer._train_batch_size):
+    size = getattr(found[-1], "batch_size", batch_size)
+    if size not in (batch_size, trainer._train_batch_size):
         raise ConfigError(
-            f"{name} makes batches of {found[-1].batch_size} samples, and per_device_train_batch_size={batch_size}; "
-            f"write DataLoader(..., batch_size=self._train_batch_size)"
+            f"{name} makes batches of {size} samples, and per_device_train_batch_size={batch_size}; write "
+            f"DataLoader(..., batch_size=self._train_batch_size)"
+        )
+    if resizes and not _can_be_resized(found[-1]):
+        raise ConfigError(
+            f"{name} uses a {type(found[-1]).__name__}, which keeps the sizes of its batches; take torch's "
+            f"BatchSampler, or set only micro_batch_size, which splits them"
         )
     return found
+
+
+def _can_be_resized(sampler: Any) -> bool:
+    """Return True if a batch sampler makes more batches when their size is smaller."""
+    before, counts = sampler.batch_size, []
+    for size in (1, 2):
+        sampler.batch_size = size
+        counts.append(len(sampler))
+    sampler.batch_size = before
+    return counts[0] > counts[1] or counts[0] <= 1

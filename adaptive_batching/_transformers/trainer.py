@@ -139,6 +139,12 @@ class AdaptiveTraining:
         assert of_samples is not None  # as was checked
         return model, of_samples
 
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> Any:
+        shown = self.callback_handler.train_dataloader
+        if self.adaptive is not None and hasattr(shown, "set_epoch"):
+            shown.set_epoch(epoch)  # as Trainer tells the loader that it runs
+        return super()._run_epoch(*args, epoch=epoch, **kwargs)  # type: ignore[misc]
+
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         stock = super().create_scheduler  # type: ignore[misc]
         if self.adaptive is None or self.adaptive.course is None:
@@ -218,8 +224,9 @@ class AdaptiveTraining:
         assert self.adaptive is not None
         self.callback_handler.eval_dataloader = self._evaluated
         samples = inputs.features
+        length = length_function(samples[0], targets=has_decoder(self.model))
         return self.adaptive.evaluation(
-            samples, length_function(samples[0], targets=has_decoder(self.model)), lambda: find_loss_kind(self, samples),
+            samples, length, lambda: find_loss_kind(self, samples),
             lambda batch: stock(model, batch, prediction_loss_only, ignore_keys),
         )  # fmt: skip
 

@@ -180,10 +180,13 @@ def test_a_loader_or_sampler_of_the_users_own_trains_as_before(kind: Any, ours: 
 
 class BatchesOfTheirOwn(BatchSampler):
     def __iter__(self) -> Any:
-        yield from ([0, 1], [2, 3])
+        yield from ([number, number + 1] for number in range(0, 40, 2))
+
+    def __len__(self) -> int:
+        return 20
 
 
-class OwnIteration(DataLoader[Any]):
+class LoaderOfTheirOwn(DataLoader[Any]):
     def __iter__(self) -> Any:
         return ({**batch, "extra": 1} for batch in super().__iter__())
 
@@ -207,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"collate_fn": lambda samples: trainers.collate(samples)},
         r"collates with <lambda>, and not with data_collator, .*; give it to the trainer as data_collator",
     ),
-    "a loop of its own": ({"made": OwnIteration}, "OwnIteration"),
+    "a loop of its own": ({"made": LoaderOfTheirOwn}, "a LoaderOfTheirOwn, which changes batches after they are"),
     "another size": ({"batch_size": 4}, r"makes batches of 4 samples, and per_device_train_batch_size=8; write"),
     "batches of its own": (
         {"batch_size": None, "batch_sampler": [[0, 1], [2]]}, "returns a DataLoader without a batch sampler of torch"
@@ -228,8 +231,12 @@ def test_a_loader_whose_batches_cannot_be_split_is_refused_before_any_step(case:
 
 def test_batches_of_a_sampler_s_own_sizes_are_not_resized(tmp_path: Path) -> None:
     sampler = BatchesOfTheirOwn(SequentialSampler(range(40)), 8, drop_last=False)
-    grows = AdaptiveArguments(batch_increase_function="adaptive_batching.growth.step")
+    grows = AdaptiveArguments(batch_increase_function={"_component_": "adaptive_batching.growth.step", "gamma": 2})
     kind = kept(batch_size=None, batch_sampler=sampler)
+    stock, ours = make_trainer(tmp_path, kind=kind), make_trainer(tmp_path, THREE, kind=kind)
+    for trainer in (stock, ours):
+        trainer.train()
+    assert_alike(ours, stock)
     with pytest.raises(ConfigError, match="BatchesOfTheirOwn, which keeps the sizes of its batches"):
         make_trainer(tmp_path, grows, kind=kind).train()
 
