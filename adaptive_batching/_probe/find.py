@@ -75,6 +75,7 @@ class _Search:
         self._num_steps = 0
         self.own_budget = self._budget_bytes = memory_budget(config, meter)
         self.traced: TracedStep | None = None
+        self._cannot_be_traced = False  # as was found here, and told
         self._level = 0.0  # bytes in use on the device that the trace does not see
         self._count: Count | None = None  # of the predicted bytes, what the limit counts
         self.sizes: SizesRun | None = None
@@ -141,6 +142,7 @@ class _Search:
         starved: Exception | None = None
         try:
             traced = _trace(self._step, avoids_failures=avoids_failures)
+            self._cannot_be_traced = traced is None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -193,7 +195,7 @@ class _Search:
         step, meter, sizes = self._step, self._meter, self.sizes
         limit, measured = (self.own_budget, []) if sizes is None else (sizes.budget_bytes, sizes.measurements)
         try:
-            if self.traced is None:
+            if self.traced is None and not self._cannot_be_traced:
                 self.traced = _trace(step)
                 # What a trace does not see: libraries on the CPU, nothing on an accelerator.
                 states = [v for o in step.optimizers for state in o.state.values() for v in state.values()]
@@ -361,6 +363,6 @@ def _trace(step: TrainingStep, *, avoids_failures: bool = False) -> TracedStep |
     except TraceError as error:
         if avoids_failures and error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise error.__cause__ from None  # a real step takes more memory
-        text = "the training step cannot be traced (%s); searching by measured steps alone"
-        log.warning(text, error, extra=ONLY_HERE)
+        text = "memory is measured by real steps instead of predicted, because the training step cannot be traced (%s)"
+        log.info(text, error, extra=ONLY_HERE)
         return None

@@ -29,7 +29,15 @@ from adaptive_batching._report.summary import lines_of_probe, named, table_of_pl
 from adaptive_batching._transformers.before_training import BeforeTraining, begin_to_train
 from adaptive_batching._transformers.course import Course, Length, growing, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
-from adaptive_batching._transformers.handed_out import Sample, Samples, count_numbers, length_function
+from adaptive_batching._transformers.handed_out import (
+    PairLength,
+    Sample,
+    count_numbers,
+    handing_out_samples,
+    has_decoder,
+    length_function,
+    reading,
+)
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.refusals import check_data, check_loader, check_trainer
 from adaptive_batching._transformers.sharded import shard
@@ -184,13 +192,24 @@ class AdaptiveRun:
     def save(self, checkpoint: Path) -> None:
         (checkpoint / FILE).write_text(json.dumps({**self._found, "devices": self._trainer.args.world_size}))
 
-    def prepare(self, make_loader: Callable[[], Any]) -> Any:
-        """Find what there is to find before training, and return the training data's loader."""
-        trainer, loader, self.waited = self._trainer, make_loader(), 0.0
-        self._samplers = check_loader(trainer, loader)
-        self._samples = len(loader.dataset)
-        samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
-        length = length_function(samples[0], getattr(trainer.data_collator, "max_length", None))
+    def prepare(self, loader: Any) -> None:
+        """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
+
+        Random state stays as it is, and what Accelerate has been told of.
+
+        Raises:
+            ConfigError: If the loader, the data or the model cannot be trained this way.
+            DoesNotFitError: If not even a short sample fits.
+            BeforeTraining: If this is all that was to be done.
+        """
+        trainer, self.waited = self._trainer, 0.0
+        resizes = self.settings.use_maximum_batch_size or self.settings.batch_increase_function is not None
+        self._samplers = check_loader(trainer, loader, self._configured, resizes=resizes)
+        self._samples = self._drawn(loader)
+        known = trainer.accelerator._dataloaders
+        with reading(loader.dataset, trainer.args.device):
+            samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
+            length = self._length(loader, samples[0])
         self.is_text = length is not None
         self._make_step(samples, length)
         self._look_for_sizes(loader, length)
@@ -199,12 +218,10 @@ class AdaptiveRun:
         if self._in_forward is not None and self.step is not None:
             self.step.size = Fixed(self._in_forward)
             self.step.check_that_parts_add_up()
-        loader = make_loader()  # a probe has made Accelerate forget the first
-        self._samplers = check_loader(trainer, loader)
+        trainer.accelerator._dataloaders = known  # a probe has made Accelerate forget them
         self.start_epoch(0)
         if self.only_finds:
             raise BeforeTraining
-        return loader
 
     def _make_step(self, samples: list[Sample], length: Callable[[Sample], int] | None) -> None:
         """Find out what the loss is, and make the step that is right for it."""
@@ -257,10 +274,24 @@ class AdaptiveRun:
             group["lr"] = group["initial_lr"]
         return LambdaLR(optimizer, [functools.partial(at, rate=rate) for rate in scheduler.lr_lambdas])
 
+    def _drawn(self, loader: Any) -> int:
+        """Return the samples that all devices draw in an epoch, which may be others than the data has."""
+        innermost, is_shared = self._samplers[-1], len(self._samplers) > 1
+        if not hasattr(sampler := getattr(innermost, "sampler", None), "__len__"):
+            return len(loader.dataset)
+        return len(sampler) * (1 if is_shared else int(self._trainer.args.world_size))
+
     def _sample(self, loader: Any, index: int) -> Sample:
-        found = loader.collate_fn([loader.dataset[index]])
-        assert isinstance(found, Samples)
-        return found.features[0]
+        of_samples = handing_out_samples(loader, self._trainer.data_collator)
+        return of_samples.collate_fn([loader.dataset[index]]).features[0]
+
+    def _length(self, loader: Any, sample: Sample) -> Callable[[Sample], int] | None:
+        trainer = self._trainer
+        targets = has_decoder(trainer.model)
+        length = length_function(sample, getattr(trainer.data_collator, "max_length", None), targets=targets)
+        if length is not None and targets and {"input_ids", "labels"} <= sample.keys():
+            return PairLength(loader.dataset, functools.partial(self._sample, loader))
+        return length
 
     def _set_size(self, size: int) -> None:
         for sampler in self._samplers:
@@ -325,7 +356,8 @@ class AdaptiveRun:
     ) -> ProbeResult:  # fmt: skip
         upper, reason = bound
         start = time.perf_counter()
-        tokens, mean, extremes = self._extremes(loader, length)
+        with reading(loader.dataset, self._trainer.args.device):
+            tokens, mean, extremes = self._extremes(loader, length)
         self.longest = None if length is None else tokens
         settings = settings or self.settings
         include = None if settings.micro_batch_size != Whole() else min(self._configured, upper)
@@ -363,6 +395,8 @@ class AdaptiveRun:
         by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
         (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
         mean = sum(tokens for tokens, _ in by_length) / len(by_length)
+        if isinstance(length, PairLength):
+            return length(length.longest), mean, (length.longest, self._sample(loader, shortest))
         return tokens, mean, (self._sample(loader, longest), self._sample(loader, shortest))
 
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import RemoveColumnsCollator
+
+from adaptive_batching._device import unchanged_random_state
 
 Sample = Any
 
@@ -49,17 +59,22 @@ _LENGTHS = [
     ((), ("chosen_ids", "rejected_ids")),
     ((), ("input_ids_chosen", "input_ids_rejected")),
 ]
+_TARGETS = {"labels", "decoder_input_ids", "decoder_attention_mask"}
 _IMAGES = {"image", "images", "pixel_values", "pixel_values_videos"}
 
 
-def length_function(sample: Sample, at_most: int | None = None) -> Callable[[Sample], int] | None:
+def length_function(
+    sample: Sample, at_most: int | None = None, *, targets: bool = False
+) -> Callable[[Sample], int] | None:
     """Return the function that counts the tokens of samples like this one; None if their number alone is known.
 
-    ``at_most`` is the length that a collate function cuts pairs of answers to.
+    ``at_most`` is the length that a collate function cuts pairs of answers to. With ``targets``, which a decoder reads,
+    labels are tokens, too.
     """
     if not isinstance(sample, Mapping) or _IMAGES & sample.keys():
         return None
-    for together, longest in _LENGTHS:
+    with_targets = [(("input_ids", "labels"), ())] if targets else []
+    for together, longest in [*with_targets, *_LENGTHS]:
         if {*together, *longest} <= sample.keys():
 
             def length(sample: Sample, together: Any = together, longest: Any = longest) -> int:
@@ -70,20 +85,91 @@ def length_function(sample: Sample, at_most: int | None = None) -> Callable[[Sam
     return None
 
 
+def has_decoder(model: Any) -> bool:
+    """Return True if a model has a decoder besides its encoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+class PairLength:
+    """Counts tokens of samples for an encoder and a decoder, each of which pads to the longest of a part.
+
+    A sample counts as the tokens of :attr:`longest` times the larger of two shares: of its input in the longest input,
+    and of its target in the longest target. Samples that count no more than others that fit then have no more tokens on
+    either side, of which one may take far more memory than the other.
+    """
+
+    def __init__(self, data: Any, sample: Callable[[int], Sample]) -> None:
+        sizes = [(len(each["input_ids"]), len(each["labels"])) for each in map(data.__getitem__, range(len(data)))]
+        sources, targets = zip(*sizes, strict=True)
+        self._most = max(sources), max(targets)
+        source, target = sample(sources.index(self._most[0])), sample(targets.index(self._most[1]))
+        self.longest: Sample = {**source, **{key: target[key] for key in _TARGETS & target.keys()}}
+        """The longest input with the longest target, to which a batch may be padded."""
+
+    def __call__(self, sample: Sample) -> int:
+        sizes = len(sample["input_ids"]), len(sample["labels"])
+        return max(-(-size * sum(self._most) // max(most, 1)) for size, most in zip(sizes, self._most, strict=True))
+
+
 def count_numbers(batch: Mapping[str, Any]) -> int:
     """Return how many numbers the tensors of a batch have."""
     return sum(value.numel() for value in batch.values() if isinstance(value, torch.Tensor))
 
 
+def handing_out_samples(loader: Any, collator: Any) -> Any:
+    """Return a data loader like ``loader`` that hands out :class:`Samples`; None if that is not possible.
+
+    It has the same data, samplers and settings. ``loader`` itself stays what it was, for everybody but the loop of
+    ``Trainer``. Possible is a loader of torch, prepared by Accelerate or not, that collates with ``collator``.
+    """
+    if type(loader) is DataLoaderShard:
+        inner = handing_out_samples(loader.base_dataloader, collator)
+        return inner and _copy_of(loader, base_dataloader=inner)
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return None
+    collate = loader.collate_fn
+    if isinstance(collate, RemoveColumnsCollator) and _is_same(collate.data_collator, collator):
+        return _copy_of(loader, collate_fn=_copy_of(collate, data_collator=Samples), _iterator=None)
+    return _copy_of(loader, collate_fn=Samples, _iterator=None) if _is_same(collate, collator) else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, MethodType) and one == other)  # each access makes another method
+
+
+def _copy_of(original: Any, **attributes: Any) -> Any:
+    """Return a shallow copy with other attributes; ``copy.copy`` fails on the loaders of Accelerate."""
+    made = object.__new__(type(original))
+    vars(made).update({**vars(original), **attributes})
+    return made
+
+
 @contextlib.contextmanager
-def handing_out_samples(trainer: Any) -> Iterator[None]:
-    """Make the data loaders that ``trainer`` makes inside hand out :class:`Samples`."""
-    collator = trainer.data_collator
-    trainer.data_collator = Samples
+def reading(data: Any, device: torch.device) -> Iterator[None]:
+    """Put all generators of random numbers back on exit, because samples that are read may be drawn or augmented.
+
+    They are the global ones, others of Python and numpy in this process, and those of torch that ``data`` keeps.
+    """
+    kinds: tuple[type, ...] = (random.Random,)
+    if numpy_random := sys.modules.get("numpy.random"):
+        kinds += numpy_random.RandomState, numpy_random.BitGenerator
+    generators = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    generators += [each for each in getattr(data, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+    put_back: list[Callable[[], Any]] = []
+    for each in generators:
+        if isinstance(each, random.Random):
+            with contextlib.suppress(NotImplementedError):  # of one that draws from the operating system
+                put_back.append(partial(each.setstate, each.getstate()))
+        elif hasattr(each, "set_state"):
+            put_back.append(partial(each.set_state, each.get_state()))
+        else:
+            put_back.append(partial(setattr, each, "state", each.state))
     try:
-        yield
+        with unchanged_random_state(device):
+            yield
     finally:
-        trainer.data_collator = collator
+        for each in put_back:
+            each()
 
 
 @contextlib.contextmanager

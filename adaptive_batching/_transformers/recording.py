@@ -215,7 +215,7 @@ def _about(trainer: Any, run: AdaptiveRun) -> dict[str, Any]:
     packages = ["torch", "transformers"]  # and those that the trainer's classes are from
     packages += [each.__module__.partition(".")[0] for each in reversed(type(trainer).__mro__)]
     return about(
-        type(trainer).__name__.removeprefix("Adaptive"),
+        type(trainer).__name__,
         loaded_from.rstrip("/").rpartition("/")[2] or type(model).__name__,
         {**trainer.args.to_dict(), **run.given},
         device=device_name(trainer.args.device),

@@ -6,21 +6,24 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderShard
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import Trainer
 
 from adaptive_batching._ranks.fsdp import can_drain
-from adaptive_batching._transformers.handed_out import Samples
+from adaptive_batching._transformers.handed_out import handing_out_samples
 from adaptive_batching._values import ConfigError
 
 _STEPS_IN_BACKWARD = ("lomo", "adalomo", "layerwise")
+_GENERATING = {"OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "PPOTrainer", "GRPOTrainer", "RLOOTrainer"}
+_OVER_BATCH = ("aot", "aot_pair", "aot_unpaired")
 _WORKS = "train on one device, or on several with DDP (torchrun) or FSDP2 (fsdp=True)"
 
 
 def check_trainer(trainer: Any) -> None:
     """Raise ConfigError if a trainer cannot run its steps in parts."""
-    args, name = trainer.args, type(trainer).__name__
+    args = trainer.args
     optimizer = str(getattr(args.optim, "value", args.optim))
     parallel = {"tensor": "get_tp_size", "context": "get_cp_size", "sequence": "get_sp_size"}
     if not hasattr(Trainer, "loss_is_scaled_for_ga"):
@@ -53,11 +56,56 @@ def check_trainer(trainer: Any) -> None:
         )
     if any(each in optimizer for each in _STEPS_IN_BACKWARD):
         raise ConfigError(f"optim={optimizer!r} updates weights in the backward pass of each part; take another")
-    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+    _check_placement(trainer.model)
+    _check_methods(trainer)
+
+
+def _check_placement(model: Any) -> None:
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if getattr(model, "is_parallelizable", False) and getattr(model, "model_parallel", False):
+        places |= {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1:
+        places = {f"GPU {place}" if place.isdigit() else place for place in places}
+        raise ConfigError(
+            f"device_map has put layers of the model on {' and '.join(sorted(places))}, of which a probe measures one; "
+            f"load it with device_map={{'': 0}}, or train on several devices with DDP (torchrun) or FSDP2 (fsdp=True)"
+        )
+
+
+def _check_methods(trainer: Any) -> None:
+    """Raise ConfigError if a trainer's loss or loop is known to be of a batch as a whole."""
+    args, name = trainer.args, type(trainer).__name__
+    names = {each.__name__ for each in type(trainer).__mro__}
+    generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs or bool(names & _GENERATING)
+    if "GKDTrainer" in names:
+        generates = args.lmbda > 0 or args.seq_kd
+        if generates:
+            name += f" with lmbda={args.lmbda}, seq_kd={args.seq_kd}"
+    if generates:
         raise ConfigError(
             f"{name} makes its batches while training, as with generated answers; Trainer, SFTTrainer, DPOTrainer and "
             f"RewardTrainer work"
         )
+    given = getattr(args, "loss_type", None) or []
+    losses = [given] if isinstance(given, str) else given
+    found, instead = [each for each in losses if each in _OVER_BATCH], "'sigmoid'"
+    if "KTOTrainer" in names and "apo_zero_unpaired" not in losses:
+        found, instead = losses, "'apo_zero_unpaired'"
+    if "BCOTrainer" in names:
+        found, instead = ["bco"], "'bco_pair' of DPOTrainer"
+    if found:
+        raise ConfigError(
+            f"loss_type={found[0]!r} of {name} compares samples of a batch with each other, so its parts do not add up "
+            f"to it; take another, such as {instead}, or train without adaptive"
+        )
+    for method in ("get_batch_samples", "_run_epoch", "_inner_training_loop"):
+        packages = [each.__module__.partition(".")[0] for each in type(trainer).__mro__ if method in vars(each)]
+        packages.append(vars(Trainer)[method].__module__.partition(".")[0])  # some libraries put theirs in its place
+        if not {"transformers", "adaptive_batching"}.issuperset(packages):
+            raise ConfigError(
+                f"{name} has a {method} of its own, and steps in parts need that of Trainer; what a loss is divided by "
+                f"can be set in compute_loss or compute_loss_func"
+            )
 
 
 def _check_fsdp(trainer: Any) -> None:
@@ -78,8 +126,15 @@ def _check_fsdp(trainer: Any) -> None:
 def check_data(trainer: Any) -> None:
     """Raise ConfigError if the training data cannot be handed out as samples."""
     args, data = trainer.args, trainer.train_dataset
-    if data is not None and not hasattr(data, "__len__"):
-        raise ConfigError(f"train_dataset is a {type(data).__name__}, which has no length; give a map-style data set")
+    if data is not None:
+        name = f"train_dataset is a {type(data).__name__}, which has"
+        instead = "give one with __len__ and __getitem__, such as a list or a datasets.Dataset"
+        if not hasattr(data, "__len__"):
+            raise ConfigError(f"{name} no length; {instead}")
+        if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
+            raise ConfigError(f"{name} a length, and no samples to take one by one; {instead}")
+        if not len(data):
+            raise ConfigError(f"{name} no samples")
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ConfigError("train_sampling_strategy='batch_rebalance' makes batches of its own; use random")
     for key in ("split_batches", "dispatch_batches"):
@@ -89,18 +144,59 @@ def check_data(trainer: Any) -> None:
         raise ConfigError("accelerator_config.even_batches=False gives ranks unequal numbers of steps; set it to True")
 
 
-def check_loader(trainer: Any, loader: Any) -> list[BatchSampler]:
+def check_loader(trainer: Any, loader: Any, batch_size: int, *, resizes: bool) -> list[BatchSampler]:
     """Return the batch samplers of a training loader, whose batch size can be set, from the outermost in.
 
+    Args:
+        trainer: Has made the loader.
+        loader: What its ``get_train_dataloader`` has returned.
+        batch_size: Samples of its batches, as configured.
+        resizes: True if batches may become larger.
+
     Raises:
-        ConfigError: If the loader is of another kind.
+        ConfigError: If the loader is of another kind, or its batches are of another size.
     """
+    name = f"get_train_dataloader of {type(trainer).__name__}"
     outermost = getattr(loader, "batch_sampler", None)
     samplers = [outermost, getattr(outermost, "batch_sampler", None)]
     found = [each for each in samplers if isinstance(each, BatchSampler)]
-    if not found or not isinstance(loader.collate_fn([loader.dataset[0]]), Samples):
+    if not found or isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
-            f"get_train_dataloader of {type(trainer).__name__} does not use data_collator and a batch sampler of "
-            f"torch; leave it to Trainer"
+            f"{name} returns a {type(loader).__name__} without a batch sampler of torch, and cannot be split; "
+            f"return a torch.utils.data.DataLoader with batch_size and data_collator, or leave it to Trainer"
+        )
+    # A loader of Accelerate's passes for the class that it wraps.
+    if type(loader) is not DataLoaderShard and type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{name} returns a {type(loader).__name__}, which changes batches after they are collated; do that in "
+            f"data_collator, and return a torch.utils.data.DataLoader"
+        )
+    if handing_out_samples(loader, trainer.data_collator) is None:
+        collate = loader.collate_fn
+        raise ConfigError(
+            f"{name} collates with {getattr(collate, '__name__', type(collate).__name__)}, and not with data_collator, "
+            f"by which samples are collated in parts; give it to the trainer as data_collator, and write "
+            f"DataLoader(..., collate_fn=self.data_collator)"
+        )
+    size = getattr(found[-1], "batch_size", batch_size)
+    if size not in (batch_size, trainer._train_batch_size):
+        raise ConfigError(
+            f"{name} makes batches of {size} samples, and per_device_train_batch_size={batch_size}; write "
+            f"DataLoader(..., batch_size=self._train_batch_size)"
+        )
+    if resizes and not _can_be_resized(found[-1]):
+        raise ConfigError(
+            f"{name} uses a {type(found[-1]).__name__}, which keeps the sizes of its batches; take torch's "
+            f"BatchSampler, or set only micro_batch_size, which splits them"
         )
     return found
+
+
+def _can_be_resized(sampler: Any) -> bool:
+    """Return True if a batch sampler makes more batches when their size is smaller."""
+    before, counts = sampler.batch_size, []
+    for size in (1, 2):
+        sampler.batch_size = size
+        counts.append(len(sampler))
+    sampler.batch_size = before
+    return counts[0] > counts[1] or counts[0] <= 1

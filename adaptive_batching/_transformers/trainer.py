@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import Trainer
@@ -14,7 +15,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from adaptive_batching._transformers.adaptive_run import AdaptiveRun, FollowingCallback
 from adaptive_batching._transformers.arguments import AdaptiveArguments, fields_set
-from adaptive_batching._transformers.handed_out import Samples, StepInputs, handing_out_samples, length_function
+from adaptive_batching._transformers.handed_out import (
+    Samples,
+    StepInputs,
+    handing_out_samples,
+    has_decoder,
+    length_function,
+)
 from adaptive_batching._transformers.loss_kind import find_loss_kind
 from adaptive_batching._transformers.recording import Recording
 from adaptive_batching._transformers.sharded import prepared_already
@@ -46,8 +53,9 @@ def adaptive(trainer_class: type[Trainer]) -> type[Trainer]:
 
 
 def _make(trainer_class: type[Trainer]) -> type[Trainer]:
-    members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__}
-    return cast("type[Trainer]", type(f"Adaptive{trainer_class.__name__}", (AdaptiveTraining, trainer_class), members))
+    # It has the name of what it is to its user, in our messages and in those of others.
+    members = {name: getattr(trainer_class, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return cast("type[Trainer]", type(trainer_class.__name__, (AdaptiveTraining, trainer_class), members))
 
 
 class AdaptiveTraining:
@@ -56,14 +64,16 @@ class AdaptiveTraining:
     adaptive: AdaptiveRun | None = None
     """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
 
+    _begins = False  # True from the call of train until its loader is there
+
     # Set by Trainer
     args: Any
-    eval_dataset: Any
+    callback_handler: Any
+    data_collator: Any
     is_fsdp_enabled: bool
     lr_scheduler: Any
     model: Any
     state: Any
-    train_dataset: Any
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,6 +82,8 @@ class AdaptiveTraining:
         settings = adaptive.settings(self.args.per_device_train_batch_size)
         if settings.enabled:
             self.adaptive = AdaptiveRun(self, settings, fields_set(adaptive))
+            self._evaluated: Any = None  # loader of the evaluation that runs
+            self._eval_loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # each with the one of its samples
             self._following = FollowingCallback(self.adaptive)
             self._recording = Recording(self.adaptive, self)
             for callback in (self._following, self._recording):
@@ -79,6 +91,7 @@ class AdaptiveTraining:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = super().train  # type: ignore[misc]
+        self._begins = True
         if self.adaptive is None or self.adaptive.only_finds:
             return stock(resume_from_checkpoint, *args, **kwargs)
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
@@ -87,27 +100,19 @@ class AdaptiveTraining:
         with self._recording.of_training(resumed=bool(last)):
             return stock(resume_from_checkpoint, *args, **kwargs)
 
-    def get_train_dataloader(self) -> Any:
-        stock = super().get_train_dataloader  # type: ignore[misc]
-        if self.adaptive is None:
-            return stock()
-
-        def make_loader() -> Any:
-            with handing_out_samples(self):
-                return stock()
-
-        return self.adaptive.prepare(make_loader)
-
     def set_initial_training_values(self, args: Any, dataloader: Any, *more: Any) -> Any:
-        """Lay out the run for the sizes of its epochs, which have different numbers of steps.
+        """Find what there is to find before training, and lay out the run for the sizes of its epochs.
 
-        ``Trainer`` takes all to be as long as the longest: in a shorter one it asks for more batches and gets none.
+        They have different numbers of steps. ``Trainer`` takes all to be as long as the longest: in a shorter one it
+        asks for more batches and gets none.
         """
+        if self._begins and self.adaptive is not None:
+            self._begins = False
+            self.adaptive.prepare(dataloader)
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
-        if self.adaptive is None:
+        course = None if self.adaptive is None else self.adaptive.course
+        if course is None:
             return values
-        course = self.adaptive.course
-        assert course is not None
         updates = max(course.steps)
         return (len(course.steps), updates, *values[2:5], updates * args.gradient_accumulation_steps, course.max_steps)
 
@@ -124,11 +129,21 @@ class AdaptiveTraining:
         return epoch, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Give callbacks the loader of batches, and the loop of ``Trainer`` one of samples."""
         stock = super()._prepare_for_training  # type: ignore[misc]
-        if self.adaptive is None or not self.is_fsdp_enabled:
+        if self.adaptive is None:
             return stock(*args, **kwargs)
-        with prepared_already(self):
-            return stock(*args, **kwargs)
+        with prepared_already(self) if self.is_fsdp_enabled else contextlib.nullcontext():
+            model, loader = stock(*args, **kwargs)
+        of_samples = handing_out_samples(loader, self.data_collator)
+        assert of_samples is not None  # as was checked
+        return model, of_samples
+
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> Any:
+        shown = self.callback_handler.train_dataloader
+        if self.adaptive is not None and hasattr(shown, "set_epoch"):
+            shown.set_epoch(epoch)  # as Trainer tells the loader that it runs
+        return super()._run_epoch(*args, epoch=epoch, **kwargs)  # type: ignore[misc]
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
         stock = super().create_scheduler  # type: ignore[misc]
@@ -171,25 +186,34 @@ class AdaptiveTraining:
         """Run forward and backward of a part, as the trainer class does with a batch."""
         return cast("torch.Tensor", super().training_step(model, inputs, num_items_in_batch))  # type: ignore[misc]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        with self._evaluating(self.eval_dataset[data] if isinstance(data, str) else data):
-            return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the loop on samples where it can run in parts; callbacks get the loader of batches."""
+        loop, of_samples = super().evaluation_loop, None  # type: ignore[misc]
+        if self._evaluates_in_parts(dataloader, loop):
+            kept = self._eval_loaders.get(dataloader)  # its workers may be persistent
+            of_samples = kept or handing_out_samples(dataloader, self.data_collator)
+        if of_samples is None:
+            return loop(dataloader, *args, **kwargs)
+        self._eval_loaders[dataloader] = of_samples
+        before, self._evaluated = self._evaluated, dataloader
+        try:
+            return loop(of_samples, *args, **kwargs)
+        finally:
+            self._evaluated, self.callback_handler.eval_dataloader = before, dataloader
 
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        with self._evaluating(test_dataset):
-            return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
-
-    def _evaluating(self, data: Any) -> contextlib.AbstractContextManager[None]:
-        """Have the loader that is made inside hand out samples if an evaluation on ``data`` can run in parts."""
-        # Accelerate looks into batches of a stream, and Trainer into those whose inputs are asked for.
-        in_parts = hasattr(data, "__len__") and "inputs" not in self.args.include_for_metrics
+    def _evaluates_in_parts(self, dataloader: Any, loop: Any) -> bool:
+        if self.adaptive is None or not self.adaptive.settings.recover_from_oom:
+            return False
+        # A loop of the user's own may look into batches, as Accelerate does into those of a stream, and Trainer into
+        # those whose inputs are asked for.
+        is_known = loop.__module__.partition(".")[0] in ("transformers", "trl")
+        has_length = hasattr(getattr(dataloader, "dataset", None), "__len__")
+        in_parts = is_known and has_length and "inputs" not in self.args.include_for_metrics
         if self.args.world_size > 1:  # a rank would be waited for in what TRL gathers in a forward, and FSDP in a layer
             steps = super().prediction_step.__func__, type(self).compute_loss  # type: ignore[misc, attr-defined]
             in_parts = in_parts and not self.is_fsdp_enabled
             in_parts = in_parts and steps == (Trainer.prediction_step, Trainer.compute_loss)
-        recovers = self.adaptive is not None and self.adaptive.settings.recover_from_oom
-        return handing_out_samples(self) if recovers and in_parts else contextlib.nullcontext()
+        return in_parts
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -198,9 +222,11 @@ class AdaptiveTraining:
         if not isinstance(inputs, Samples):
             return stock(model, inputs, prediction_loss_only, ignore_keys)
         assert self.adaptive is not None
+        self.callback_handler.eval_dataloader = self._evaluated
         samples = inputs.features
+        length = length_function(samples[0], targets=has_decoder(self.model))
         return self.adaptive.evaluation(
-            samples, length_function(samples[0]), lambda: find_loss_kind(self, samples)[0],
+            samples, length, lambda: find_loss_kind(self, samples)[0],
             lambda batch: stock(model, batch, prediction_loss_only, ignore_keys),
         )  # fmt: skip
 

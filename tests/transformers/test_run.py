@@ -289,15 +289,6 @@ def test_data_without_a_length_is_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), data=Stream(), max_steps=2)
 
 
-def test_a_loader_of_another_kind_is_refused(tmp_path: Path) -> None:
-    class OfItsOwn(transformers.Trainer):  # type: ignore[name-defined]
-        def get_train_dataloader(self) -> Any:
-            return [trainers.collate(trainers.make_data(4))]
-
-    with pytest.raises(ConfigError, match="get_train_dataloader of AdaptiveOfItsOwn does not use data_collator"):
-        make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), kind=OfItsOwn).train()
-
-
 def test_a_loss_that_is_not_finite_before_training_is_told(tmp_path: Path) -> None:
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4))
     torch.nn.init.constant_(ours.model.lm_head.weight, math.nan)

@@ -1,0 +1,311 @@
+"""Data loaders of a trainer hand out batches to everybody, as before; only Trainer's own loop runs samples in parts."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching import ConfigError  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_alike, assert_same, logged, make_trainer  # noqa: E402
+
+AUTO = AdaptiveArguments(micro_batch_size="auto")
+THREE = AdaptiveArguments(micro_batch_size=3)
+
+
+class Looks(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Writes down the first batch of each loader that a callback is given, and the loss of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, Any]] = []
+
+    def _look(self, event: str, loader: Any, model: Any = None) -> None:
+        batch = next(iter(loader))
+        assert isinstance(loader, DataLoader)
+        values = {name: value.clone() for name, value in batch.items()}
+        if model is not None:  # as some evaluate on what they train on
+            with torch.no_grad():
+                values["loss"] = model(**batch).loss
+        self.seen.append((event, len(loader), values))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._look("train_begin", given["train_dataloader"], given["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step in (2, 7):
+            self._look("step_end", given["train_dataloader"])
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._look("epoch_end", given["train_dataloader"])
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._look("prediction_step", given["eval_dataloader"])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._look("evaluate", given["eval_dataloader"])
+
+
+def assert_same_batches(ours: list[Any], theirs: list[Any]) -> None:
+    assert [each[:-1] for each in ours] == [each[:-1] for each in theirs]
+    for (*_, one), (*_, other) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2},
+        {"dataloader_num_workers": 1, "num_train_epochs": 1},
+    ],
+    ids=str,
+)
+def test_loaders_hand_out_the_batches_of_trainer_to_callbacks_and_callers_at_any_time(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(ours: AdaptiveArguments | None) -> tuple[Any, Looks, list[Any]]:
+        looks, mine = Looks(), []
+        trainer = make_trainer(
+            tmp_path, ours, callbacks=[looks], eval_dataset=trainers.make_data(20), eval_strategy="epoch",
+            per_device_eval_batch_size=6, **settings,
+        )  # fmt: skip
+
+        def look() -> None:
+            for loader in (
+                trainer.get_train_dataloader(),
+                trainer.get_eval_dataloader(),
+                trainer.get_test_dataloader(trainers.make_data(7)),
+            ):
+                mine.append((len(loader), list(loader)[-1]))
+
+        look()
+        trainer.train()
+        look()
+        return trainer, looks, mine
+
+    stock, looks, mine = run(None)
+    ours, our_looks, our_mine = run(AUTO)
+    assert_same_batches(our_mine, mine)
+    assert_same_batches(our_looks.seen, looks.seen)
+    assert_alike(ours, stock)
+    assert ours.adaptive.probe is not None
+
+
+def test_asking_for_a_loader_probes_nothing(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AUTO)
+    watched = OutOfMemory(ours.model, 0)
+    assert len(ours.get_train_dataloader()) == 5
+    assert ours.accelerator.prepare(ours.get_train_dataloader()) is not None
+    values = ours.set_initial_training_values(ours.args, ours.get_train_dataloader())
+    assert values[-1] == 10, "steps, as of Trainer"
+    assert not watched.forwards and not watched.failures and ours.adaptive.course is None
+    assert ours.optimizer is None
+
+
+def test_a_schedule_of_the_lengths_of_a_loader_is_followed(tmp_path: Path) -> None:
+    def train(ours: AdaptiveArguments | None) -> Any:
+        trainer = make_trainer(tmp_path, ours, gradient_accumulation_steps=2)
+        steps = 2 * -(-len(trainer.get_train_dataloader()) // 2)
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+        trainer.lr_scheduler = transformers.get_cosine_schedule_with_warmup(trainer.optimizer, steps // 3, steps)
+        trainer.train()
+        return trainer
+
+    assert_alike(train(AUTO), train(None))
+
+
+class Weighted(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Draws some samples more often, and more of them than there are."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        weights = [1.0 + len(each["input_ids"]) for each in self.train_dataset]
+        return WeightedRandomSampler(weights, 52, generator=torch.Generator().manual_seed(1))
+
+
+class OfTorch(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def get_train_dataloader(self) -> Any:
+        sampler = RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(2))
+        return DataLoader(
+            self.train_dataset, batch_size=self.args.train_batch_size, sampler=sampler, collate_fn=self.data_collator
+        )
+
+
+class OfAccelerate(OfTorch):
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(super().get_train_dataloader())
+
+
+class Method(OfAccelerate):
+    """Collates by a method of its own."""
+
+    def __init__(self, *args: Any, data_collator: Any, **given: Any) -> None:
+        super().__init__(*args, data_collator=self.collate, **given)
+
+    def collate(self, samples: Any) -> Any:
+        return trainers.collate(samples)
+
+
+class Told(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Looks at its loader, as many do, and hands on that of Trainer."""
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        self.first = next(iter(loader))["input_ids"]
+        return loader
+
+
+@pytest.mark.parametrize("kind", [Weighted, OfTorch, OfAccelerate, Method, Told], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("ours", [AUTO, THREE], ids=["auto", "3"])
+def test_a_loader_or_sampler_of_the_users_own_trains_as_before(kind: Any, ours: Any, tmp_path: Path) -> None:
+    def train(ours: AdaptiveArguments | None) -> Any:
+        trainer = make_trainer(tmp_path, ours, kind=kind)
+        transformers.set_seed(3)
+        trainer.train()
+        return trainer
+
+    found, expected = train(ours), train(None)
+    assert_alike(found, expected)
+    samples = 52 if kind is Weighted else 40
+    assert sum(each.samples for each in found.adaptive.planned()) == 2 * samples
+
+
+class BatchesOfTheirOwn(BatchSampler):
+    def __iter__(self) -> Any:
+        yield from ([number, number + 1] for number in range(0, 40, 2))
+
+    def __len__(self) -> int:
+        return 20
+
+
+class LoaderOfTheirOwn(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return ({**batch, "extra": 1} for batch in super().__iter__())
+
+
+def kept(**given: Any) -> Any:
+    """Return a class of trainer with a loader of these settings."""
+
+    class OfItsOwn(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            settings = dict(dataset=self.train_dataset, collate_fn=self.data_collator, batch_size=8)
+            settings.update(given)
+            settings = {name: value for name, value in settings.items() if value is not None}
+            return settings.pop("made", DataLoader)(**settings)
+
+    return OfItsOwn
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no loader": ({"made": lambda **given: [1]}, "returns a list without a batch sampler of torch"),
+    "another collate function": (
+        {"collate_fn": lambda samples: trainers.collate(samples)},
+        r"collates with <lambda>, and not with data_collator, .*; give it to the trainer as data_collator",
+    ),
+    "a loop of its own": ({"made": LoaderOfTheirOwn}, "a LoaderOfTheirOwn, which changes batches after they are"),
+    "another size": ({"batch_size": 4}, r"makes batches of 4 samples, and per_device_train_batch_size=8; write"),
+    "batches of its own": (
+        {"batch_size": None, "batch_sampler": [[0, 1], [2]]}, "returns a DataLoader without a batch sampler of torch"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_loader_whose_batches_cannot_be_split_is_refused_before_any_step(case: str, tmp_path: Path) -> None:
+    given, said = REFUSED[case]
+    ours = make_trainer(tmp_path, THREE, kind=kept(**given))
+    ours.get_train_dataloader()
+    watched = OutOfMemory(ours.model, 10**9)
+    with pytest.raises(ConfigError, match=f"get_train_dataloader of OfItsOwn .*{said}") as caught:
+        ours.train()
+    assert "\n" not in str(caught.value) and not watched.forwards
+
+
+def test_batches_of_a_sampler_s_own_sizes_are_not_resized(tmp_path: Path) -> None:
+    sampler = BatchesOfTheirOwn(SequentialSampler(range(40)), 8, drop_last=False)
+    grows = AdaptiveArguments(batch_increase_function={"_component_": "adaptive_batching.growth.step", "gamma": 2})
+    kind = kept(batch_size=None, batch_sampler=sampler)
+    stock, ours = make_trainer(tmp_path, kind=kind), make_trainer(tmp_path, THREE, kind=kind)
+    for trainer in (stock, ours):
+        trainer.train()
+    assert_alike(ours, stock)
+    with pytest.raises(ConfigError, match="BatchesOfTheirOwn, which keeps the sizes of its batches"):
+        make_trainer(tmp_path, grows, kind=kind).train()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_evaluation_in_parts_with_workers_gives_what_trainer_gives(persistent: bool, tmp_path: Path) -> None:
+    found = []
+    for ours in (None, THREE):
+        trainer = make_trainer(
+            tmp_path, ours, eval_dataset=trainers.make_data(20), per_device_eval_batch_size=6,
+            dataloader_num_workers=1, dataloader_persistent_workers=persistent,
+        )  # fmt: skip
+        short = OutOfMemory(trainer.model, 80 if ours else 10**9, in_training=False)
+        found.append([trainer.evaluate()["eval_loss"] for _ in range(2)])
+        assert next(iter(trainer.callback_handler.eval_dataloader))["input_ids"].dim() == 2
+    assert short.failures
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_an_evaluation_loop_of_the_users_own_gets_batches(tmp_path: Path) -> None:
+    class OwnLoop(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def evaluation_loop(self, dataloader: Any, *args: Any, **given: Any) -> Any:
+            self.tokens = sum(batch["input_ids"].numel() for batch in dataloader)
+            return super().evaluation_loop(dataloader, *args, **given)
+
+    found = []
+    for ours in (None, THREE):
+        trainer = make_trainer(tmp_path, ours, kind=OwnLoop, eval_dataset=trainers.make_data(20))
+        found.append((trainer.evaluate()["eval_loss"], trainer.tokens))
+    assert found[0] == found[1]
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Samples that are augmented with random numbers, of all kinds of generators."""
+
+    def __init__(self) -> None:
+        self._samples = trainers.make_data()
+        self._own = [random.Random(1), numpy.random.default_rng(2), numpy.random.RandomState(3)]
+        self._of_torch = torch.Generator().manual_seed(4)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        python, generator, state = self._own
+        token = random.randrange(8) + numpy.random.randint(8) + int(torch.randint(8, ()))
+        token += python.randrange(8) + int(generator.integers(8)) + state.randint(8)
+        token += int(torch.randint(8, (), generator=self._of_torch))
+        ids = [1 + token, *self._samples[index]["input_ids"]]
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_data_that_draw_random_numbers_train_as_before(tmp_path: Path) -> None:
+    def train(ours: AdaptiveArguments | None) -> Any:
+        trainer = make_trainer(tmp_path, ours, data=Drawn(), model=trainers.make_llama(attention_dropout=0.1))
+        transformers.set_seed(5)
+        trainer.train()
+        return trainer
+
+    stock = train(None)
+    whole = train(AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 8}))
+    assert logged(stock)[0]["loss"] == logged(whole)[0]["loss"]
+    assert_alike(whole, stock)
+
+
+def test_off_a_loader_is_that_of_trainer(tmp_path: Path) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(), eval_dataset=trainers.make_data(9))
+    stock = make_trainer(tmp_path, eval_dataset=trainers.make_data(9))
+    for trainer in (ours, stock):
+        trainer.train()
+        trainer.evaluate()
+    assert_same(ours, stock)

@@ -1,0 +1,194 @@
+"""What cannot be trained in parts is refused in one line, with the name that its user knows, before any step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
+from adaptive_batching._transformers.refusals import check_trainer  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments, adaptive  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import make_trainer  # noqa: E402
+
+THREE = AdaptiveArguments(micro_batch_size=3)
+
+
+class Stream(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        return iter(trainers.make_data(8))
+
+
+class WithoutItems:
+    def __len__(self) -> int:
+        return 8
+
+
+class Empty(list[Any]):
+    def __bool__(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Stream(), "train_dataset is a Stream, which has a length, and no samples to take one by one; give one with"),
+        (WithoutItems(), "train_dataset is a WithoutItems, which has a length, and no samples to take one by one"),
+        (Empty(), "train_dataset is a Empty, which has no samples"),
+    ],
+    ids=["stream", "no items", "empty"],
+)
+def test_data_whose_samples_cannot_be_taken_are_refused(data: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        make_trainer(tmp_path, THREE, data=data)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("other", [1, "cpu"])
+def test_a_model_in_several_places_is_refused(other: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.model.hf_device_map = {"model.embed_tokens": 0, "model.layers": other}
+    with pytest.raises(ConfigError, match=r"device_map has put layers of the model on GPU 0 and (GPU 1|cpu), of which"):
+        check_trainer(trainer)
+
+
+@pytest.mark.parametrize("place", ["cpu", torch.device("cpu")])
+def test_a_model_that_a_device_map_puts_in_one_place_trains(place: Any, tmp_path: Path) -> None:
+    model = trainers.make_llama()
+    model.hf_device_map = {"": place}
+    make_trainer(tmp_path, THREE, model=model, max_steps=1).train()
+
+
+def test_a_model_that_is_parallel_by_its_own_means_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trainers.make_llama()
+    model.is_parallelizable = model.model_parallel = True
+    model.model.norm.to("meta")
+    monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", lambda *given: None)
+    with pytest.raises(ConfigError, match="layers of the model on cpu and meta, of which"):
+        make_trainer(tmp_path, THREE, model=model)
+
+
+class CountsBatches(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def get_batch_samples(self, *args: Any) -> Any:
+        batches, _ = super().get_batch_samples(*args)
+        return batches, torch.tensor(len(batches))
+
+
+def test_a_trainer_whose_own_steps_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"CountsBatches has a get_batch_samples of its own, .*compute_loss_func"):
+        make_trainer(tmp_path, THREE, kind=CountsBatches)
+    make_trainer(tmp_path, AdaptiveArguments(), kind=CountsBatches, max_steps=2).train()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    pytest.importorskip("trl")
+    from tests.transformers.test_trl import make_tokenizer
+
+    made = make_tokenizer()
+    made.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    return made
+
+
+def texts(**columns: Any) -> Any:
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_list([{"prompt": f"w{3 + row}", **columns} for row in range(6)])
+
+
+PAIRS = {"chosen": "w4 w5", "rejected": "w6"}
+MESSAGES = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w5"}]}
+OF_TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "KTO": (
+        "trl.KTO", {}, {"completion": "w4 w5", "label": True},
+        r"loss_type='kto' of KTOTrainer compares samples of a batch .*'apo_zero_unpaired'",
+    ),
+    "AOT": ("trl.DPO", {"loss_type": ["sigmoid", "aot"]}, PAIRS, r"loss_type='aot' of DPOTrainer .*'sigmoid'"),
+    "AOT of single answers": ("trl.DPO", {"loss_type": "aot_unpaired"}, PAIRS, r"loss_type='aot_unpaired' of DPO"),
+    "GKD": (
+        "trl.experimental.gkd.GKD", {"lmbda": 0.5, "max_length": 32}, MESSAGES,
+        r"GKDTrainer with lmbda=0\.5, seq_kd=False makes its batches while training",
+    ),
+    "online DPO": (
+        "trl.experimental.online_dpo.OnlineDPO", {}, {}, "OnlineDPOTrainer makes its batches while training",
+    ),
+}  # fmt: skip
+
+
+def make_trl(name: str, folder: Path, tokenizer: Any, columns: dict[str, Any], **settings: Any) -> Any:
+    module, _, kind = name.rpartition(".")
+    trl = pytest.importorskip(module)
+    config = getattr(trl, f"{kind}Config")
+    args = trainers.arguments(folder, config, bf16=False, gradient_checkpointing=False, max_steps=2, **settings)
+    given: dict[str, Any] = {"train_dataset": texts(**columns), "processing_class": tokenizer, "args": args}
+    if kind == "GKD":
+        given["train_dataset"] = given["train_dataset"].remove_columns("prompt")
+        given["teacher_model"] = trainers.make_llama()
+    if kind == "OnlineDPO":
+        given["reward_funcs"] = lambda prompts, completions, **rest: [0.0] * len(completions)
+    if kind in ("KTO", "DPO"):
+        given["ref_model"] = trainers.make_llama()
+    return adaptive(getattr(trl, f"{kind}Trainer"))(model=trainers.make_llama(), adaptive=THREE, **given)
+
+
+@pytest.mark.parametrize("case", OF_TRL)
+def test_a_loss_over_a_batch_and_a_trainer_that_generates_are_refused_by_name(
+    case: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    name, settings, columns, said = OF_TRL[case]
+    with pytest.raises(ConfigError, match=said) as caught:
+        make_trl(name, tmp_path, tokenizer, columns, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_kto_without_its_term_over_the_batch_is_not(tokenizer: Any, tmp_path: Path) -> None:
+    columns = {"completion": "w4 w5", "label": True}
+    make_trl("trl.KTO", tmp_path, tokenizer, columns, loss_type="apo_zero_unpaired")
+
+
+def test_a_trainer_keeps_the_name_that_its_user_wrote(tmp_path: Path) -> None:
+    class AdaptiveMine(transformers.Trainer):  # type: ignore[misc, name-defined]
+        """What it is."""
+
+    made = adaptive(AdaptiveMine)
+    assert made is not AdaptiveMine and issubclass(made, AdaptiveMine)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(made, name) == getattr(AdaptiveMine, name)
+
+
+class Reads(torch.nn.Module):
+    """A model that looks at its values, which a trace has none of; a long sample may not fit."""
+
+    def __init__(self, most_tokens: int) -> None:
+        super().__init__()
+        self.weights = torch.nn.Embedding(trainers.VOCABULARY, 1)
+        self._most_tokens = most_tokens
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+        if torch.is_grad_enabled() and input_ids.shape[1] > self._most_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        scores = self.weights(input_ids)[..., 0]  # [b, s]
+        assert scores.detach().numpy().max() < 1e9
+        return {"loss": (scores * labels.ne(-100)).sum() / labels.ne(-100).sum()}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_that_a_step_cannot_be_traced_is_told_once_as_what_it_means(
+    *, fits: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size="auto"), model=Reads(99 if fits else 20))
+    with caplog.at_level("INFO"), contextlib.nullcontext() if fits else pytest.raises(DoesNotFitError):
+        ours.adaptive.find()
+    [told] = [each for each in caplog.records if "cannot be traced" in each.message]
+    assert told.levelno == logging.INFO
+    assert told.message.startswith("memory is measured by real steps instead of predicted, because the training step")
