@@ -165,6 +165,16 @@ class AdaptiveBatchingConfig:
         return isinstance(self.micro_batch_size, (ByLength, Explore))
 
     @property
+    def runs_in_parts(self) -> bool:
+        """True if a forward runs while the gradients of the one before are held."""
+        return self.fills_memory or isinstance(self.micro_batch_size, Fixed)
+
+    @property
+    def only_splits(self) -> bool:
+        """True if a batch stays as it is, and runs in parts of any size."""
+        return isinstance(self.micro_batch_size, ByLength) and not self.use_maximum_batch_size
+
+    @property
     def growth_is_bound_by_memory(self) -> bool:
         """True if a batch has to fit in one forward."""
         return isinstance(self.micro_batch_size, Whole) and not self.grow_beyond_memory
