@@ -1,8 +1,9 @@
 """Increase functions: their signature, what they may read, how a config names one, and batch sizes decided by one.
 
-An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add. It
-is called at the start of every epoch with an ``int``; if ``increase_every`` is a fraction, also at these parts of an
-epoch with a ``float``: 1.25 is a quarter into the second epoch.
+An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add: a
+negative number takes some away, and 0 or None keeps the size. It is called at the start of every epoch with an ``int``;
+if ``increase_every`` is a fraction, also at these parts of an epoch with a ``float``: 1.25 is a quarter into the second
+epoch.
 
 A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are assumed to depend
 on their arguments alone, and are called for the whole run before training begins, so that it is known up front. A
@@ -24,7 +25,7 @@ from adaptive_batching._values import AdaptiveBatchingError
 
 log = logging.getLogger(__name__)
 
-IncreaseFunction = Callable[..., int]
+IncreaseFunction = Callable[..., int | None]
 
 _FACTORIES = "adaptive_batching._growth.schedules"
 
@@ -194,6 +195,11 @@ class FixedAccumulation:
         if self.batches < 1:
             raise ValueError(f"batches={self.batches} must be at least 1")
 
+    @property
+    def least(self) -> int:
+        """The smallest possible size."""
+        return 1
+
     def batches_at(self, batch_size: int) -> int:
         """Return the batches of an optimizer step."""
         return self.batches
@@ -217,6 +223,10 @@ class InParts(FixedAccumulation):
 
     parts: int = 1
 
+    @property
+    def least(self) -> int:
+        return self.parts
+
     def allowed(self, batch_size: int) -> int:
         return batch_size // self.parts * self.parts
 
@@ -226,6 +236,7 @@ class KeepGlobal:
     """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
 
     samples: int
+    least = 1
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -305,21 +316,23 @@ class BatchController:
         return kept
 
     def decide(self, state: GrowthState, room: int | None = None) -> Decision:
-        """Ask the increase function and apply its answer where the sum stays within the maximum.
+        """Ask the increase function and apply its answer where the sum stays within the maximum, and above zero.
 
         Args:
             state: The run so far.
             room: The largest size that the rest of the epoch has samples for; None for no limit.
 
         Raises:
-            IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
+            IncreaseFunctionError: If the function raises or returns anything but a whole number or None.
         """
         previous = self.batch_size
         increase = 0 if self._increase is None else self._ask(self._increase, state)
-        asked = previous + increase
+        asked = max(previous + increase, self.accumulation.least)
         wanted = self.accumulation.allowed(asked)
         note = warning = ""
-        if isinstance(self.accumulation, KeepGlobal) and wanted != asked:
+        if asked != previous + increase:
+            note = f" (asked for {increase}; {asked} is the smallest)"
+        elif isinstance(self.accumulation, KeepGlobal) and wanted != asked:
             note = f" (asked for {increase}: {asked} does not divide the global batch {self.accumulation.samples})"
         if wanted == previous:
             reason, warning = f"kept{note}", note.strip()
@@ -329,7 +342,8 @@ class BatchController:
         elif room is not None and wanted > room:
             reason = f"kept: {self.name} asked for {wanted}, but the rest of the epoch has samples for only {room}"
         else:
-            reason = f"{self.name} added {wanted - previous}{note}"
+            change = f"added {wanted - previous}" if wanted > previous else f"took {previous - wanted} away"
+            reason = f"{self.name} {change}{note}"
             self.batch_size = wanted
         return Decision(state.epoch, previous, self.batch_size, reason, warning)
 
@@ -337,8 +351,9 @@ class BatchController:
         """Log a decision that takes effect, and the first that gives less than was asked for."""
         if decision.batch_size != decision.previous:
             log.info(
-                "batch size grows from %d to %d at epoch %g (maximum %d)",
-                decision.previous, decision.batch_size, decision.epoch, self.maximum,
+                "batch size %s from %d to %d at epoch %g (maximum %d)",
+                "grows" if decision.batch_size > decision.previous else "shrinks", decision.previous,
+                decision.batch_size, decision.epoch, self.maximum,
             )  # fmt: skip
         elif decision.warning and not self._warned:
             self._warned = True
@@ -353,13 +368,14 @@ class BatchController:
             answer = increase(state.epoch, self.batch_size, **known)
         except Exception as error:
             raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
-        refusal = f"{call} returned {answer!r}; it must return how many samples to add, a whole number >= 0"
+        if answer is None:  # as from a function that returns a number only where the batch is to change
+            return 0
         try:
             number = None if isinstance(answer, bool) else operator.index(answer)  # numpy's and torch's, too
         except TypeError:
             number = None
         if number is None:
-            raise IncreaseFunctionError(refusal)
-        if number < 0:
-            raise IncreaseFunctionError(f"{refusal} (a batch never shrinks)")
+            raise IncreaseFunctionError(
+                f"{call} returned {answer!r}; it must return how many samples to add: a whole number, or None for none"
+            )
         return number

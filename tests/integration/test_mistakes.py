@@ -46,8 +46,8 @@ def takes_start(start: int) -> None:
 
 def factory(every: int = 1, reads_state: bool = False) -> Any:
     if reads_state:
-        return lambda epoch, current_batch_size, state: None if epoch else 0
-    return lambda epoch, current_batch_size: None if epoch else 0
+        return lambda epoch, current_batch_size, state: "two" if epoch else 0
+    return lambda epoch, current_batch_size: "two" if epoch else 0
 
 
 # (overrides, words that the line has to have). Wrong values of a setting are in tests/test_config.py.
@@ -229,7 +229,7 @@ def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -
         ("use_maximum_batch_size=True adaptive_batching.memory_limit=8GiB adaptive_batching.sequence_length=32 "
          "dataset.packed=True", ["cannot be used with packed data"]),
         (f"{FUNCTION}._component_={HERE}.factory adaptive_batching.max_batch_size=16",
-         ["factory(epoch=1, current_batch_size=4) returned None; it must return"]),
+         ["factory(epoch=1, current_batch_size=4) returned 'two'; it must return"]),
     ],
 )  # fmt: skip
 def test_a_mistake_that_set_up_meets_ends_in_one_line(
@@ -247,12 +247,12 @@ def test_a_function_that_fails_while_training_keeps_the_last_checkpoint_and_leav
 ) -> None:
     monkeypatch.setattr(conftest, "makes_pages", True)
     function = [f"{FUNCTION}._component_={HERE}.factory", f"{FUNCTION}.reads_state=True"]
-    with pytest.raises(SystemExit, match=r"factory\(epoch=1, current_batch_size=4\) returned None; it must return"):
+    with pytest.raises(SystemExit, match=r"factory\(epoch=1, current_batch_size=4\) returned 'two'; it must return"):
         tune_run("full", *function, "adaptive_batching.max_batch_size=16")
     assert (tmp_path / "out" / "epoch_0" / "model-00001-of-00001.safetensors").exists()
     assert (tmp_path / "out" / "recipe_state" / "recipe_state.pt").exists()
     words = read_page(tmp_path / "out" / "adaptive_batching" / "report.html").words["error"]
-    assert "IncreaseFunctionError, 20" in words and "factory(epoch=1, current_batch_size=4) returned None" in words
+    assert "IncreaseFunctionError, 20" in words and "factory(epoch=1, current_batch_size=4) returned 'two'" in words
 
 
 def test_where_the_users_code_raises_its_frames_are_shown_and_no_others(

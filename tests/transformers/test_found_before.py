@@ -96,8 +96,11 @@ def test_each_model_of_model_init_has_its_own(memory: Memory, tmp_path: Path, ca
     kind = type(make_trainer(tmp_path, AUTO))
     trainer = kind(
         model_init=lambda: trainers.make_llama(intermediate_size=next(widths)),
-        args=trainers.arguments(tmp_path, max_steps=1), train_dataset=trainers.make_data(), data_collator=trainers.collate, adaptive=AUTO,
-    )  # fmt: skip
+        args=trainers.arguments(tmp_path, max_steps=1),
+        train_dataset=trainers.make_data(),
+        data_collator=trainers.collate,
+        adaptive=AUTO,
+    )
     trainer.train()
     assert lines(caplog) == []
     trainer.train()
