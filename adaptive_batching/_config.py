@@ -125,10 +125,11 @@ class AdaptiveBatchingConfig:
         if (limit := self.memory_limit) is not None:
             amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
             self._set("memory_limit", amount)
-            if amount.of(2**50) == 0:
+            if amount.of(2**50) < 2**10:
+                in_bytes = f" is {amount.num_bytes} bytes, which" if amount.num_bytes else ""
                 raise ConfigError(
-                    f"adaptive_batching.memory_limit={limit!r} leaves no memory for training; write how much it may "
-                    "use, such as '40GiB' or '90%'"
+                    f"adaptive_batching.memory_limit={limit!r}{in_bytes} leaves no memory for training; write how much "
+                    "it may use, such as '40GiB' or '90%'"
                 )
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
@@ -211,7 +212,10 @@ class AdaptiveBatchingConfig:
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
             )
-        for key in section or {}:
+        for key, value in (section or {}).items():
+            if key in TOP_LEVEL:
+                shown = "null" if value is None else value
+                raise ConfigError(f"adaptive_batching.{key} belongs at the top level: write {key}={shown}")
             if key not in SECTION:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
         settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
@@ -262,5 +266,5 @@ def _check_increase_every(value: Any) -> None:
 
 def _closest(key: str, known: Collection[str]) -> str:
     match = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {match[0]!r}?" if match else ";"
-    return f"{hint} Known: {', '.join(sorted(known))}"
+    hint = f"did you mean {match[0]!r}? Known" if match else "known"
+    return f"; {hint}: {', '.join(sorted(known))}"

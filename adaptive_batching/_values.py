@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 DRY_RUN = "ADAPTIVE_BATCHING_DRY_RUN"
@@ -38,6 +38,8 @@ class MemoryAmount:
 
     num_bytes: int | None = None
     fraction: float | None = None
+    written: str = field(default="", compare=False)
+    """As the user has it, for messages."""
 
     @classmethod
     def parse(cls, key: str, value: Any) -> MemoryAmount:
@@ -60,10 +62,12 @@ class MemoryAmount:
             fraction = float(number) / (100 if unit == "%" else 1)
             if fraction > 1:
                 raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
-            return cls(fraction=fraction)
-        return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
+            return cls(fraction=fraction, written=str(value))
+        return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]), written=str(value))
 
     def __str__(self) -> str:
+        if self.written:
+            return self.written
         return memory_size(self.num_bytes or 0) if self.fraction is None else f"{100 * self.fraction:g}%"
 
     def of(self, total_bytes: int) -> int:

@@ -12,7 +12,10 @@ function that takes ``state`` is called during training, unless it is marked as 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import difflib
+import importlib
 import inspect
 import logging
 import operator
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 IncreaseFunction = Callable[..., int | None]
 
 _FACTORIES = "adaptive_batching._growth.schedules"
+_GROWTH = "adaptive_batching.growth"
 
 
 class IncreaseFunctionError(AdaptiveBatchingError, ValueError):
@@ -110,14 +114,16 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
     try:
         found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise IncreaseFunctionError(
-            f"{key} cannot be imported ({error}); write the dotted path of a function in a module that can be "
-            f"imported from the working directory or the environment"
-        ) from error
+        meant = _meant(path)
+        remedy = "write the dotted path of a function in a module that the working directory or the environment has"
+        if meant:
+            as_factory = meant.startswith(_GROWTH) and isinstance(value, str)
+            remedy = f"did you mean {_as_component(meant) if as_factory else repr(meant)}?"
+        raise IncreaseFunctionError(f"{key} cannot be imported ({error}); {remedy}") from error
     if not callable(found):
         raise IncreaseFunctionError(f"{key} is not callable (type {type(found).__name__}); name a function")
     if isinstance(value, str) and getattr(found, "__module__", None) == _FACTORIES:
-        raise IncreaseFunctionError(f"{key} is a factory; write {{_component_: {path}}}, with its arguments, if any")
+        raise IncreaseFunctionError(f"{key} is a factory; write {_as_component(path)}, with its arguments, if any")
     if not isinstance(value, str):
         arguments = {k: v for k, v in value.items() if k != "_component_"}
         if not _is_increase_function(found, arguments):
@@ -125,8 +131,31 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
             dropped = ", ".join(arguments)
             log.warning("%s is the increase function itself, not a factory; ignoring its arguments: %s", key, dropped)
-    check_signature(key, found)
+    try:
+        check_signature(key, found)
+    except IncreaseFunctionError as error:
+        if not isinstance(value, str):
+            raise
+        raise IncreaseFunctionError(
+            f"{error}; if it is a factory, write {_as_component(path)}, with its arguments"
+        ) from None
     return path, found
+
+
+def _as_component(path: str) -> str:
+    return f"{{_component_: {path}}} (on a command line, batch_increase_function._component_={path})"
+
+
+def _meant(path: str) -> str:
+    """Return the path of a function whose name is near that in ``path``; empty if there is none."""
+    module, _, name = path.rpartition(".")
+    names: list[str] = []
+    with contextlib.suppress(ImportError, ValueError):
+        names = [each for each, value in vars(importlib.import_module(module)).items() if callable(value)]
+    if module in ("", "growth", "adaptive_batching"):
+        module, names = _GROWTH, importlib.import_module(_GROWTH).__all__
+    match = difflib.get_close_matches(name, names, n=1)
+    return f"{module}.{match[0]}" if match else ""
 
 
 def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
@@ -150,19 +179,47 @@ def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, 
 
 
 def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> IncreaseFunction:
+    used = f"{key}, used as a factory (_component_),"
+    signature: inspect.Signature | None = None
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have none
+        signature = inspect.signature(factory)
+    if signature is not None:
+        _check_arguments(used, signature, arguments)
     try:
         function = factory(**arguments)
     except Exception as error:
         raise IncreaseFunctionError(
-            f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
-            f"plain function without _component_; a path given on the command line keeps the YAML's arguments"
+            f"{used} failed with the arguments {arguments}: {type(error).__name__}: {error}"
         ) from error
     if not callable(function):
         raise IncreaseFunctionError(
-            f"{key} is used as a factory (_component_) but returned {function!r}; it must return a function "
-            f"(epoch, current_batch_size) -> int. For a plain function write the path without _component_"
+            f"{used} returned {function!r}; it must return a function (epoch, current_batch_size) -> int. For a plain "
+            f"function write the path without _component_"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _check_arguments(used: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Raise IncreaseFunctionError if a factory does not take these arguments, with what was meant."""
+    parameters = {name: each for name, each in signature.parameters.items() if each.kind != each.VAR_POSITIONAL}
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    takes = ", ".join(parameters) or "none"
+    for name in () if takes_any else arguments.keys() - parameters.keys():
+        close = difflib.get_close_matches(name, parameters, n=1)
+        remedy = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"take it out, on the command line with ~batch_increase_function.{name}"
+        )
+        raise IncreaseFunctionError(f"{used} has no argument {name!r}, but: {takes}; {remedy}")
+    required = [
+        name for name, each in parameters.items() if each.default is each.empty and each.kind != each.VAR_KEYWORD
+    ]
+    if missing := [name for name in required if name not in arguments]:
+        raise IncreaseFunctionError(
+            f"{used} needs {', '.join(map(repr, missing))}; write batch_increase_function.{missing[0]}=..., or a plain "
+            "function (epoch, current_batch_size) -> int without _component_"
+        )
 
 
 def check_signature(key: str, function: Callable[..., Any]) -> None:
@@ -375,7 +432,8 @@ class BatchController:
         except TypeError:
             number = None
         if number is None:
-            raise IncreaseFunctionError(
-                f"{call} returned {answer!r}; it must return how many samples to add: a whole number, or None for none"
-            )
+            remedy = "it must return how many samples to add: a whole number, or None for none"
+            if callable(answer):
+                remedy = f"it is a factory: write {_as_component(self.name)}, with its arguments"
+            raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy}")
         return number

@@ -178,8 +178,8 @@ def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
     return {
         "search": settings.search,
         "round_to_power_of_two": settings.round_to_power_of_two,
-        "memory_limit": None if settings.memory_limit is None else vars(settings.memory_limit),
-        "headroom": vars(settings.headroom),
+        "memory_limit": None if (limit := settings.memory_limit) is None else [limit.num_bytes, limit.fraction],
+        "headroom": [settings.headroom.num_bytes, settings.headroom.fraction],
         "fills_memory": settings.fills_memory,
         "runs_in_parts": settings.runs_in_parts,
         "cuts_by_length": isinstance(size, (ByLength, Explore)),

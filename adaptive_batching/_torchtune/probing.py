@@ -340,5 +340,5 @@ def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter
         least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
         return replace(settings, headroom=headroom)
-    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 1)
-    return replace(settings, memory_limit=MemoryAmount(num_bytes=limit))
+    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 2**10)
+    return replace(settings, memory_limit=replace(settings.memory_limit, num_bytes=limit, fraction=None))

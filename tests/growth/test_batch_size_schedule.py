@@ -84,6 +84,17 @@ def test_a_negative_answer_makes_the_batch_smaller_but_not_empty_and_none_keeps_
     assert lowered.decide(STATE).reason == f"kept (asked for -100; {least} is the smallest)"
 
 
+def test_a_factory_that_is_named_as_a_function_is_told_apart_when_it_answers() -> None:
+    def ramp(start: int, end: int) -> Any:
+        return lambda epoch, current_batch_size: start + end
+
+    controller = BatchController(4, 100, increase=ramp, name="pkg.ramp")
+    with pytest.raises(
+        IncreaseFunctionError, match=r"it is a factory: write \{_component_: pkg\.ramp\} \(on a command"
+    ):
+        controller.decide(STATE)
+
+
 def course(increase: IncreaseFunction | None, size: int, maximum: int, **settings: Any) -> BatchSizeSchedule:
     """A course with these settings, of its own, of its controller and of the shape of its run."""
     how = {name: settings.pop(name) for name in ("rates", "scale", "grows_in_warmup") if name in settings}

@@ -61,6 +61,8 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("batch_size=auto", ["batch_size='auto'", "whole number"]),
     (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
     (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
+    (f"{OURS}.micro_batch_size=auto", ["belongs at the top level: write micro_batch_size=auto"]),
+    (f"{OURS}.memory_limit=4", ["adaptive_batching.memory_limit=4 is 4 bytes", "write how much it may use"]),
     ("max_batch_size=16", ["max_batch_size=16", "write adaptive_batching.max_batch_size=16"]),
     ("memory_limit=8GiB", ["memory_limit='8GiB'", "write adaptive_batching.memory_limit=8GiB"]),
     # validation
@@ -85,10 +87,10 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     (f"{FUNCTION}=no.such.function", ["no.such.function", "cannot be imported", "dotted path"]),
     (f"{FUNCTION}=add_eight", ["add_eight", "cannot be imported", "dotted path"]),
     (f"{FUNCTION}=math.pi", ["math.pi", "not callable", "name a function"]),
-    (f"{FUNCTION}={HERE}.one_argument", [f"{HERE}.one_argument", "failed with the arguments"]),
-    (f"{FUNCTION}={HERE}.takes_start", [f"{HERE}.takes_start", "unexpected keyword argument 'every'"]),
-    (f"{FUNCTION}=adaptive_batching.growth.stp", ["adaptive_batching.growth.stp", "cannot be imported"]),
-    (f"{FUNCTION}.evry=2", ["adaptive_batching.growth.step", "evry"]),
+    (f"{FUNCTION}={HERE}.one_argument", [f"{HERE}.one_argument", "no argument 'every'", "take it out", "~batch_increase_function.every"]),
+    (f"{FUNCTION}={HERE}.takes_start", [f"{HERE}.takes_start", "no argument 'every'", "but: start"]),
+    (f"{FUNCTION}=growth.stp", ["'growth.stp' cannot be imported", "did you mean 'adaptive_batching.growth.step'"]),
+    (f"{FUNCTION}.evry=2", ["adaptive_batching.growth.step", "no argument 'evry'", "did you mean 'every'"]),
     (f"{FUNCTION}.every=0", ["adaptive_batching.growth.step", "every"]),
     (f"{FUNCTION}.gamma=1", ["adaptive_batching.growth.step", "gamma"]),
     # what stock reads
