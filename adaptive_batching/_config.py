@@ -125,10 +125,11 @@ class AdaptiveBatchingConfig:
         if (limit := self.memory_limit) is not None:
             amount = MemoryAmount.parse("adaptive_batching.memory_limit", limit)
             self._set("memory_limit", amount)
-            if amount.of(2**50) == 0:
+            if amount.of(2**50) < 2**10:
+                in_bytes = f" is {amount.num_bytes} bytes, which" if amount.num_bytes else ""
                 raise ConfigError(
-                    f"adaptive_batching.memory_limit={limit!r} leaves no memory for training; write how much it may "
-                    "use, such as '40GiB' or '90%'"
+                    f"adaptive_batching.memory_limit={limit!r}{in_bytes} leaves no memory for training; write how much "
+                    "it may use, such as '40GiB' or '90%'"
                 )
         if self.report_dir is not None and not isinstance(self.report_dir, str):
             raise ConfigError(f"adaptive_batching.report_dir={self.report_dir!r} must be a path")
@@ -163,6 +164,16 @@ class AdaptiveBatchingConfig:
         if isinstance(self.micro_batch_size, Whole):
             return self.grows and self.grow_beyond_memory
         return isinstance(self.micro_batch_size, (ByLength, Explore))
+
+    @property
+    def runs_in_parts(self) -> bool:
+        """True if a forward runs while the gradients of the one before are held."""
+        return self.fills_memory or isinstance(self.micro_batch_size, Fixed)
+
+    @property
+    def only_splits(self) -> bool:
+        """True if a batch stays as it is, and runs in parts of any size."""
+        return isinstance(self.micro_batch_size, ByLength) and not self.use_maximum_batch_size
 
     @property
     def growth_is_bound_by_memory(self) -> bool:
@@ -201,7 +212,10 @@ class AdaptiveBatchingConfig:
             raise ConfigError(
                 f"adaptive_batching={section!r} must be a mapping of settings, such as {{search: predict}}"
             )
-        for key in section or {}:
+        for key, value in (section or {}).items():
+            if key in TOP_LEVEL:
+                shown = "null" if value is None else value
+                raise ConfigError(f"adaptive_batching.{key} belongs at the top level: write {key}={shown}")
             if key not in SECTION:
                 raise ConfigError(f"adaptive_batching.{key} is unknown{_closest(str(key), SECTION)}")
         settings = cls(**fields, **{key: value for key, value in (section or {}).items() if value is not None})
@@ -252,5 +266,5 @@ def _check_increase_every(value: Any) -> None:
 
 def _closest(key: str, known: Collection[str]) -> str:
     match = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {match[0]!r}?" if match else ";"
-    return f"{hint} Known: {', '.join(sorted(known))}"
+    hint = f"did you mean {match[0]!r}? Known" if match else "known"
+    return f"; {hint}: {', '.join(sorted(known))}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 DRY_RUN = "ADAPTIVE_BATCHING_DRY_RUN"
@@ -13,6 +14,14 @@ _BYTES_PER_UNIT = {
     "": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
     "KB": 10**3, "MB": 10**6, "GB": 10**9,
 }  # fmt: skip
+
+
+_SECRET = re.compile("key|token|secret|passw|passphrase|credential", re.IGNORECASE)
+_NO_SECRET = re.compile(
+    r"tokeni[sz]\w*|keyword\w*|(pad|eos|bos|unk|sep|cls|mask|stop|start|end|image|audio|video|special|extra)_tokens?",
+    re.IGNORECASE,
+)
+_SPECIAL_TOKEN = re.compile(r"<.*>|\[[A-Z]+\]|")  # such as <|im_end|> or [PAD], or nothing
 
 
 class AdaptiveBatchingError(Exception):
@@ -29,6 +38,8 @@ class MemoryAmount:
 
     num_bytes: int | None = None
     fraction: float | None = None
+    written: str = field(default="", compare=False)
+    """As the user has it, for messages."""
 
     @classmethod
     def parse(cls, key: str, value: Any) -> MemoryAmount:
@@ -51,10 +62,12 @@ class MemoryAmount:
             fraction = float(number) / (100 if unit == "%" else 1)
             if fraction > 1:
                 raise ConfigError(f"{key}={value!r} is more than the whole device; {remedy.split('; ', 1)[1]}")
-            return cls(fraction=fraction)
-        return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]))
+            return cls(fraction=fraction, written=str(value))
+        return cls(num_bytes=int(float(number) * _BYTES_PER_UNIT[unit]), written=str(value))
 
     def __str__(self) -> str:
+        if self.written:
+            return self.written
         return memory_size(self.num_bytes or 0) if self.fraction is None else f"{100 * self.fraction:g}%"
 
     def of(self, total_bytes: int) -> int:
@@ -135,6 +148,22 @@ def memory_size(num_bytes: float) -> str:
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.2f} GiB"
     return f"{num_bytes / 2**20:.0f} MiB" if num_bytes >= 10 * 2**20 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def masked(values: Any, *, is_secret: bool = False) -> Any:
+    """Return ``values``, of mappings and lists of a config, with the text under keys that name a secret left out.
+
+    Numbers stay, as in ``max_tokens: 512``, and so do names of tokenizers and of special tokens.
+    """
+    if isinstance(values, Mapping):
+        return {key: masked(value, is_secret=is_secret or names_secret(str(key))) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [masked(value, is_secret=is_secret) for value in values]
+    return "(masked)" if is_secret and isinstance(values, str) and not _SPECIAL_TOKEN.fullmatch(values) else values
+
+
+def names_secret(key: str) -> bool:
+    return _SECRET.search(_NO_SECRET.sub("", key)) is not None
 
 
 def first_line(error: Exception) -> str:

@@ -64,11 +64,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("micro_batch_size", "banana", "must be a whole number, auto, explore or null"),
     *(("micro_batch_size", value, WHOLE) for value in (0, -2, 2.5, True)),
     *(("save_every_n_steps", value, WHOLE) for value in (0, -5, 2.5, "epoch")),
-    ("search", "fastest", "is unknown; Known: binary_search, power_of_two, predict"),
+    ("search", "fastest", "is unknown; known: binary_search, power_of_two, predict"),
     ("increase_every", "step", "cannot be used; write epoch, or a fraction"),
     *(("increase_every", value, "cannot be used") for value in (1.5, 2)),
     ("increase_every", 0.3, "does not divide an epoch; write epoch, or a"),
-    ("lr_scaling", "cubic", "is unknown; Known: auto, linear, none, sqrt"),
+    ("lr_scaling", "cubic", "is unknown; known: auto, linear, none, sqrt"),
     *(("max_lr_scale", value, "must be a number of at least 1") for value in (0.5, 0)),
     ("noise_scale_every", 0, WHOLE),
     *((key, "yes", "must be True or False") for key in ("grow_during_warmup", "round_to_power_of_two")),
@@ -77,6 +77,7 @@ WRONG: list[tuple[str, Any, str]] = [
     *(("sequence_length", value, WHOLE) for value in (-1, "long")),
     ("memory_limit", "lots", "is not a memory size; write 24GiB, 90% or bytes"),
     *(("memory_limit", value, "leaves no memory") for value in (0, "0")),
+    *(("memory_limit", value, "is 4 bytes, which leaves no memory for training; write") for value in (4, "4", "4B")),
     ("headroom", "lots", "is not a memory size"),
     ("headroom", "300%", "is more than the whole device"),
     *(("headroom", value, "keeps the whole device free") for value in ("100%", 1.0)),
@@ -106,7 +107,10 @@ def test_a_wrong_setting_is_refused_with_key_value_and_remedy_however_it_is_made
         ({"serach": "predict"}, r"adaptive_batching\.serach is unknown; did you mean 'search'\? Known: .*headroom"),
         ({"max_batch_size": 3}, "max_batch_size=3 is below batch_size=4; raise"),
         ([1], "must be a mapping"),
-        ({"use_maximum_batch_size": True}, "use_maximum_batch_size is unknown"),
+        (
+            {"use_maximum_batch_size": True},
+            r"adaptive_batching\.use_maximum_batch_size belongs at the top level: write use_maximum_batch_size=True",
+        ),
     ],
 )
 def test_a_wrong_section_is_refused(section: Any, message: str) -> None:

@@ -29,7 +29,19 @@ FUNCTIONS = (
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "remainder.Tensor", "floor_divide", "neg", "abs", "sqrt"),
     *("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_"),
     *("minimum", "maximum", "clamp", "clamp_", "clamp_min", "clamp_max", "where.self", "sign", "pow.Tensor_Scalar"),
-    *("sum.dim_IntList", "mean.dim", "prod", "prod.dim_int", "max", "min", "max.dim", "min.dim", "amax", "amin", "argmax"),
+    *(
+        "sum.dim_IntList",
+        "mean.dim",
+        "prod",
+        "prod.dim_int",
+        "max",
+        "min",
+        "max.dim",
+        "min.dim",
+        "amax",
+        "amin",
+        "argmax",
+    ),
     *("argmin", "sort", "sort.stable", "cumsum", "cumprod", "searchsorted.Tensor", "bucketize.Tensor"),
     *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "scatter_add", "scatter_add_", "index_add"),
     *("index.Tensor", "index_put_", "index_select", "index_fill_.int_Scalar", "gather", "masked_fill_.Scalar"),
@@ -271,7 +283,9 @@ def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:
     tensor = next((x for x in args if isinstance(x, torch.Tensor)), None)
     return [
         torch.tensor(x, dtype=torch.result_type(tensor, x))
-        if tensor is not None and isinstance(x, (bool, int, float, complex)) and isinstance(taken.type, torch.TensorType)
+        if tensor is not None
+        and isinstance(x, (bool, int, float, complex))
+        and isinstance(taken.type, torch.TensorType)
         else x
         for x, taken in zip(args, function._schema.arguments, strict=False)
     ]

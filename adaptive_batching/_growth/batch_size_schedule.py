@@ -325,7 +325,8 @@ def plan_batch_sizes(
     """Return the batch size of each epoch, for a loop that makes a data loader for every epoch.
 
     The function is asked at the start of each epoch, as in a recipe: what it adds is added where the sum stays within
-    ``maximum``. The learning rate is taken to be constant, so that ``growth.replace_lr_decay`` keeps the size.
+    ``maximum``, and what it takes away leaves a batch of 1 or more. The learning rate is taken to be constant, so that
+    ``growth.replace_lr_decay`` keeps the size.
 
     Args:
         batch_size: Samples of a batch in the first epoch.
@@ -338,7 +339,7 @@ def plan_batch_sizes(
         ValueError: If a number is below 1, or ``batch_size`` above ``maximum``.
         IncreaseFunctionError: If ``increase`` is a factory that is still to be called, or cannot be called with an
             epoch and a batch size, or reads what is known only while training, such as losses, or returns
-            something else than a whole number >= 0.
+            something else than a whole number or None.
     """
     maximum = samples if maximum is None else maximum
     name = getattr(increase, "__qualname__", repr(increase))

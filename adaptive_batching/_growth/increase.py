@@ -1,8 +1,9 @@
 """Increase functions: their signature, what they may read, how a config names one, and batch sizes decided by one.
 
-An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add. It
-is called at the start of every epoch with an ``int``; if ``increase_every`` is a fraction, also at these parts of an
-epoch with a ``float``: 1.25 is a quarter into the second epoch.
+An increase function has the signature ``(epoch, current_batch_size) -> int`` and returns how many samples to add: a
+negative number takes some away, and 0 or None keeps the size. It is called at the start of every epoch with an ``int``;
+if ``increase_every`` is a fraction, also at these parts of an epoch with a ``float``: 1.25 is a quarter into the second
+epoch.
 
 A function that accepts a third argument called ``state`` gets a :class:`GrowthState`. All others are assumed to depend
 on their arguments alone, and are called for the whole run before training begins, so that it is known up front. A
@@ -11,7 +12,10 @@ function that takes ``state`` is called during training, unless it is marked as 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import difflib
+import importlib
 import inspect
 import logging
 import operator
@@ -24,9 +28,10 @@ from adaptive_batching._values import AdaptiveBatchingError
 
 log = logging.getLogger(__name__)
 
-IncreaseFunction = Callable[..., int]
+IncreaseFunction = Callable[..., int | None]
 
 _FACTORIES = "adaptive_batching._growth.schedules"
+_GROWTH = "adaptive_batching.growth"
 
 
 class IncreaseFunctionError(AdaptiveBatchingError, ValueError):
@@ -109,14 +114,16 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
     try:
         found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise IncreaseFunctionError(
-            f"{key} cannot be imported ({error}); write the dotted path of a function in a module that can be "
-            f"imported from the working directory or the environment"
-        ) from error
+        meant = _meant(path)
+        remedy = "write the dotted path of a function in a module that the working directory or the environment has"
+        if meant:
+            as_factory = meant.startswith(_GROWTH) and isinstance(value, str)
+            remedy = f"did you mean {_as_component(meant) if as_factory else repr(meant)}?"
+        raise IncreaseFunctionError(f"{key} cannot be imported ({error}); {remedy}") from error
     if not callable(found):
         raise IncreaseFunctionError(f"{key} is not callable (type {type(found).__name__}); name a function")
     if isinstance(value, str) and getattr(found, "__module__", None) == _FACTORIES:
-        raise IncreaseFunctionError(f"{key} is a factory; write {{_component_: {path}}}, with its arguments, if any")
+        raise IncreaseFunctionError(f"{key} is a factory; write {_as_component(path)}, with its arguments, if any")
     if not isinstance(value, str):
         arguments = {k: v for k, v in value.items() if k != "_component_"}
         if not _is_increase_function(found, arguments):
@@ -124,8 +131,31 @@ def resolve(value: str | Mapping[str, Any]) -> tuple[str, IncreaseFunction]:
         elif arguments:  # torchtune adds a path on the command line to the arguments that a YAML has for another
             dropped = ", ".join(arguments)
             log.warning("%s is the increase function itself, not a factory; ignoring its arguments: %s", key, dropped)
-    check_signature(key, found)
+    try:
+        check_signature(key, found)
+    except IncreaseFunctionError as error:
+        if not isinstance(value, str):
+            raise
+        raise IncreaseFunctionError(
+            f"{error}; if it is a factory, write {_as_component(path)}, with its arguments"
+        ) from None
     return path, found
+
+
+def _as_component(path: str) -> str:
+    return f"{{_component_: {path}}} (on a command line, batch_increase_function._component_={path})"
+
+
+def _meant(path: str) -> str:
+    """Return the path of a function whose name is near that in ``path``; empty if there is none."""
+    module, _, name = path.rpartition(".")
+    names: list[str] = []
+    with contextlib.suppress(ImportError, ValueError):
+        names = [each for each, value in vars(importlib.import_module(module)).items() if callable(value)]
+    if module in ("", "growth", "adaptive_batching"):
+        module, names = _GROWTH, importlib.import_module(_GROWTH).__all__
+    match = difflib.get_close_matches(name, names, n=1)
+    return f"{module}.{match[0]}" if match else ""
 
 
 def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
@@ -149,19 +179,47 @@ def _is_increase_function(function: Callable[..., Any], arguments: Mapping[str, 
 
 
 def _from_factory(key: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> IncreaseFunction:
+    used = f"{key}, used as a factory (_component_),"
+    signature: inspect.Signature | None = None
+    with contextlib.suppress(TypeError, ValueError):  # some builtins have none
+        signature = inspect.signature(factory)
+    if signature is not None:
+        _check_arguments(used, signature, arguments)
     try:
         function = factory(**arguments)
     except Exception as error:
         raise IncreaseFunctionError(
-            f"{key} is used as a factory (_component_) and failed with the arguments {arguments}: {error}. Write a "
-            f"plain function without _component_; a path given on the command line keeps the YAML's arguments"
+            f"{used} failed with the arguments {arguments}: {type(error).__name__}: {error}"
         ) from error
     if not callable(function):
         raise IncreaseFunctionError(
-            f"{key} is used as a factory (_component_) but returned {function!r}; it must return a function "
-            f"(epoch, current_batch_size) -> int. For a plain function write the path without _component_"
+            f"{used} returned {function!r}; it must return a function (epoch, current_batch_size) -> int. For a plain "
+            f"function write the path without _component_"
         )
     return function  # type: ignore[no-any-return]
+
+
+def _check_arguments(used: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Raise IncreaseFunctionError if a factory does not take these arguments, with what was meant."""
+    parameters = {name: each for name, each in signature.parameters.items() if each.kind != each.VAR_POSITIONAL}
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    takes = ", ".join(parameters) or "none"
+    for name in () if takes_any else arguments.keys() - parameters.keys():
+        close = difflib.get_close_matches(name, parameters, n=1)
+        remedy = (
+            f"did you mean {close[0]!r}?"
+            if close
+            else f"take it out, on the command line with ~batch_increase_function.{name}"
+        )
+        raise IncreaseFunctionError(f"{used} has no argument {name!r}, but: {takes}; {remedy}")
+    required = [
+        name for name, each in parameters.items() if each.default is each.empty and each.kind != each.VAR_KEYWORD
+    ]
+    if missing := [name for name in required if name not in arguments]:
+        raise IncreaseFunctionError(
+            f"{used} needs {', '.join(map(repr, missing))}; write batch_increase_function.{missing[0]}=..., or a plain "
+            "function (epoch, current_batch_size) -> int without _component_"
+        )
 
 
 def check_signature(key: str, function: Callable[..., Any]) -> None:
@@ -194,6 +252,11 @@ class FixedAccumulation:
         if self.batches < 1:
             raise ValueError(f"batches={self.batches} must be at least 1")
 
+    @property
+    def least(self) -> int:
+        """The smallest possible size."""
+        return 1
+
     def batches_at(self, batch_size: int) -> int:
         """Return the batches of an optimizer step."""
         return self.batches
@@ -217,6 +280,10 @@ class InParts(FixedAccumulation):
 
     parts: int = 1
 
+    @property
+    def least(self) -> int:
+        return self.parts
+
     def allowed(self, batch_size: int) -> int:
         return batch_size // self.parts * self.parts
 
@@ -226,6 +293,7 @@ class KeepGlobal:
     """Every optimizer step takes ``samples`` samples on one replica; larger batches need fewer of them."""
 
     samples: int
+    least = 1
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -305,21 +373,23 @@ class BatchController:
         return kept
 
     def decide(self, state: GrowthState, room: int | None = None) -> Decision:
-        """Ask the increase function and apply its answer where the sum stays within the maximum.
+        """Ask the increase function and apply its answer where the sum stays within the maximum, and above zero.
 
         Args:
             state: The run so far.
             room: The largest size that the rest of the epoch has samples for; None for no limit.
 
         Raises:
-            IncreaseFunctionError: If the function raises or returns anything but a whole number >= 0.
+            IncreaseFunctionError: If the function raises or returns anything but a whole number or None.
         """
         previous = self.batch_size
         increase = 0 if self._increase is None else self._ask(self._increase, state)
-        asked = previous + increase
+        asked = max(previous + increase, self.accumulation.least)
         wanted = self.accumulation.allowed(asked)
         note = warning = ""
-        if isinstance(self.accumulation, KeepGlobal) and wanted != asked:
+        if asked != previous + increase:
+            note = f" (asked for {increase}; {asked} is the smallest)"
+        elif isinstance(self.accumulation, KeepGlobal) and wanted != asked:
             note = f" (asked for {increase}: {asked} does not divide the global batch {self.accumulation.samples})"
         if wanted == previous:
             reason, warning = f"kept{note}", note.strip()
@@ -329,7 +399,8 @@ class BatchController:
         elif room is not None and wanted > room:
             reason = f"kept: {self.name} asked for {wanted}, but the rest of the epoch has samples for only {room}"
         else:
-            reason = f"{self.name} added {wanted - previous}{note}"
+            change = f"added {wanted - previous}" if wanted > previous else f"took {previous - wanted} away"
+            reason = f"{self.name} {change}{note}"
             self.batch_size = wanted
         return Decision(state.epoch, previous, self.batch_size, reason, warning)
 
@@ -337,8 +408,9 @@ class BatchController:
         """Log a decision that takes effect, and the first that gives less than was asked for."""
         if decision.batch_size != decision.previous:
             log.info(
-                "batch size grows from %d to %d at epoch %g (maximum %d)",
-                decision.previous, decision.batch_size, decision.epoch, self.maximum,
+                "batch size %s from %d to %d at epoch %g (maximum %d)",
+                "grows" if decision.batch_size > decision.previous else "shrinks", decision.previous,
+                decision.batch_size, decision.epoch, self.maximum,
             )  # fmt: skip
         elif decision.warning and not self._warned:
             self._warned = True
@@ -353,13 +425,15 @@ class BatchController:
             answer = increase(state.epoch, self.batch_size, **known)
         except Exception as error:
             raise IncreaseFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
-        refusal = f"{call} returned {answer!r}; it must return how many samples to add, a whole number >= 0"
+        if answer is None:  # as from a function that returns a number only where the batch is to change
+            return 0
         try:
             number = None if isinstance(answer, bool) else operator.index(answer)  # numpy's and torch's, too
         except TypeError:
             number = None
         if number is None:
-            raise IncreaseFunctionError(refusal)
-        if number < 0:
-            raise IncreaseFunctionError(f"{refusal} (a batch never shrinks)")
+            remedy = "it must return how many samples to add: a whole number, or None for none"
+            if callable(answer):
+                remedy = f"it is a factory: write {_as_component(self.name)}, with its arguments"
+            raise IncreaseFunctionError(f"{call} returned {answer!r}; {remedy}")
         return number

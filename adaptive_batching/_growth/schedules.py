@@ -2,7 +2,7 @@
 
 The functions below are factories that return an increase function. Sizes are those of a batch on one device. A schedule
 counts from the size at the start of the run, not from the current one, so that clipping at the maximum does not
-compound and a resumed run continues where it was. It never shrinks a batch.
+compound and a resumed run continues where it was. None of them shrinks a batch.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,23 @@ def within_memory_limit(config: AdaptiveBatchingConfig, device: torch.device) ->
 
 
 def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Ranks = ALONE, *, added: int = 0) -> None:
-    """Raise ConfigError if on any of the ranks the limits leave no room for a step, besides ``added`` bytes."""
+    """Raise ConfigError if on any of the ranks the limits leave no room for a step, besides ``added`` bytes.
+
+    A ``memory_limit`` above what the device has is said once.
+    """
+    total = meter.total_bytes
+    if (limit := config.memory_limit) is not None and limit.of(total) > total:
+        _say_that_limit_is_above(str(limit), memory_size(total))
     problems = [each for each in ranks.gather(_no_room(config, meter, added)) if each]
     if problems:
         raise ConfigError(problems[0])
+
+
+@functools.cache
+def _say_that_limit_is_above(limit: str, total: str) -> None:
+    log.warning(
+        "adaptive_batching.memory_limit=%s is more than the %s of the device, which are the limit", limit, total
+    )
 
 
 def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import adaptive_batching
+from adaptive_batching._values import masked
 
 
 def about(
@@ -33,7 +34,7 @@ def about(
         "processor": _processor(),
         "versions": versions,
         "ranks": ranks,
-        "config": config,
+        "config": masked(config),
     }
 
 

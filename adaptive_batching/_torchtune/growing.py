@@ -141,7 +141,7 @@ def _on_first_rank(function: IncreaseFunction, ranks: Ranks) -> IncreaseFunction
     """Have one rank alone asked: a function that is random or keeps a state cannot split them."""
 
     @functools.wraps(function)
-    def asked(*arguments: Any, **known: Any) -> int:
+    def asked(*arguments: Any, **known: Any) -> int | None:
         return ranks.on_first(lambda: function(*arguments, **known))
 
     return planned(asked) if is_planned(function) else asked

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,18 @@ from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._micro_batches.split import Capacity
 from adaptive_batching._probe.does_not_fit import memory_budget, require_room
 from adaptive_batching._probe.find import ProbeRequest, find_largest
+from adaptive_batching._probe.found import (
+    Conditions,
+    Found,
+    described,
+    described_devices,
+    plain,
+    read_stored,
+    settings_of_memory,
+    store_found,
+    taken_again,
+    versions_of,
+)
 from adaptive_batching._probe.sizes import ProbeResult, rounded_down
 from adaptive_batching._report.record import Report
 from adaptive_batching._torchtune.data import Sample, is_packed
@@ -34,7 +44,16 @@ from adaptive_batching._torchtune.training_step import remedies, training_step
 from adaptive_batching._trace.trace import trace_peak_memory
 from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._trace.training import TrainingStep
-from adaptive_batching._values import ByLength, ConfigError, Explore, Fixed, MemoryAmount, MicroBatchSize, memory_size
+from adaptive_batching._values import (
+    ByLength,
+    ConfigError,
+    Explore,
+    Fixed,
+    MemoryAmount,
+    MicroBatchSize,
+    masked,
+    memory_size,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +62,7 @@ WORTH_PROBING = 1.1
 # Bytes of host memory that a recipe takes on top of its steps: samples, the record, the progress bar, metrics.
 _ADDED_BY_TRAINING = 16 * 2**20
 _TO_READ = 32  # samples by which the mean length is estimated
-_VERSIONS = ("adaptive-batching", "torch", "torchtune", "torchao", "bitsandbytes")
+_VERSIONS = ("torchtune", "torchao", "bitsandbytes")
 # Keys of a config that the memory of a training step cannot depend on. Any other that changes calls for another probe,
 # known here or not: a probe too many costs a minute, a stored result that is wrong costs the run.
 _NOT_OF_MEMORY = frozenset(
@@ -64,14 +83,16 @@ class CacheInputs:
 
     cfg: DictConfig
     measures_noise: bool = False
+    resumes: bool = False  # a run goes on: what it has trained with stays while it fits
+    found: Found | None = None  # by the run that is resumed
 
     def config(self) -> dict[str, Any]:
         """Return the entries of the config that call for another probe when they change."""
         cfg = OmegaConf.merge(self.cfg, {"output_dir": ""})  # others are interpolated from it
-        plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-        found = {name: value for name, value in plain.items() if name not in _NOT_OF_MEMORY}
+        values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+        found = {name: value for name, value in values.items() if name not in _NOT_OF_MEMORY}
         found["optimizer"] = {k: v for k, v in found["optimizer"].items() if k != "lr"}  # what is tuned most often
-        return found
+        return masked(found)  # type: ignore[no-any-return]
 
     def make_optimizers(self, groups: Sequence[Sequence[nn.Parameter]]) -> list[Optimizer]:
         """Return an optimizer for each group of parameters, as the config has it, for a trace."""
@@ -88,6 +109,7 @@ class Probed:
     micro_batch_size: MicroBatchSize  # as asked for, or smaller if that does not fit
     capacity: Capacity | None = None  # samples that fit in a forward, where that bounds micro-batches
     tokens: int = 0  # padded ones of the largest forward that the probe has seen to fit
+    found: Found | None = None  # by the probe, if one was needed
 
 
 @dataclass(frozen=True)
@@ -111,26 +133,27 @@ class Probe:
     def _include(self) -> int | None:
         return self.run.batch_size if self.settings.grows else None
 
-    def result(self) -> ProbeResult:
+    def find(self) -> Found:
         """Run the probe, or take the result that an earlier run has stored."""
         host, settings = self.host, self.settings
         if settings.fills_memory:  # what a forward may take is no size to round
             settings = replace(settings, round_to_power_of_two=False)
-        facts = {"include": self._include, "upper": self.upper, "recipe": host.name, "sequence_length": self._length}
-        if _only_splits(settings):  # whether larger forwards are worth their trials; about, as a probe takes time, too
+        facts = {"include": self._include, "recipe": host.name, "sequence_length": self._length}
+        if settings.only_splits:  # whether larger forwards are worth their trials; about, as a probe takes time, too
             facts["samples_of_run"] = 1 << (self.run.epochs * self._samples_of_epoch).bit_length()
-        return cached_probe(host, settings, self.cache_inputs, facts, self.folder / "probe.json", self._find)
+        path = self.folder / "probe.json"
+        return cached_probe(host, settings, self.cache_inputs, facts, self.upper, path, self._find)
 
-    def probed(self, result: ProbeResult) -> Probed:
-        """Return what the run makes of ``result``."""
-        settings, tokens = self.settings, self.host.objective.size(self.sample)
+    def probed(self, found: Found) -> Probed:
+        """Return what the run makes of what was ``found``."""
+        settings, tokens, result = self.settings, self.host.objective.size(self.sample), found.result
         capacity = None
         if settings.fills_memory:
             shorter = [(at, batch_size) for at, batch_size, _ in result.shorter]
-            capacity = Capacity(((tokens, result.enough or result.batch_size), *shorter))
+            capacity = Capacity(((tokens, found.samples), *shorter))
         seen = result.batch_size * tokens
-        found = Probed(result.batch_size, result.bound, settings.micro_batch_size, capacity, seen)
-        return settled(settings, found, self.upper, self.reason)
+        probed = Probed(result.batch_size, result.bound, settings.micro_batch_size, capacity, seen, found)
+        return settled(settings, probed, self.upper, self.reason)
 
     def _find(self, settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> ProbeResult:
         host, sample = self.host, self.sample
@@ -145,7 +168,7 @@ class Probe:
             shorter,
             include=self._include,
             # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
-            times=times if _only_splits(settings) else None,
+            times=times if settings.only_splits else None,
             remedies=lambda: remedies(host, sample, self.cache_inputs.make_optimizers, accumulates=in_parts),
         )
         result = find_largest(step(sample), settings, meter, question)
@@ -209,10 +232,10 @@ def find_maximum(
     )  # fmt: skip
     probe = Probe(host, run, settings, cache_inputs, sample, upper, reason, report.directory)
     start = time.perf_counter()
-    result = probe.result()
+    found = probe.find()
     length = len(host.objective.tokens(sample))
-    report.probe(result, sequence_length=length, waited=time.perf_counter() - start)
-    return probe.probed(result)
+    report.probe(found.result, sequence_length=length, waited=time.perf_counter() - start)
+    return probe.probed(found)
 
 
 def upper_bound(host: Host, run: StockRun, settings: AdaptiveBatchingConfig) -> tuple[int, str]:
@@ -250,15 +273,7 @@ def settled(settings: AdaptiveBatchingConfig, found: Probed, upper: int, reason:
 def accumulates(host: Host, run: StockRun, settings: AdaptiveBatchingConfig, *, measures_noise: bool) -> bool:
     """Return True if a forward and backward can run while the gradients of another are held."""
     in_parts = measures_noise and host.num_replicas == 1  # in two at least
-    return run.accumulation > 1 or _runs_in_parts(settings) or in_parts
-
-
-def _runs_in_parts(settings: AdaptiveBatchingConfig) -> bool:
-    return settings.fills_memory or isinstance(settings.micro_batch_size, Fixed)
-
-
-def _only_splits(settings: AdaptiveBatchingConfig) -> bool:
-    return isinstance(settings.micro_batch_size, ByLength) and not settings.use_maximum_batch_size
+    return run.accumulation > 1 or settings.runs_in_parts or in_parts
 
 
 def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) -> float:
@@ -276,18 +291,26 @@ def _token_gain(step: TrainingStep, half_step: TrainingStep, batch_size: int) ->
     return rise / half_rise if half_rise > 0 else 1.0
 
 
+def found_in(stored: Mapping[str, Any]) -> Found | None:
+    """Return what the probe of a run has found, from the state in its checkpoint; None if it had none."""
+    text = stored.get("probe")
+    return None if text is None else read_stored(lambda: Found.from_dict(json.loads(text)), "the checkpoint's probe")
+
+
 def cached_probe(
     host: Host,
     settings: AdaptiveBatchingConfig,
     cache_inputs: CacheInputs,
     facts: Mapping[str, Any],
+    upper: int,
     path: Path,
     find: Callable[[AdaptiveBatchingConfig, MemoryMeter], ProbeResult],
-) -> ProbeResult:
+) -> Found:
     """Take the result that an earlier run has stored at ``path``, or find one and store it.
 
-    ``facts`` are what memory depends on in this probe alone; ``find`` keeps within the settings that it is given. A
-    device whose memory cannot be measured, or limits that leave none of it, are a :class:`ConfigError`.
+    ``facts`` are what memory depends on in this probe alone, and ``upper`` is the largest size that is of use; ``find``
+    keeps within the settings that it is given. A device whose memory cannot be measured, or limits that leave none of
+    it, are a :class:`ConfigError`.
     """
     try:
         meter = memory_meter(host.device)
@@ -297,48 +320,33 @@ def cached_probe(
     require_room(settings, meter, ranks, added=_ADDED_BY_TRAINING if shares_memory else 0)
     if shares_memory:
         settings = _with_room_for_training(settings, meter)
-    key = {
+    run = {
         **cache_inputs.config(),
-        **settings_of_memory(settings),
         **facts,
         "measures_noise": cache_inputs.measures_noise,
         "packed": is_packed(host.loader.dataset),
-        "device_name": meter.device_name,
-        "total_bytes": meter.total_bytes,
-        "allocator_settings": meter.allocator_settings(),
-        "ranks": ranks.size,
-        "sharded": host.collectives is not None,
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _VERSIONS},
     }
-    stored = ranks.on_first(lambda: load_result(path, key))
-    if stored is not None:
-        available = int(ranks.smallest(memory_budget(settings, meter)))
-        of_enough = [peak for size, peak in stored.predicted if size <= (stored.enough or 0)]
-        peak = max([stored.peak_bytes, *(peak for *_, peak in stored.shorter), *of_enough])
-        if peak <= available:
-            log.info("maximum batch size %d, from the stored probe %s", stored.batch_size, path)
-            return stored
-        log.info(
-            "stored probe result ignored: it needs %s, but only %s are left", memory_size(peak), memory_size(available)
-        )
-    result = find(settings, meter)
-    ranks.on_first(lambda: store_result(path, key, result))
-    return result
+    models = {str(index): described(model) for index, model in enumerate(host.models)}
+    devices = described_devices(meter, ranks.size, is_sharded=host.collectives is not None)
+    now = Conditions(plain(settings_of_memory(settings)), plain(run), models, versions_of(_VERSIONS), devices)
+    available = int(ranks.smallest(memory_budget(settings, meter)))
 
+    def before() -> Found | None:
+        found, source = cache_inputs.found, "the checkpoint's probe"
+        if found is None:
+            source = f"the stored probe {path}"
+            found = read_stored(lambda: Found.from_dict(json.loads(path.read_text())), source)
+        held = taken_again(found, now, upper, available, stays=cache_inputs.resumes, source=source)
+        if held is not None:
+            log.info("maximum batch size %d, from %s", held.result.batch_size, source)
+        return held
 
-def settings_of_memory(settings: AdaptiveBatchingConfig) -> dict[str, Any]:
-    """Return what calls for another probe when it changes in the settings of adaptive batching."""
-    return {
-        "search": settings.search,
-        "round_to_power_of_two": settings.round_to_power_of_two,
-        "memory_limit": None if settings.memory_limit is None else vars(settings.memory_limit),
-        "headroom": vars(settings.headroom),
-        "fills_memory": settings.fills_memory,
-        "runs_in_parts": _runs_in_parts(settings),  # then while the gradients of the forward before are held
-        "cuts_by_length": isinstance(settings.micro_batch_size, (ByLength, Explore)),
-        "only_cuts": _only_splits(settings),
-    }
+    found = ranks.on_first(before)
+    if found is not None:
+        return found
+    found = Found(find(settings, meter), now, upper, facts["sequence_length"])
+    ranks.on_first(lambda: store_found(path, found))
+    return found
 
 
 def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter) -> AdaptiveBatchingConfig:
@@ -348,53 +356,5 @@ def _with_room_for_training(settings: AdaptiveBatchingConfig, meter: MemoryMeter
         least = MemoryAmount(num_bytes=_ADDED_BY_TRAINING)
         headroom = max(settings.headroom, least, key=lambda amount: amount.of(meter.total_bytes))
         return replace(settings, headroom=headroom)
-    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 1)
-    return replace(settings, memory_limit=MemoryAmount(num_bytes=limit))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested mappings with its dotted key."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def load_result(path: Path, key: dict[str, Any]) -> ProbeResult | None:
-    """Return the result stored at ``path`` under the same ``key``; else None, and log why a stored one is ignored."""
-    if not path.exists():
-        return None
-    try:
-        stored = json.loads(path.read_text())
-        result, stored_key = ProbeResult.from_dict(stored["result"]), stored["key"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("probe result %s cannot be read (%s); probing again", path, error)
-        return None
-    key = json.loads(json.dumps(key))  # convert tuples and the like as JSON does
-    before, now = dict(_leaves(stored_key)), dict(_leaves(key))
-    changed = sorted(k for k in {*now, *before} if now.get(k, ...) != before.get(k, ...))
-    if changed:
-        shown = ", ".join(f"{k}: {before.get(k)!r} -> {now.get(k)!r}" for k in changed[:3])
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        log.info("stored probe result ignored, because these changed: %s%s", shown, more)
-        return None
-    return result
-
-
-def store_result(path: Path, key: dict[str, Any], result: ProbeResult) -> None:
-    """Write ``result`` to ``path`` atomically; log a warning if that fails."""
-    unfinished = path.with_suffix(".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"key": key, "result": result.to_dict()}, indent=2) + "\n")
-        unfinished.replace(path)
-    except OSError as error:
-        log.warning("the probe's result could not be saved to %s (%s); the next run will probe again", path, error)
+    limit = max(settings.memory_limit.of(meter.total_bytes) - _ADDED_BY_TRAINING, 2**10)
+    return replace(settings, memory_limit=replace(settings.memory_limit, num_bytes=limit, fraction=None))

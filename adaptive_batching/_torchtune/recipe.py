@@ -29,7 +29,7 @@ from adaptive_batching._torchtune.learning_rate import scheduled_rates, schedule
 from adaptive_batching._torchtune.losses import next_token
 from adaptive_batching._torchtune.noise_meter import check_that_noise_can_be_measured
 from adaptive_batching._torchtune.objective import Objective, StockParts
-from adaptive_batching._torchtune.probing import CacheInputs
+from adaptive_batching._torchtune.probing import CacheInputs, found_in
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
@@ -138,15 +138,18 @@ class AdaptiveBatching:
             self._rates = scheduled_rates(None, steps, hosts.initial_learning_rate(self))
         host = hosts.host_of(self, self.ranks, self._backward_optimizers, self.make_objective)
         run = hosts.run_of(self, int(cfg.batch_size), self._rates)
-        cache_inputs = CacheInputs(cfg, measures_noise=self._increase.noise_scale_every is not None)
         held_out = None
         if self._validation is not None and self._validation_loader is not None:
             objective = self.make_objective(hosts.parts_of(self, self.ranks, self._validation_loader))
             with unchanged_random_state(self._device):
                 held_out = hold_out(self._validation, self._validation_loader, objective, host.model)
         self._session = Session(host, run, self._settings, self._increase, report, self._stored, held_out)
-        self._session.settle(cache_inputs)
+        self._session.settle(self._cache_inputs(cfg))
         self.global_step = self._session.run.first_step
+
+    def _cache_inputs(self, cfg: DictConfig) -> CacheInputs:
+        measures_noise, stored = self._increase.noise_scale_every is not None, self._stored
+        return CacheInputs(cfg, measures_noise, resumes=bool(stored), found=found_in(stored))
 
     def train(self) -> None:
         assert self._session is not None, "set up first"

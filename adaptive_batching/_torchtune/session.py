@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,9 +173,11 @@ class Session:
         if self.growth is None:
             return None  # off is stock, its checkpoints included
         controller = self.growth.course.controller
+        found = None if self._probed is None else self._probed.found
         return {
             "batch_size": controller.batch_size,
             "maximum": controller.maximum,
+            "probe": None if found is None else json.dumps(found.to_dict()),
             "configured_batch_size": self.run.batch_size,
             "global_step": global_step,
             "random_states": self._random_states,

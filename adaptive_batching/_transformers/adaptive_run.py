@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 import logging
+import operator
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,16 @@ from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import KeepGlobal, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._loop.samples import FORWARD_COST, collated
+from adaptive_batching._memory import memory_meter
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.does_not_fit import DoesNotFitError
+from adaptive_batching._probe.does_not_fit import DoesNotFitError, memory_budget
 from adaptive_batching._probe.find import ProbeRequest
+from adaptive_batching._probe.found import Found, read_stored, taken_again
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._ranks.agree import Ranks
 from adaptive_batching._report.summary import lines_of_probe, named, table_of_plan
 from adaptive_batching._transformers.before_training import BeforeTraining, begin_to_train
+from adaptive_batching._transformers.conditions import conditions_of
 from adaptive_batching._transformers.course import Course, Length, growing, plan_course
 from adaptive_batching._transformers.evaluation_in_parts import EvaluationInParts
 from adaptive_batching._transformers.handed_out import (
@@ -50,7 +55,7 @@ log = logging.getLogger(__name__)
 FILE = "adaptive_batching.json"
 """Name of the file that a checkpoint gets in addition to what ``Trainer`` saves."""
 
-_TO_MEASURE = 32  # samples from the start of the data, of which some are run to know the loss
+_TO_MEASURE = 32  # samples of which some are run to know the loss
 
 
 class AdaptiveRun:
@@ -92,8 +97,13 @@ class AdaptiveRun:
         self._increase = resolve(settings.batch_increase_function) if settings.batch_increase_function else ("", None)
         self._samples = 0  # of the training data
         self._in_forward: int | None = None  # samples, where the batch stays as it is and its forwards do not
-        self._found: dict[str, int] = {}  # by a probe, of this run or the one that is resumed
+        self._found: Found | None = None  # by a probe, of this run, the one before or the one that is resumed
+        self._stays = False  # True for what is to be trained with, although more might fit by now
+        self._goes_on = False  # True for what a checkpoint has, until training goes on
+        self._extremes: tuple[Any, Any] | None = None  # of some data and their collator
         self._resumed = ""  # checkpoint that the run goes on from
+        self._devices_before: int | None = None  # of the run that is resumed
+        self._prepared_for: list[Any] = []
         self._samplers: list[Any] = []
 
     @property
@@ -104,7 +114,8 @@ class AdaptiveRun:
     @property
     def max_tokens(self) -> int | None:
         """Padded tokens that a forward holds at most with ``micro_batch_size="auto"``."""
-        return self._found.get("max_tokens")
+        by_length = isinstance(self.settings.micro_batch_size, ByLength)
+        return self._found.samples * self._found.tokens if by_length and self._found is not None else None
 
     @property
     def batch_size(self) -> int:
@@ -121,13 +132,14 @@ class AdaptiveRun:
         """Find what fits, and the plan, as ``train`` does first, which then does not look for it again; return self.
 
         Printed, it tells both. Weights, random state, and the order of data stay as they are. With DDP, all processes
-        call it. When training has begun, there is nothing left to find.
+        call it. When training has begun, there is nothing left to find, until model, data or settings change.
 
         Raises:
             ConfigError: If the model is to be sharded, or on what training would raise it.
             DoesNotFitError: If not even a short sample fits.
         """
-        if self.course is None:
+        is_new = self.course is None or self._prepared_for != self._what_to_prepare_for()
+        if is_new and not self._trainer.is_in_train:
             self.only_finds = True
             try:
                 begin_to_train(self._trainer)
@@ -136,6 +148,7 @@ class AdaptiveRun:
                 raise
             finally:
                 self.only_finds = False
+            self._stays = True
         return self
 
     def planned(self, rate: Callable[[int], float] | None = None, after: int = 0) -> list[PlannedEpoch]:
@@ -165,9 +178,16 @@ class AdaptiveRun:
 
     def resume_from(self, checkpoint: Path) -> None:
         """Take what the run that is resumed has found, rather than to look for it again."""
-        self._resumed = str(checkpoint)
-        if (checkpoint / FILE).is_file():
-            self._found = json.loads((checkpoint / FILE).read_text())
+        self._resumed, self._stays, self._goes_on = str(checkpoint), True, True
+        path = checkpoint / FILE
+
+        def read() -> tuple[Found | None, int]:
+            values = json.loads(path.read_text())
+            found = None if values["found"] is None else Found.from_dict(values["found"])
+            return found, int(values["devices"])
+
+        stored = self.ranks.on_first(lambda: read_stored(read, f"what is stored in {path}"))
+        self._found, self._devices_before = stored or (None, None)
 
     def check_place(self, step: int, epoch: float) -> None:
         """Raise ConfigError unless ``epoch`` epochs are over after ``step`` steps in this run, too."""
@@ -175,7 +195,7 @@ class AdaptiveRun:
         found, devices = self.course.epochs_after(step), self._trainer.args.world_size
         if not step or abs(epoch - found) <= 1e-6:
             return
-        before = self._found.get("devices", devices)
+        before = self._devices_before or devices
         if before != devices:
             accumulated = self._trainer.args.gradient_accumulation_steps * before / devices
             instead = f", or set gradient_accumulation_steps={accumulated:.0f}" if accumulated.is_integer() else ""
@@ -190,7 +210,8 @@ class AdaptiveRun:
         )
 
     def save(self, checkpoint: Path) -> None:
-        (checkpoint / FILE).write_text(json.dumps({**self._found, "devices": self._trainer.args.world_size}))
+        found = None if self._found is None else self._found.to_dict()
+        (checkpoint / FILE).write_text(json.dumps({"devices": self._trainer.args.world_size, "found": found}))
 
     def prepare(self, loader: Any) -> None:
         """Find what there is to find before training on the batches of ``loader``, and set the size of the first.
@@ -203,16 +224,20 @@ class AdaptiveRun:
             BeforeTraining: If this is all that was to be done.
         """
         trainer, self.waited = self._trainer, 0.0
+        self._configured = int(trainer.args.per_device_train_batch_size)
         resizes = self.settings.use_maximum_batch_size or self.settings.batch_increase_function is not None
         self._samplers = check_loader(trainer, loader, self._configured, resizes=resizes)
         self._samples = self._drawn(loader)
         known = trainer.accelerator._dataloaders
         with reading(loader.dataset, trainer.args.device):
-            samples = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
+            count = len(loader.dataset)
+            few = min(count, _TO_MEASURE)
+            samples = [self._sample(loader, number * count // few) for number in range(few)]  # from all of the data
             length = self._length(loader, samples[0])
         self.is_text = length is not None
         self._make_step(samples, length)
         self._look_for_sizes(loader, length)
+        self._prepared_for = self._what_to_prepare_for()
         if self.probe is not None and self.step is not None:
             self.step.retry.limit.note(self.probe.batch_size * (self.longest or 1))
         if self._in_forward is not None and self.step is not None:
@@ -300,17 +325,16 @@ class AdaptiveRun:
 
     def _look_for_sizes(self, loader: Any, length: Callable[[Sample], int] | None) -> None:
         settings, args = self.settings, self._trainer.args
+        self.probe, self.longest = None, None
         samples = -(-self._samples // args.world_size)
         accumulated = int(args.gradient_accumulation_steps)
         most, reason = self._upper_bound(samples, accumulated)
         self.maximum = most, reason
         configured = min(self._configured, samples)
         if isinstance(settings.micro_batch_size, Whole) and settings.probes:
-            if "maximum" not in self._found:
-                found = self._probe(loader, length, (most, reason), in_parts=accumulated > 1)
-                self._found["maximum"] = found.batch_size
-            most = self._found["maximum"]
-            self.maximum = most, "memory" if self.probe is None else self.probe.bound
+            found = self._find(loader, length, (most, reason), in_parts=accumulated > 1).result
+            most = found.batch_size
+            self.maximum = most, found.bound
         start = most if settings.use_maximum_batch_size else configured
         if settings.keep_global_batch and settings.use_maximum_batch_size:
             start, self._in_forward = configured, KeepGlobal(configured * accumulated).allowed(most)
@@ -329,16 +353,12 @@ class AdaptiveRun:
         length_of_run = Length(args.num_train_epochs, args.max_steps)
         self.course = plan_course(decide, batches_of, accumulated, length_of_run, configured)
         if isinstance(settings.micro_batch_size, ByLength):
-            if "max_tokens" not in self._found:
-                upper = max(self.course.sizes) * accumulated, "the samples of an optimizer step"
-                longest = dataclasses.replace(settings, round_to_power_of_two=False)
-                found = self._probe(loader, length, upper, in_parts=True, settings=longest)
-                self._found["max_tokens"] = (found.enough or found.batch_size) * (self.longest or 1)
-                if (cost := self._forward_cost()) is not None:
-                    self._found["forward_cost"] = cost
+            upper = max(self.course.sizes) * accumulated, "the samples of an optimizer step"
+            longest = dataclasses.replace(settings, round_to_power_of_two=False)
+            cost = self._find(loader, length, upper, in_parts=True, settings=longest).forward_cost
             assert self.step is not None
-            self.step.max_tokens = self._found["max_tokens"]
-            self.step.forward_cost = self._found.get("forward_cost", FORWARD_COST)
+            self.step.max_tokens = self.max_tokens
+            self.step.forward_cost = FORWARD_COST if cost is None else cost
 
     def _upper_bound(self, samples: int, accumulated: int) -> tuple[int, str]:
         """Return the largest batch that the settings and the data allow, and which of them bounds it."""
@@ -350,17 +370,46 @@ class AdaptiveRun:
             most, reason = settings.max_batch_size, f"max_batch_size={settings.max_batch_size}"
         return most, reason
 
-    def _probe(
+    def _find(
         self, loader: Any, length: Callable[[Sample], int] | None, bound: tuple[int, str], *, in_parts: bool,
         settings: AdaptiveBatchingConfig | None = None,
+    ) -> Found:  # fmt: skip
+        """Return the largest forward that fits: what was found before, where it still holds, or else of a probe."""
+        settings, ranks, (upper, _) = settings or self.settings, self.ranks, bound
+        size = settings.micro_batch_size
+        include = min(self._configured, upper) if isinstance(size, Whole) else None
+        meter = memory_meter(self._trainer.args.device)
+        # To go on, all lengths are not read again: with other data, check_place refuses.
+        goes_on = self._goes_on and self._found is not None
+        tokens = self._found.tokens if goes_on else self._find_extremes(loader, length)[0]
+        facts = {"samples": self._samples, "longest": tokens, "include": include, "in_parts": in_parts}
+        now = conditions_of(self._trainer, settings, facts, meter, ranks.size)
+        available = int(ranks.smallest(memory_budget(settings, meter)))
+        source = f"the probe of {self._resumed}" if goes_on else "this trainer's probe"
+        stays = self._stays
+        held = ranks.on_first(lambda: taken_again(self._found, now, upper, available, stays=stays, source=source))
+        if held is None:
+            result = self._probe(loader, length, bound, include, in_parts=in_parts, settings=settings)
+            tokens = self._find_extremes(loader, length)[0]
+            now = dataclasses.replace(now, run={**now.run, "longest": tokens})
+            cost = self._forward_cost(tokens) if isinstance(size, ByLength) else None
+            held = Found(result, now, upper, tokens, cost)
+        self._found, self._stays, self._goes_on = held, False, False
+        self.probe, self.longest = held.result, None if length is None else held.tokens
+        return held
+
+    def _what_to_prepare_for(self) -> list[Any]:
+        """Return what a run depends on, to compare; the model as a reference, which does not keep it alive."""
+        trainer = self._trainer
+        return [weakref.ref(trainer.model), id(trainer.train_dataset), trainer.args.to_dict(), self.settings]
+
+    def _probe(
+        self, loader: Any, length: Callable[[Sample], int] | None, bound: tuple[int, str], include: int | None, *,
+        in_parts: bool, settings: AdaptiveBatchingConfig,
     ) -> ProbeResult:  # fmt: skip
         upper, reason = bound
         start = time.perf_counter()
-        with reading(loader.dataset, self._trainer.args.device):
-            tokens, mean, extremes = self._extremes(loader, length)
-        self.longest = None if length is None else tokens
-        settings = settings or self.settings
-        include = None if settings.micro_batch_size != Whole() else min(self._configured, upper)
+        tokens, mean, extremes = self._find_extremes(loader, length)
         assert self.step is not None
         # Where the batch stays as it is, and is only split, forwards need be no larger than is of use.
         times = None
@@ -372,32 +421,41 @@ class AdaptiveRun:
             upper, reason, include=include, coarse=not settings.round_to_power_of_two, times=times, ranks=self.ranks,
             scratch=Path(self._trainer.args.output_dir),
         )  # fmt: skip
-        self.probe = probe(self._trainer, self.step, extremes, settings, request, in_parts=in_parts)
+        result = probe(self._trainer, self.step, extremes, settings, request, in_parts=in_parts)
         self.waited = time.perf_counter() - start
-        return self.probe
+        return result
 
-    def _forward_cost(self) -> int | None:
+    def _forward_cost(self, tokens: int) -> int | None:
         """Return the fixed time of a forward in tokens of the slowest rank, if the probe has told it on all."""
         assert self.step is not None
         samples = self.step.times.in_samples()
         known = self.ranks.all(samples is not None)
-        return round(self.ranks.largest(samples or 0.0) * (self.longest or 1)) if known else None
+        return round(self.ranks.largest(samples or 0.0) * tokens) if known else None
 
-    def _extremes(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, float, tuple[Sample, Sample]]:
+    def _find_extremes(
+        self, loader: Any, length: Callable[[Sample], int] | None
+    ) -> tuple[int, float, tuple[Sample, Sample]]:
         """Return the tokens of the longest sample and their mean, and the longest and the shortest sample.
 
         If lengths are unknown, these are 1, and the samples of most and of fewest numbers among some.
         """
+        read = self._trainer.train_dataset, self._trainer.data_collator
+        if self._extremes is not None and all(map(operator.is_, self._extremes[0], read)):
+            return self._extremes[1]  # type: ignore[no-any-return]
         if length is None:
             some = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
             by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], self._trainer.data_collator)))
-            return 1, 1.0, (by_size[-1], by_size[0])
-        by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
-        (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
-        mean = sum(tokens for tokens, _ in by_length) / len(by_length)
-        if isinstance(length, PairLength):
-            return length(length.longest), mean, (length.longest, self._sample(loader, shortest))
-        return tokens, mean, (self._sample(loader, longest), self._sample(loader, shortest))
+            found = 1, 1.0, (by_size[-1], by_size[0])
+        else:
+            with reading(loader.dataset, self._trainer.args.device):
+                by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
+            (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
+            mean = sum(tokens for tokens, _ in by_length) / len(by_length)
+            found = tokens, mean, (self._sample(loader, longest), self._sample(loader, shortest))
+            if isinstance(length, PairLength):
+                found = length(length.longest), mean, (length.longest, found[2][1])
+        self._extremes = read, found
+        return found
 
 
 class FollowingCallback(TrainerCallback):

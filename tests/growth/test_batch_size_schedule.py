@@ -47,7 +47,7 @@ def test_growth_stays_within_the_maximum_and_warns_once_with_both_numbers(caplog
     assert decided(smaller, 2) == [4, 6], "a smaller increase is taken after a larger one was refused"
 
 
-@pytest.mark.parametrize("answer", [1.0, 0.5, True, None, math.nan, -1, "2", np.float32(2), [1], KeyError("missing")])
+@pytest.mark.parametrize("answer", [1.0, 0.5, True, math.nan, -0.0, "2", np.float32(2), [1], KeyError("missing")])
 def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer: Any) -> None:
     def answers(epoch: int, current_batch_size: int) -> Any:
         if isinstance(answer, Exception):
@@ -55,11 +55,44 @@ def test_what_is_no_number_of_samples_is_refused_with_name_epoch_and_size(answer
         return answer
 
     controller = BatchController(4, 100, increase=answers, name="pkg.f")
-    says = "raised KeyError" if isinstance(answer, Exception) else "returned .*>= 0"
+    says = "raised KeyError" if isinstance(answer, Exception) else "returned .*: a whole number, or None for none"
     with pytest.raises(IncreaseFunctionError, match=rf"pkg\.f\(epoch=3, current_batch_size=4\) {says}") as error:
         controller.decide(dataclasses.replace(STATE, epoch=3))
     assert controller.batch_size == 4
     assert error.value.__cause__ is (answer if isinstance(answer, Exception) else None)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "answers", "sizes"),
+    [
+        (FixedAccumulation(2), [None, -3, 4, None, -100, 1], [8, 5, 9, 9, 1, 2]),
+        (InParts(parts=4), [-3, -2, -100, 5], [4, 4, 4, 8]),  # the largest multiple, and not below one
+        (KeepGlobal(16), [-1, -1, 6, -100], [4, 2, 8, 1]),  # divisors of what the optimizer sees
+    ],
+)
+def test_a_negative_answer_makes_the_batch_smaller_but_not_empty_and_none_keeps_it(
+    accumulation: Any, answers: list[Any], sizes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    given = iter(answers)
+    controller = BatchController(8, 16, increase=lambda *_: next(given), name="f", accumulation=accumulation)
+    assert decided(controller, len(answers)) == sizes
+    assert "batch size shrinks from 8 to" in caplog.text or sizes[0] == 8
+    lowered = BatchController(8, 16, increase=lambda *_: -100, name="f", accumulation=accumulation)
+    least = accumulation.least
+    assert lowered.decide(STATE).reason == f"f took {8 - least} away (asked for -100; {least} is the smallest)"
+    assert lowered.decide(STATE).reason == f"kept (asked for -100; {least} is the smallest)"
+
+
+def test_a_factory_that_is_named_as_a_function_is_told_apart_when_it_answers() -> None:
+    def ramp(start: int, end: int) -> Any:
+        return lambda epoch, current_batch_size: start + end
+
+    controller = BatchController(4, 100, increase=ramp, name="pkg.ramp")
+    with pytest.raises(
+        IncreaseFunctionError, match=r"it is a factory: write \{_component_: pkg\.ramp\} \(on a command"
+    ):
+        controller.decide(STATE)
 
 
 def course(increase: IncreaseFunction | None, size: int, maximum: int, **settings: Any) -> BatchSizeSchedule:
@@ -94,7 +127,7 @@ def follow(run: BatchSizeSchedule, observe: Any = dict) -> tuple[list[list[int]]
     steps = [list(found) for _, found in itertools.groupby(steps_of(run, observe=observe), lambda s: s[0])]
     samples = [sum(run.controller.accumulation.window(size) for _, size, *_ in epoch) for epoch in steps]
     assert max(samples) <= run.shape.samples, "no sample is seen twice"
-    sizes = [list(dict.fromkeys(size for _, size, *_ in epoch)) for epoch in steps]
+    sizes = [[size for size, _ in itertools.groupby(size for _, size, *_ in epoch)] for epoch in steps]
     return sizes, list(map(len, steps)), samples, [sum(moved for _, _, moved, *_ in epoch) for epoch in steps]
 
 
@@ -138,7 +171,7 @@ def runs(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, list[int]]:
         "reference_steps": min(most // size, max_steps or most), "reference_samples": size * accumulation,
     }  # fmt: skip
     maximum = draw(st.integers(size, max(size, min(most, 512))))
-    return settings, size, maximum, draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
+    return settings, size, maximum, draw(st.lists(st.integers(-40, 40), min_size=1, max_size=12))
 
 
 @given(made_up=runs(), early=st.booleans())

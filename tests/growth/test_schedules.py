@@ -172,9 +172,20 @@ def test_a_path_over_the_arguments_of_another_function_is_taken_for_what_it_is(
         (f"{HERE}.HERE", None, r"not callable \(type str\)"),
         (f"{HERE}.one_argument", None, r"cannot be called with \(epoch, current_batch_size\)"),
         (f"{OURS}.step", None, r"a factory.*_component_"),
+        (f"{HERE}.one_argument", None, r"; if it is a factory, write \{_component_: .*one_argument\} \(on a command"),
+        ("step", None, r"did you mean \{_component_: adaptive_batching\.growth\.step\} \(on a command line, batch_inc"),
+        *(
+            (path, None, r"did you mean \{_component_: adaptive_batching\.growth\.step\} ")
+            for path in ("growth.stp", "adaptive_batching.step", "adaptive_batching.growth.Step")
+        ),
+        (f"{OURS}.stp", {}, r"did you mean 'adaptive_batching\.growth\.step'\?"),
+        (f"{HERE}.broken_factry", None, rf"did you mean '{HERE}\.broken_factory'\?"),
         (f"{HERE}.broken_factory", {"every": 2}, "failed with the arguments"),
-        (f"{HERE}.two_arguments", {"start": 1, "gama": 2}, "argument 'gama'"),
-        (f"{OURS}.step", {"evry": 2}, "evry"),
+        (f"{HERE}.two_arguments", {"start": 1, "gama": 2}, "has no argument 'gama', but: .*take|did you mean"),
+        (f"{OURS}.step", {"evry": 2}, r"has no argument 'evry', but: every, gamma; did you mean 'every'\?$"),
+        (f"{OURS}.step", {"increase": 2}, r"take it out, on the command line with ~batch_increase_function\.increase$"),
+        (f"{OURS}.fixed_increase", {}, r"needs 'increase'; write batch_increase_function\.increase=\.\.\., or"),
+        (f"{OURS}.step", {"every": 0}, r"failed with the arguments \{'every': 0\}: ValueError: every=0 must be"),
         ("builtins.dict", {}, "must return a function"),
     ],
 )

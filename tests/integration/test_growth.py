@@ -144,15 +144,16 @@ def interrupt(kind: str, common: list[str], tune_run: TuneRun, monkeypatch: pyte
 def test_a_resumed_run_equals_the_uninterrupted_one(
     kind: str, tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches, learning rates, losses and weights, dropout included; with the probe's stored result."""
+    """Batches, learning rates, losses and weights, dropout included; with the result of the probe in the checkpoint."""
     common = ["epochs=4", "use_maximum_batch_size=True", "adaptive_batching.memory_limit=8GiB", *FUNCTION]
     common += ["adaptive_batching.keep_beta2_half_life=True"] if kind == "full" else ["model.lora_dropout=0.1"]
     whole = tune_run(kind, *common, name="whole")
     interrupt(kind, common, tune_run, monkeypatch)
     caplog.set_level(logging.INFO, "adaptive_batching")
     caplog.clear()
+    (whole.output_dir.with_name("broken") / "adaptive_batching" / "probe.json").unlink()
     resumed = tune_run(kind, *common, *RESUME, *([FIRST] if kind == "full" else []), name="broken")
-    assert "from the stored probe" in caplog.text and "trial 1" not in caplog.text
+    assert "from the checkpoint's probe" in caplog.text and "trial 1" not in caplog.text
     assert resumed.metrics == whole.metrics
     assert_same_weights(resumed.weights(epoch=3), whole.weights(epoch=3))
     epochs = events(resumed, "epoch")

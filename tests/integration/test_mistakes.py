@@ -46,8 +46,8 @@ def takes_start(start: int) -> None:
 
 def factory(every: int = 1, reads_state: bool = False) -> Any:
     if reads_state:
-        return lambda epoch, current_batch_size, state: None if epoch else 0
-    return lambda epoch, current_batch_size: None if epoch else 0
+        return lambda epoch, current_batch_size, state: "two" if epoch else 0
+    return lambda epoch, current_batch_size: "two" if epoch else 0
 
 
 # (overrides, words that the line has to have). Wrong values of a setting are in tests/test_config.py.
@@ -61,6 +61,8 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     ("batch_size=auto", ["batch_size='auto'", "whole number"]),
     (f"{OURS}.search=fastest", ["search='fastest'", "binary_search, power_of_two, predict"]),
     (f"{OURS}=[]", ["adaptive_batching=[]", "cannot be read", "key=value"]),
+    (f"{OURS}.micro_batch_size=auto", ["belongs at the top level: write micro_batch_size=auto"]),
+    (f"{OURS}.memory_limit=4", ["adaptive_batching.memory_limit=4 is 4 bytes", "write how much it may use"]),
     ("max_batch_size=16", ["max_batch_size=16", "write adaptive_batching.max_batch_size=16"]),
     ("memory_limit=8GiB", ["memory_limit='8GiB'", "write adaptive_batching.memory_limit=8GiB"]),
     # validation
@@ -85,10 +87,10 @@ IN_THE_CONFIG: list[tuple[str, list[str]]] = [
     (f"{FUNCTION}=no.such.function", ["no.such.function", "cannot be imported", "dotted path"]),
     (f"{FUNCTION}=add_eight", ["add_eight", "cannot be imported", "dotted path"]),
     (f"{FUNCTION}=math.pi", ["math.pi", "not callable", "name a function"]),
-    (f"{FUNCTION}={HERE}.one_argument", [f"{HERE}.one_argument", "failed with the arguments"]),
-    (f"{FUNCTION}={HERE}.takes_start", [f"{HERE}.takes_start", "unexpected keyword argument 'every'"]),
-    (f"{FUNCTION}=adaptive_batching.growth.stp", ["adaptive_batching.growth.stp", "cannot be imported"]),
-    (f"{FUNCTION}.evry=2", ["adaptive_batching.growth.step", "evry"]),
+    (f"{FUNCTION}={HERE}.one_argument", [f"{HERE}.one_argument", "no argument 'every'", "take it out", "~batch_increase_function.every"]),
+    (f"{FUNCTION}={HERE}.takes_start", [f"{HERE}.takes_start", "no argument 'every'", "but: start"]),
+    (f"{FUNCTION}=growth.stp", ["'growth.stp' cannot be imported", "did you mean 'adaptive_batching.growth.step'"]),
+    (f"{FUNCTION}.evry=2", ["adaptive_batching.growth.step", "no argument 'evry'", "did you mean 'every'"]),
     (f"{FUNCTION}.every=0", ["adaptive_batching.growth.step", "every"]),
     (f"{FUNCTION}.gamma=1", ["adaptive_batching.growth.step", "gamma"]),
     # what stock reads
@@ -229,7 +231,7 @@ def test_a_config_is_validated_by_its_name(capsys: pytest.CaptureFixture[str]) -
         ("use_maximum_batch_size=True adaptive_batching.memory_limit=8GiB adaptive_batching.sequence_length=32 "
          "dataset.packed=True", ["cannot be used with packed data"]),
         (f"{FUNCTION}._component_={HERE}.factory adaptive_batching.max_batch_size=16",
-         ["factory(epoch=1, current_batch_size=4) returned None; it must return"]),
+         ["factory(epoch=1, current_batch_size=4) returned 'two'; it must return"]),
     ],
 )  # fmt: skip
 def test_a_mistake_that_set_up_meets_ends_in_one_line(
@@ -247,12 +249,12 @@ def test_a_function_that_fails_while_training_keeps_the_last_checkpoint_and_leav
 ) -> None:
     monkeypatch.setattr(conftest, "makes_pages", True)
     function = [f"{FUNCTION}._component_={HERE}.factory", f"{FUNCTION}.reads_state=True"]
-    with pytest.raises(SystemExit, match=r"factory\(epoch=1, current_batch_size=4\) returned None; it must return"):
+    with pytest.raises(SystemExit, match=r"factory\(epoch=1, current_batch_size=4\) returned 'two'; it must return"):
         tune_run("full", *function, "adaptive_batching.max_batch_size=16")
     assert (tmp_path / "out" / "epoch_0" / "model-00001-of-00001.safetensors").exists()
     assert (tmp_path / "out" / "recipe_state" / "recipe_state.pt").exists()
     words = read_page(tmp_path / "out" / "adaptive_batching" / "report.html").words["error"]
-    assert "IncreaseFunctionError, 20" in words and "factory(epoch=1, current_batch_size=4) returned None" in words
+    assert "IncreaseFunctionError, 20" in words and "factory(epoch=1, current_batch_size=4) returned 'two'" in words
 
 
 def test_where_the_users_code_raises_its_frames_are_shown_and_no_others(

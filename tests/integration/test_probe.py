@@ -156,13 +156,16 @@ def test_a_stored_result_is_used_again_until_what_it_depends_on_changes(
     same = messages("optimizer.lr=5e-4")
     assert "trial 1" not in same
     assert "maximum batch size 32, from the stored probe" in same
-    other = messages("optimizer._component_=torch.optim.SGD")
-    assert "stored probe result ignored, because these changed: optimizer._component_: " in other
-    assert "trial 1" in other
-    messages()
+    lower = messages("adaptive_batching.max_batch_size=16")
+    assert (
+        "found 32, and now only 16 are of use" in lower and "maximum batch size 16, bound by max_batch_size=16" in lower
+    )
+    assert "looked no further than 16, and now up to 50 are of use" in messages()
     longer = messages("tokenizer.max_seq_len=80", "enable_activation_checkpointing=True")
-    assert "enable_activation_checkpointing: False -> True, sequence_length: 64 -> 80" in longer
+    assert "run.enable_activation_checkpointing: False -> True, run.sequence_length: 64 -> 80" in longer
     assert "trial 1" in longer
+    other = messages("optimizer._component_=torch.optim.SGD")
+    assert "run.optimizer._component_: 'torch.optim.AdamW' -> 'torch.optim.SGD'" in other and "trial 1" in other
 
 
 @pytest.mark.parametrize("probes", [True, False])

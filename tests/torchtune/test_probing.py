@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from adaptive_batching._micro_batches.forward_cost import ForwardTimes
-from adaptive_batching._torchtune.probing import (
-    CacheInputs,
-    load_result,
-    settings_of_memory,
-    store_result,
-)
+from adaptive_batching._probe.found import settings_of_memory
+from adaptive_batching._torchtune.probing import CacheInputs
 from adaptive_batching._torchtune.settings import read_settings
 from adaptive_batching._trace.bits_and_bytes import paged_bytes
-from tests.support.examples import RESULT
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes" / "configs" / "llama3_1" / "8B_full.yaml"
 
@@ -55,31 +49,6 @@ def test_what_may_change_what_training_takes_and_nothing_else_calls_for_another_
     setting: dict[str, Any], matters: bool
 ) -> None:
     assert changed(**setting) == matters
-
-
-def test_a_stored_result_comes_back_equal_and_only_under_the_same_conditions(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    path = tmp_path / "new" / "probe.json"
-    store_result(path, {"dtype": "fp32", "device": "A", "sizes": (1, 2)}, RESULT)
-    assert load_result(path, {"dtype": "fp32", "device": "A", "sizes": (1, 2)}) == RESULT
-    assert (RESULT.peak_bytes, RESULT.num_out_of_memory) == (900, 1)
-    assert list(path.parent.iterdir()) == [path]
-    assert load_result(path, {"dtype": "bf16", "device": "A", "sizes": (1, 2), "torch": "2"}) is None
-    assert "dtype: 'fp32' -> 'bf16', torch: None -> '2'" in caplog.text
-    store_result(path, {"dataset": {"source": "json", "split": "train[:8]"}}, RESULT)
-    assert load_result(path, {"dataset": {"source": "json", "split": "train[:9]"}}) is None
-    assert "changed: dataset.split: 'train[:8]' -> 'train[:9]'\n" in caplog.text
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": {}}', '{"key": {}, "result": {"batch_size": 3}}'])
-def test_a_damaged_file_is_ignored_with_a_warning(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "probe.json"
-    path.write_text(text)
-    assert load_result(path, {}) is None
-    assert "cannot be read" in caplog.text
-    assert load_result(tmp_path / "missing.json", {}) is None
 
 
 @pytest.mark.parametrize(

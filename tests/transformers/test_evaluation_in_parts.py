@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_met_in_the_first_batch_and_remembered(tmp_path: Pa
     assert short.failures == 2, "with 80 samples of 24 tokens, and with half of them"
     assert sum(shape[0] for shape in short.forwards if len(shape) == 2 and shape[0] not in (1, 2, 3, 7)) == 160
     assert max(shape.numel() for shape in short.forwards) == 480, "what is known to fit is filled"
-    ours.adaptive._found["max_tokens"] = 100  # what training takes is another thing
+    trainers.without_probe(ours, 100)  # what training takes is another thing
     ours.train()
     ours.predict(settings["eval_dataset"])
     ours.evaluate({"a": settings["eval_dataset"], "b": trainers.make_data(5)})

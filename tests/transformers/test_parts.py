@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from adaptive_batching import ConfigError, DoesNotFitError  # noqa: E402
 from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
 from tests.transformers import trainers  # noqa: E402
-from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer  # noqa: E402
+from tests.transformers.trainers import OutOfMemory, assert_alike, logged, make_trainer, without_probe  # noqa: E402
 
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {"model": trainers.make_llama},
@@ -36,12 +36,6 @@ def auto() -> AdaptiveArguments:
     return AdaptiveArguments(micro_batch_size="auto")
 
 
-def with_max_tokens(trainer: Any, max_tokens: int) -> Any:
-    """Have a trainer split by length without a probe."""
-    trainer.adaptive._found["max_tokens"] = max_tokens
-    return trainer
-
-
 def test_parts_of_a_number_are_what_accumulation_makes_of_a_batch(tmp_path: Path) -> None:
     stock = make_trainer(tmp_path / "stock", per_device_train_batch_size=2, gradient_accumulation_steps=4)
     stock.train()
@@ -60,7 +54,7 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, ours: Any, tmp_
     stock.train()
     split = make_trainer(tmp_path / "ours", AdaptiveArguments(micro_batch_size=ours), **of_kind(kind))
     if ours == "auto":
-        with_max_tokens(split, 60)
+        without_probe(split, 60)
     watched = OutOfMemory(split.model, 10**9)
     split.train()
     assert_alike(split, stock)
@@ -85,7 +79,7 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(kind: str, ours: Any, tmp_
 def test_what_the_optimizer_sees_is_what_trainer_shows_it(settings: dict[str, Any], tmp_path: Path) -> None:
     stock = make_trainer(tmp_path / "stock", **settings)
     stock.train()
-    split = with_max_tokens(make_trainer(tmp_path / "ours", auto(), **settings), 50)
+    split = without_probe(make_trainer(tmp_path / "ours", auto(), **settings), 50)
     split.train()
     assert_alike(split, stock)
     assert split.state.global_step == stock.state.global_step

@@ -34,7 +34,7 @@ def test_a_probe_leaves_no_trace_and_what_it_finds_has_run(tmp_path: Path) -> No
     assert probed.adaptive.max_tokens == 24 * found.batch_size
     assert torch.Size([found.batch_size, 24]) in watched.forwards
     given = make_trainer(tmp_path / "b", AdaptiveArguments(micro_batch_size="auto"), gradient_accumulation_steps=2)
-    given.adaptive._found.update(probed.adaptive._found)  # with the cost of a forward, if it was told
+    trainers.without_probe(given, probed.adaptive._found)
     given.train()
     assert given.adaptive.probe is None
     assert logged(probed) == logged(given)
@@ -171,6 +171,34 @@ def test_a_growing_run_follows_its_schedule_by_samples_and_goes_on_where_it_was_
         assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
     with pytest.raises(ConfigError, match="resume with the data, the devices, per_device_train"):
         growing(tmp_path / "other", per_device_train_batch_size=9).train(str(tmp_path / "whole" / "checkpoint-5"))
+
+
+def grows_and_shrinks(epoch: int, current_batch_size: int) -> int | None:
+    return {1: 6, 2: -8}.get(epoch)
+
+
+def test_a_batch_that_shrinks_again_follows_its_schedule_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    def make(folder: str, **settings: Any) -> Any:
+        arguments = AdaptiveArguments(
+            batch_increase_function=f"{__name__}.grows_and_shrinks", micro_batch_size=4,
+            adaptive_batching={"max_batch_size": 24, "lr_scaling": "sqrt"},
+        )  # fmt: skip
+        model = trainers.make_llama(attention_dropout=0.2)
+        settings = {"per_device_train_batch_size": 6, "num_train_epochs": 3, "warmup_steps": 0, **settings}
+        return make_trainer(tmp_path / folder, arguments, model=model, **settings)
+
+    whole = make("whole", save_strategy="steps", save_steps=1)
+    whole.train()
+    course = whole.adaptive.course
+    assert (course.sizes, course.steps) == ([6, 12, 4], [7, 4, 10])
+    rates = [each["learning_rate"] for each in losses(whole)]
+    epochs = [0.0, *(each["epoch"] for each in losses(whole))][:-1]
+    scales = [1] * 7 + [math.sqrt(2)] * 4 + [math.sqrt(4 / 6)] * 10
+    assert rates == pytest.approx([3e-3 * (1 - e / 3) * s for e, s in zip(epochs, scales, strict=True)], 1e-4)
+    resumed = make("resumed")
+    resumed.train(str(tmp_path / "whole" / "checkpoint-13"))
+    assert losses(resumed) == losses(whole)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
 
 
 def test_the_learning_rate_follows_the_batch(tmp_path: Path) -> None:

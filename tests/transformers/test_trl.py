@@ -113,7 +113,7 @@ def test_a_trainer_of_trl_trains_as_before(
     chance.seed(1)
     split = make(kind, tmp_path / "ours", tokenizer, AdaptiveArguments(micro_batch_size=ours), **settings)
     if ours == "auto":
-        split.adaptive._found["max_tokens"] = 64
+        trainers.without_probe(split, 64)
     watched = OutOfMemory(split.model, 10**9)
     split.train()
     if ours is None:

@@ -61,7 +61,7 @@ def test_a_loss_of_ones_own_is_that_of_the_whole_batch(way: str, ours: Any, tmp_
             trainers.make_llama(), args, train_dataset=trainers.make_data(), data_collator=trainers.collate, **given
         )
         if ours == "auto" and arguments is not None:
-            trainer.adaptive._found["max_tokens"] = 60
+            trainers.without_probe(trainer, 60)
         trainer.train()
         return trainer
 

@@ -69,7 +69,7 @@ class AdaptivePPO(AdaptiveBatching):
         self._host = host
         run = run_of(self, int(cfg.num_steps), self.learning_rate())
         self._session = PPOSession(host, run, self._settings, self._increase, report, self._stored, stock=stock)
-        self._session.settle(CacheInputs(cfg))
+        self._session.settle(self._cache_inputs(cfg))
 
     def note_progress(self, *, epochs_run: int, global_step: int, steps_per_epoch: int) -> None:
         """Let stock know how far the run is; ``global_step`` counts rollouts."""
@@ -169,10 +169,11 @@ class PPOSession(Session):
         as_worst, folder = replace(host, objective=worst), report.directory
         probe = Probe(as_worst, of_backward, settings, cache_inputs, sample, upper // parts, reason, folder)
         start = time.perf_counter()
-        result = probe.result()
+        of_probe = probe.find()
         waited = time.perf_counter() - start
-        report.probe(result, sequence_length=len(worst.tokens(sample)), of="most in a backward", waited=waited)
-        found = probe.probed(result)
+        length_of_rows = len(worst.tokens(sample))
+        report.probe(of_probe.result, sequence_length=length_of_rows, of="most in a backward", waited=waited)
+        found = probe.probed(of_probe)
         found = replace(found, maximum=found.maximum * parts)
         most_rows = found.maximum if follows else upper
         step = self._rollout_step(length, most_rows, row_bytes)
@@ -198,8 +199,9 @@ class PPOSession(Session):
             settings = replace(settings, round_to_power_of_two=False)  # rows of a forward are no size of training
             return find_largest(step, settings, meter, question)
 
-        facts = {"recipe": f"{self.host.name}, rollout", "upper": most_rows, "sequence_length": prompt_tokens}
-        return cached_probe(self.host, self.settings, cache_inputs, facts, folder / "probe_rollout.json", find)
+        facts = {"recipe": f"{self.host.name}, rollout", "held": most_rows, "sequence_length": prompt_tokens}
+        inputs, path = replace(cache_inputs, found=None), folder / "probe_rollout.json"
+        return cached_probe(self.host, self.settings, inputs, facts, most_rows, path, find).result
 
     def _rollout_step(self, prompt_tokens: int, held_rows: int, row_bytes: int) -> TrainingStep:
         """Return a rollout to measure. It is not traced: that takes as long as to run it, token by token."""

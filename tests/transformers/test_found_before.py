@@ -1,0 +1,196 @@
+"""A trainer takes what was found before for as long as it holds, and a run that is resumed keeps its sizes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (the extra transformers)")
+
+from adaptive_batching._probe.sizes import Measurement, ProbeResult, candidate_sizes  # noqa: E402
+from adaptive_batching.transformers import AdaptiveArguments  # noqa: E402
+from tests.transformers import trainers  # noqa: E402
+from tests.transformers.trainers import logged, make_trainer, weights, without_probe  # noqa: E402
+
+AUTO, MAXIMUM = AdaptiveArguments(micro_batch_size="auto"), AdaptiveArguments(use_maximum_batch_size=True)
+
+
+class Memory:
+    """A device where each sample takes ten bytes, which tells the truth at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes = 100
+        self.probed: list[int] = []
+        """What each probe has found."""
+
+        module = "adaptive_batching._transformers.adaptive_run"
+        monkeypatch.setattr(f"{module}.probe", self._probe)
+        monkeypatch.setattr(f"{module}.memory_budget", lambda *_: self.num_bytes)
+
+    def _probe(self, trainer: Any, step: Any, extremes: Any, settings: Any, request: Any, **_: Any) -> ProbeResult:
+        candidates = candidate_sizes(request.upper, powers_of_two=settings.round_to_power_of_two)
+        size = [each for each in candidates if 10 * each <= self.num_bytes][-1]
+        self.probed.append(size)
+        reason = "memory" if size < candidates[-1] else request.upper_reason
+        predicted = [(each, 10 * each) for each in range(1, 2 * size + 2)]
+        measured = [Measurement(size, True, 10 * size)]
+        return ProbeResult(size, reason, self.num_bytes, 10**9, "predict", 0.1, measured, predicted)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Memory:
+    caplog.set_level(logging.INFO, "adaptive_batching")
+    return Memory(monkeypatch)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Two trainers have had the same losses and end with the same weights, though one was resumed."""
+    losses = [[each for each in logged(trainer) if "loss" in each] for trainer in (ours, theirs)]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(value, weights(theirs)[name]) for name, value in weights(ours).items())
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What has been said of what was found, since the last call."""
+    told = [line for line in caplog.messages if "probing again" in line or "keeps its sizes" in line]
+    caplog.clear()
+    return told
+
+
+def test_a_second_train_takes_what_the_first_has_found_until_something_changes(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tmp_path, AUTO, max_steps=1)
+
+    def train() -> list[str]:
+        trainer.train()
+        return lines(caplog)
+
+    assert train() == train() == [] and memory.probed == [8]
+    trainer.args.learning_rate = 1e-5
+    trainer.args.num_train_epochs = 7
+    trainer.model = trainers.make_llama()  # another of the same kind
+    assert train() == [] and memory.probed == [8]
+    trainer.model = trainer.model_wrapped = trainers.make_llama(intermediate_size=96)
+    [line] = train()
+    assert "this trainer's probe does not hold, because these changed: model.model.names, shapes and" in line
+    trainer.args.gradient_checkpointing = True
+    [line] = train()
+    assert "run.gradient_checkpointing: False -> True" in line
+    trainer.train_dataset = trainers.make_data(longest=30)
+    [line] = train()
+    assert "run.longest: 24 -> 30" in line
+    trainer.args.per_device_train_batch_size = 4
+    [line] = train()
+    assert "found 8, and now only 4 are of use" in line and trainer.adaptive.max_tokens == 4 * 30
+    assert memory.probed == [8, 8, 8, 8, 4]
+
+
+def test_each_model_of_model_init_has_its_own(memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    widths = iter([64, 64, 96])  # the first is made with the trainer
+    kind = type(make_trainer(tmp_path, AUTO))
+    trainer = kind(
+        model_init=lambda: trainers.make_llama(intermediate_size=next(widths)),
+        args=trainers.arguments(tmp_path, max_steps=1),
+        train_dataset=trainers.make_data(),
+        data_collator=trainers.collate,
+        adaptive=AUTO,
+    )
+    trainer.train()
+    assert lines(caplog) == []
+    trainer.train()
+    assert "model.model.names, shapes and dtypes" in lines(caplog)[0] and memory.probed == [8, 8]
+
+
+def test_another_train_takes_the_memory_that_has_become_free_and_what_find_found_stays(
+    memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tmp_path, MAXIMUM, max_steps=1)
+    trainer.adaptive.find()
+    memory.num_bytes = 200
+    trainer.train()
+    assert "about 16 would fit instead of 8; a run that goes on keeps its sizes" in lines(caplog)[0]
+    assert trainer.adaptive.batch_size == 8
+    trainer.train()
+    assert memory.probed == [8, 16] and trainer.adaptive.batch_size == 16
+    memory.num_bytes = 90
+    trainer.train()
+    assert memory.probed == [8, 16, 8] and "takes 0.0 MiB, but only" in lines(caplog)[-1]
+
+
+def test_find_looks_again_when_the_model_is_another(memory: Memory, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, AUTO, max_steps=1)
+    trainer.train()
+    trainer.adaptive.find()
+    assert memory.probed == [8]
+    trainer.model = trainer.model_wrapped = trainers.make_llama(intermediate_size=96)
+    trainer.adaptive.find()
+    assert memory.probed == [8, 8]
+
+
+@pytest.mark.parametrize("arguments", [AUTO, MAXIMUM], ids=["auto", "maximum"])
+def test_a_resumed_run_equals_the_uninterrupted_one_whatever_memory_there_is(
+    arguments: AdaptiveArguments, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(folder: str, **settings: Any) -> Any:
+        model = trainers.make_llama(attention_dropout=0.2)
+        return make_trainer(tmp_path / folder, arguments, model=model, gradient_accumulation_steps=2, **settings)
+
+    whole = make("whole", save_strategy="steps", save_steps=1)
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    for num_bytes in (100, 400):
+        memory.num_bytes = num_bytes
+        resumed = make(f"with_{num_bytes}", save_steps=100, num_train_epochs=2)
+        resumed.train(str(checkpoint))
+        assert_same(resumed, whole)
+        assert len(lines(caplog)) == (num_bytes > 100), "that more would fit"
+        assert resumed.adaptive.probe == whole.adaptive.probe
+    assert len(memory.probed) == 1
+    memory.num_bytes = 40
+    smaller = make("smaller")
+    if arguments is AUTO:  # what the optimizer sees is the same
+        smaller.train(str(checkpoint))
+        assert memory.probed == [10, 4], "the old one fits no more"
+
+
+def test_a_lower_bound_lowers_a_resumed_run_at_the_start_of_an_epoch(memory: Memory, tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path / "whole", MAXIMUM, save_strategy="epoch")
+    whole.train()
+    assert whole.adaptive.course.sizes == [8, 8]
+    lower = AdaptiveArguments(use_maximum_batch_size=True, adaptive_batching={"max_batch_size": 4})
+    resumed = make_trainer(tmp_path / "whole", lower, per_device_train_batch_size=4)
+    resumed.adaptive.resume_from(tmp_path / "whole" / "checkpoint-5")
+    resumed.adaptive.find()
+    assert resumed.adaptive.course.sizes == [4, 4] and memory.probed == [8, 4]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"max_tokens": 60}', '{"devices": 1, "found": {}}', '{"devices": 1, "found": 3}']
+)
+def test_a_file_that_cannot_be_read_is_told_in_one_line_and_probed_for(
+    text: str, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = make_trainer(tmp_path / "whole", AUTO, save_strategy="epoch")
+    whole.train()
+    path = tmp_path / "whole" / "checkpoint-5" / "adaptive_batching.json"
+    assert json.loads(path.read_text())["devices"] == 1
+    path.write_text(text)
+    resumed = make_trainer(tmp_path / "resumed", AUTO)
+    resumed.train(str(path.parent))
+    [line] = lines(caplog)
+    assert line.startswith(f"probing again: what is stored in {path} cannot be read (")
+    assert memory.probed == [8, 8]
+    assert_same(resumed, whole)
+
+
+def test_without_a_probe_a_checkpoint_has_the_devices_alone(memory: Memory, tmp_path: Path) -> None:
+    make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=3), max_steps=1, save_strategy="epoch").train()
+    [path] = tmp_path.glob("*/adaptive_batching.json")
+    assert json.loads(path.read_text()) == {"devices": 1, "found": None}
+    assert without_probe(make_trainer(tmp_path, AUTO), 60).adaptive.max_tokens is None
