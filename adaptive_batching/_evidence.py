@@ -51,7 +51,7 @@ class WithoutChance(TorchFunctionMode):
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> WithoutChance:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         if not self._hooks:
             # In a backward pass no mode is active, and checkpointed layers would run again otherwise than they have.
             self._hooks = [
@@ -65,19 +65,19 @@ class WithoutChance(TorchFunctionMode):
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _enter_again(self, module: nn.Module, args: Any) -> None:
         before = self._num_calls
         torch.empty(0)
         is_active = self._num_calls != before
         if not is_active:
-            super().__enter__()
+            super().__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(not is_active)
 
     def _leave_again(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered.pop():
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @property
     def rounding(self) -> tuple[float, float]:
@@ -139,7 +139,8 @@ def _whole(drawn: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     bounds = [each for each in args if isinstance(each, int)]
     low, high = (bounds if len(bounds) > 1 else [0, *bounds, 1])[:2]
     low, high = kwargs.get("low", low), kwargs.get("high", high)
-    return (low + (high - low) * _even(drawn)).floor()
+    whole: torch.Tensor = (low + (high - low) * _even(drawn)).floor()
+    return whole
 
 
 _DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
@@ -229,14 +230,14 @@ def losses_of_groups(
             for group in (*groups, together):
                 start_over()
                 with weights():
-                    values.append(_without_gradients(run, group))
+                    values.append(without_gradients(run, group))
             runs.append((values[:-1], values[-1]))
         start_over()
-        twice = [_without_gradients(run, together) for _ in range(2)]
+        twice = [without_gradients(run, together) for _ in range(2)]
     return Losses(runs, mode.rounding[0], are_drawn=repr(twice[0]) != repr(twice[1]))
 
 
-def _without_gradients(run: Callable[[list[Sample]], T], samples: list[Sample]) -> T:
+def without_gradients(run: Callable[[list[Sample]], T], samples: list[Sample]) -> T:
     """Run a forward that keeps no activations, unless the loss takes gradients itself, such as a penalty on them."""
     try:
         with torch.no_grad():

@@ -339,7 +339,7 @@ def rehearsal(
 @contextlib.contextmanager
 def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Step ``optimizers`` inside without the hooks that somebody has registered: they count steps, or log them."""
-    hooks = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
+    hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
     for each in optimizers:
         hooks += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
     saved = [dict(each) for each in hooks]
@@ -381,7 +381,7 @@ class _KeptTensor:
         return self._has_moved or any(not _same_bits(part, saved) for part, saved in self._pairs())
 
     def put_back(self) -> None:
-        if self._has_moved:
+        if self._alias is not None and self._has_moved:
             self.tensor.data = self._alias
         if self.tensor.is_leaf and self.tensor.requires_grad != self._requires_grad:
             self.tensor.requires_grad_(self._requires_grad)
@@ -485,12 +485,13 @@ class _HasState:
     """An object that is put back by a state of its own."""
 
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], object]
 
 
 def _holder_of(value: Any) -> _HasState | None:
     if isinstance(value, torch.Generator):
-        return _HasState(value.get_state, value.set_state)
+        generator = value
+        return _HasState(generator.get_state, lambda state: generator.set_state(state))
     if isinstance(value, random.Random):
         return _HasState(value.getstate, value.setstate)
     numpy = sys.modules.get("numpy")  # optional

@@ -203,10 +203,10 @@ def copied(value: Any) -> Any:
         entries = map(copied, value)
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        result = copy.copy(value)
+        of_class: Any = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(result, field.name, copied(getattr(value, field.name)))
-        return result
+            object.__setattr__(of_class, field.name, copied(getattr(value, field.name)))
+        return of_class
     return value.copy() if type(value).__module__ == "numpy" and hasattr(value, "copy") else value
 
 

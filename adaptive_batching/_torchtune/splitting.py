@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
 
 import torch
 
-from adaptive_batching._device import random_state, set_random_state
+from adaptive_batching._device import RandomState
 from adaptive_batching._micro_batches.forward_cost import ForwardCost
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.retry import Retry
@@ -26,6 +25,7 @@ from adaptive_batching._micro_batches.split import (
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._snapshot import StepState
 from adaptive_batching._torchtune.compiling import MAX_COMPILED_SIZES, compiles_each_size
 from adaptive_batching._torchtune.data import Sample, index_of
 from adaptive_batching._torchtune.host import Host
@@ -272,7 +272,8 @@ class Recovery(Retry[MicroBatch]):
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
         self._recovers = recovers
-        self._random_state: dict[str, Any] = {}
+        self._state = StepState(list(host.models))
+        self._random_state = RandomState(host.device)
         self._recovered_in_row, self._warned = 0, False
 
     def start(self) -> None:
@@ -280,10 +281,13 @@ class Recovery(Retry[MicroBatch]):
         if self._host.backward_optimizers is not None:
             self._host.backward_optimizers.updated = False
         if self._recovers:
-            self._random_state = random_state(self._host.device)
+            self._random_state = RandomState(self._host.device)
+            self._state.save()
 
     def end_step(self) -> None:
         super().end_step()
+        if self._recovers:
+            self._state.end()
         self._recovered_in_row = self._recovered_in_row + 1 if self.failures else 0
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
@@ -366,7 +370,8 @@ class Recovery(Retry[MicroBatch]):
 
     def put_back(self) -> None:
         self._host.objective.equalize_collectives()
-        set_random_state(self._random_state, self._host.device)
+        self._random_state.put_back()
+        self._state.put_back()
 
 
 class ValidationRecovery(Recovery):

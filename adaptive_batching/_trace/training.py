@@ -30,9 +30,6 @@ class TrainingStep:
     """(model, optimizers) -> a function that runs forward, backward, gradient clipping and the optimizer step on a
     batch, and leaves no gradients behind. The trace binds copies, the trial the originals."""
 
-    owners: Sequence[Any] = ()
-    """Whatever else a step may change: a loss that is an object or encloses something, a trainer."""
-
     discard: Callable[[], None] = lambda: None
     """Drops what an aborted step leaves behind, other than gradients."""
 
@@ -53,6 +50,9 @@ class TrainingStep:
 
     can_be_traced: bool = True
     """False if a trace is not worth its time, or not possible; then real steps alone tell."""
+
+    owners: Sequence[Any] = ()
+    """Whatever else a step may change: a loss that is an object or encloses something, a trainer."""
 
 
 def models_of(model: nn.Module) -> list[nn.Module]:

@@ -302,7 +302,8 @@ class AdaptiveRun:
     def _drawn(self, loader: Any) -> int:
         """Return the samples that all devices draw in an epoch, which may be others than the data has."""
         innermost, is_shared = self._samplers[-1], len(self._samplers) > 1
-        if not hasattr(sampler := getattr(innermost, "sampler", None), "__len__"):
+        sampler: Any = getattr(innermost, "sampler", None)
+        if not hasattr(sampler, "__len__"):
             return len(loader.dataset)
         return len(sampler) * (1 if is_shared else int(self._trainer.args.world_size))
 
@@ -381,7 +382,8 @@ class AdaptiveRun:
         meter = memory_meter(self._trainer.args.device)
         # To go on, all lengths are not read again: with other data, check_place refuses.
         goes_on = self._goes_on and self._found is not None
-        tokens = self._found.tokens if goes_on else self._find_extremes(loader, length)[0]
+        before = self._found if goes_on else None
+        tokens = before.tokens if before is not None else self._find_extremes(loader, length)[0]
         facts = {"samples": self._samples, "longest": tokens, "include": include, "in_parts": in_parts}
         now = conditions_of(self._trainer, settings, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))

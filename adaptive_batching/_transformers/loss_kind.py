@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from adaptive_batching._evidence import Losses, WithoutChance, in_groups, losses_of_groups
+from adaptive_batching._evidence import Losses, WithoutChance, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._out_of_memory import is_out_of_memory
@@ -58,7 +58,8 @@ class LossKind:
         values = batch["shift_labels" if is_shifted else self.key]
         if self.of.startswith("shifted") and not is_shifted:
             values = values[..., 1:]
-        return values.sum() if self.of.endswith("sum") else values.ne(IGNORED).sum()
+        number: torch.Tensor = values.sum() if self.of.endswith("sum") else values.ne(IGNORED).sum()
+        return number
 
     def __str__(self) -> str:
         if self.takes_number:
@@ -128,6 +129,14 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
             )
         kind = replace(kind, factor=tried.factor(kind))
     log.info("the loss of %s is %s", name, kind)
+    batches = trainer.args.gradient_accumulation_steps
+    if batches > 1 and not kind.takes_number and _adds_means_up(trainer):
+        log.warning(
+            "with gradient_accumulation_steps=%d, Trainer adds up the means of %d batches, because %s takes "
+            "num_items_in_batch and its loss does not use it: its gradients are %d times as large as here, where they are "
+            "those of the mean over all samples; adapt the learning rate", batches, batches, type(trainer.model).__name__,
+            batches,
+        )  # fmt: skip
     return kind, module
 
 
@@ -174,8 +183,8 @@ class _Trials:
         losses = []
         for number in (_NUMBER, None):
             self._begin()
-            with WithoutChance(), torch.no_grad():
-                losses.append(self._run(self._groups[0], number)[0])
+            with WithoutChance():
+                losses.append(without_gradients(partial(self._run, number=number), self._groups[0])[0])
         ratio = losses[0] / losses[1] if losses[1] else 1.0
         return float(round(ratio)) if abs(ratio - round(ratio)) < 0.02 * ratio else ratio
 
@@ -205,8 +214,8 @@ class _Trials:
         returned = dict.fromkeys(("gather", "gather_for_metrics", "reduce"), _something_else)
         for own in ({}, returned):
             self._begin()
-            with WithoutChance(), torch.no_grad(), replaced(self._trainer.accelerator, **own):
-                losses.append(self._run(self._groups[0], None)[0])
+            with WithoutChance(), replaced(self._trainer.accelerator, **own):
+                losses.append(without_gradients(partial(self._run, number=None), self._groups[0])[0])
         issued, depends = num_collectives(device) - before, losses[0] != losses[1]
         if ranks.any(issued > 0 or depends):
             what = "depends on what it gathers or sums over ranks" if depends else "communicates in each forward"
@@ -269,12 +278,18 @@ class _Trials:
         return [[each[3] for each in group] for group in in_groups(by_size, lambda each: each[:3], most=most)]
 
 
+def _adds_means_up(trainer: Any) -> bool:
+    """Return True if Trainer does not divide the losses of accumulated batches by their number."""
+    scaled = type(trainer).loss_is_scaled_for_ga  # the trainer has got one from us
+    return bool(scaled) if scaled is not None else _gives_number(trainer)
+
+
 def _gives_number(trainer: Any) -> bool:
     return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
 
 
 def _something_else(value: Any, *args: Any, **kwargs: Any) -> Any:
     def changed(each: Any) -> Any:
-        return each * 1.5 + 1 if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+        return each * 2 + 1 if isinstance(each, torch.Tensor) and each.dtype != torch.bool else each
 
     return tree_map(changed, value)

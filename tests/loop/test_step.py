@@ -51,6 +51,14 @@ class Model(nn.Module):
     def forwards(self) -> list[tuple[int, ...]]:
         return self.book.forwards
 
+    @property
+    def most_tokens(self) -> int:
+        return self.book.most_tokens
+
+    @most_tokens.setter
+    def most_tokens(self, value: int) -> None:
+        self.book.most_tokens = value
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # [b, s] -> [b, s, 20]
         hidden = self.embedding(tokens).cumsum(1)
         hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2)

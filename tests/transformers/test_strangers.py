@@ -144,7 +144,6 @@ def check(habit: Habit, folder: Path) -> None:
     stock = run(habit, folder / "stock", None, **settings)
     initial = trainers.weights(habit.make(folder / "stock", None))
     assert_equal(ours.trainer, stock.trainer, initial)
-    assert habit.outcome == strangers.SAME, "is the same, and was to be refused"
     assert ours.at_start and stock.at_start
     left = differences(ours.at_start, stock.at_start, OF_TRAINING | {"args", "train_dataset"})
     assert not left, "measuring leaves all as it was"
