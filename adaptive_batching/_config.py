@@ -105,6 +105,10 @@ class AdaptiveBatchingConfig:
     recover_from_oom: bool = True
     """Rerun a step that ran out of memory in smaller micro-batches."""
 
+    audit_every: int | None = None
+    """Optimizer steps from one comparison of the gradient of two parts with that of their union to the next. None for
+    the 1st step that is split, the 10th, the 100th and so on."""
+
     report_dir: str | None = None
     """Where the record, the page and the probe's result go."""
 
@@ -113,7 +117,7 @@ class AdaptiveBatchingConfig:
         self._set("micro_batch_size", parse_micro_batch_size(self.micro_batch_size))
         for key in _FLAGS:
             require_bool(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
-        for key in ("save_every_n_steps", "max_batch_size", "sequence_length", "noise_scale_every"):
+        for key in ("save_every_n_steps", "max_batch_size", "sequence_length", "noise_scale_every", "audit_every"):
             if getattr(self, key) is not None:
                 require_positive_int(key if key in TOP_LEVEL else f"adaptive_batching.{key}", getattr(self, key))
         self._set("headroom", MemoryAmount.parse("adaptive_batching.headroom", headroom := self.headroom))

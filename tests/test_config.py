@@ -71,6 +71,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("lr_scaling", "cubic", "is unknown; known: auto, linear, none, sqrt"),
     *(("max_lr_scale", value, "must be a number of at least 1") for value in (0.5, 0)),
     ("noise_scale_every", 0, WHOLE),
+    ("audit_every", 0, WHOLE),
     *((key, "yes", "must be True or False") for key in ("grow_during_warmup", "round_to_power_of_two")),
     *((key, 1, "must be True or False") for key in ("keep_global_batch", "recover_from_oom")),
     *(("max_batch_size", value, WHOLE) for value in (0, -3, 2.5, True, "many")),

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
 from adaptive_batching._evidence import gradient_error
-from adaptive_batching._loop.samples import Sample, SampleRetry
 from adaptive_batching._ranks.agree import Ranks
-from adaptive_batching._snapshot import rehearsal
+from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._values import ConfigError
+
+Sample = TypeVar("Sample")
 
 RunParts = Callable[[Sequence[list[Sample]]], bool]
 """Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
@@ -26,7 +27,8 @@ class Audit(Generic[Sample]):
     or three samples run, the longest of a part among them, so that it costs a small part of these steps.
 
     Args:
-        retry: Of the step.
+        tokens: Returns the tokens of a part, with padding.
+        state: Of the step, which is told when to look what a forward changes.
         owners: What a forward and backward can change; see :class:`~adaptive_batching._snapshot.Snapshot`.
         parameters: Returns all that have gradients.
         ranks: That train together.
@@ -36,21 +38,23 @@ class Audit(Generic[Sample]):
 
     def __init__(
         self,
-        retry: SampleRetry[Sample],
+        tokens: Callable[[list[Sample]], int],
+        state: StepState,
         owners: Sequence[Any],
         parameters: Callable[[], Sequence[nn.Parameter]],
         ranks: Ranks,
         remedy: str,
         every: int | None = None,
     ) -> None:
-        self._retry, self._owners, self._parameters, self._ranks = retry, owners, parameters, ranks
+        self._tokens, self._state, self._owners = tokens, state, owners
+        self._parameters, self._ranks = parameters, ranks
         self._remedy, self._every = remedy, every
         self._steps, self._next = 0, 1
 
     def begin_step(self) -> None:
         """Have the step watched, if it is to be looked at, for what it changes besides gradients."""
         if self._is_due:
-            self._retry.state.look_again()
+            self._state.look_again()
 
     def end_step(self) -> None:
         self._steps += 1
@@ -105,7 +109,7 @@ class Audit(Generic[Sample]):
         """Return a few samples of two parts, which fit together in one, of unlike lengths if possible."""
         if len(parts) < 2:
             return fillers, fillers
-        tokens = self._retry.tokens
+        tokens = self._tokens
         most = max(map(tokens, parts))
         one, other = (sorted(part, key=lambda sample: tokens([sample])) for part in (parts[0], parts[-1]))
         for chosen in ((one[-1:], other[:2]), (one[-1:], other[:1]), (one[:1], other[:1])):

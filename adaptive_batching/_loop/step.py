@@ -86,7 +86,7 @@ class AdaptiveStep(Generic[Sample]):
         self._parallel = data_parallel_of(model, self._parameters)
         self._retry = SampleRetry(model, loss, collate, length, self._parallel.ranks)
         self._audit = Audit[Sample](
-            self._retry, [model, loss], self._parameters, self._parallel.ranks,
+            self._retry.tokens, self._retry.state, [model, loss], self._parameters, self._parallel.ranks,
             "have loss return a sum and its number, or set max_tokens=None and a smaller batch",
         )  # fmt: skip
 

@@ -48,10 +48,11 @@ def is_lost_rank(error: Exception) -> bool:
 
 def num_collectives(device: torch.device) -> int:
     """Return how many collectives the default group has issued on this rank; 0 if it does not count them."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.group.WORLD is None:
+    if not (dist.is_available() and dist.is_initialized()):
         return 0
+    group: Any = dist.group.WORLD
     try:
-        return int(dist.group.WORLD._get_backend(device)._get_sequence_number_for_group())
+        return int(group._get_backend(device)._get_sequence_number_for_group())
     except RuntimeError:  # of a backend other than gloo and NCCL
         return 0
 

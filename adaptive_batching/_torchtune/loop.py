@@ -14,10 +14,13 @@ import torch
 from torchtune import training as stock_training
 from tqdm import tqdm
 
+from adaptive_batching._loop.audit import Audit
 from adaptive_batching._memory import PeakSoFar, memory_meter
 from adaptive_batching._micro_batches.run import Outcome
+from adaptive_batching._micro_batches.split import padded_tokens
 from adaptive_batching._report.events import StepCost, Watcher
 from adaptive_batching._report.summary import columns
+from adaptive_batching._torchtune.compiling import compiles_each_size
 from adaptive_batching._torchtune.data import Sample
 from adaptive_batching._torchtune.gradients import apply_gradients, gather_gradients, sum_over_ranks
 from adaptive_batching._torchtune.growing import Growth, StockSchedule
@@ -157,8 +160,16 @@ class TrainingLoop(Loop):
         validation: Validation | None,
         *,
         together: bool,
+        audit_every: int | None = None,
     ) -> None:
         super().__init__(training)
+        host, objective = training.host, training.host.objective
+        self._audit = Audit[Sample](
+            lambda part: padded_tokens([objective.size(sample) for sample in part]), recovery.state, host.models,
+            lambda: list(host.model.parameters()), host.ranks,
+            "leave micro_batch_size null and set a smaller batch_size, or take a loss that is a mean over tokens",
+            audit_every,
+        )  # fmt: skip
         self._splitter, self._recovery, self._validation = splitter, recovery, validation
         self._together = together
         self._costs: StepCosts | None = None
@@ -207,6 +218,7 @@ class TrainingLoop(Loop):
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
+            self._audit.begin_step()
             self._recovery.start()
             self._host.objective.begin_step(self.global_step, self._schedule.course.accumulation * len(batch))
             if self._noise is not None:
@@ -236,6 +248,8 @@ class TrainingLoop(Loop):
                 noise.see_part(self._ran)
             if not micro_batches:  # samples without anything to learn from
                 continue
+            if len(micro_batches) > 1 and not self._host.steps_in_backward:
+                self._compare(micro_batches, again=again)
             counts_retries = self._schedule.adapts  # it takes time; a run that is as stock is left alone
             outcome = gather_gradients(self._host, micro_batches, self._around, counts_retries=counts_retries)
             if outcome.failed:
@@ -246,6 +260,21 @@ class TrainingLoop(Loop):
             self._ran += micro_batches
             for sums in outcome.results:
                 self._sums = sums if self._sums is None else self._sums + sums
+
+    def _compare(self, micro_batches: Sequence[MicroBatch], *, again: bool) -> None:
+        """Audit a batch that is split, on every rank, if that is due."""
+        host, objective = self._host, self._host.objective
+        if compiles_each_size(host.loader.dataset):  # uncompiled, flex attention holds a whole matrix of scores
+            return
+        parts = [[each for each in part.samples if objective.counts([each]).terms] for part in micro_batches]
+        parts = [part for part, micro_batch in zip(parts, micro_batches, strict=True) if part and micro_batch.weight]
+        filler = objective.filler(micro_batches[0].samples)
+
+        def run(parts: Sequence[list[Sample]]) -> bool:
+            of_parts = self._splitter.of_parts(parts, [filler])
+            return not gather_gradients(host, of_parts, counts_retries=False).failed
+
+        self._audit.look(parts, [filler], run, again=again)
 
     @property
     def _noise(self) -> NoiseMeter | None:
@@ -267,6 +296,7 @@ class TrainingLoop(Loop):
             grad_norm = apply_gradients(host, sums, see_gradient)
         self._splitter.read_timings()
         self._recovery.end_step()
+        self._audit.end_step()
         shown = schedule.take_step(sums.tokens)
         if shown is not None and self._noise is not None:
             for watcher in self._watchers:

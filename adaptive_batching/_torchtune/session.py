@@ -153,7 +153,9 @@ class Session:
                 self.host, self.held_out, self.run, self._validation_limit, probed, recovers=recovers
             )
         together = isinstance(self.split_policy.size, ByLength)
-        return TrainingLoop(training, splitter, self._recovery(), validation, together=together)
+        return TrainingLoop(
+            training, splitter, self._recovery(), validation, together=together, audit_every=self.settings.audit_every
+        )
 
     def _recovery(self) -> Recovery:
         recovers, tokens = self.settings.recover_from_oom, 0 if self._probed is None else self._probed.tokens

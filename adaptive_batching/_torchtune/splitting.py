@@ -100,6 +100,10 @@ class Splitter:
         micro_batches = self._of_parts(parts)
         return self._as_many_on_every_rank(micro_batches, batch) if in_parts else micro_batches
 
+    def of_parts(self, parts: Sequence[list[Sample]], batch: list[Sample]) -> list[MicroBatch]:
+        """Return the micro-batches of these parts of a batch of their own, as many on every rank."""
+        return self._as_many_on_every_rank(self._of_parts(list(parts)), batch)
+
     def split_together(self, window: list[list[Sample]]) -> list[MicroBatch]:
         """Return the micro-batches of a step, its samples sorted together as far as :func:`_of_equal_share` allows."""
         groups = _of_equal_share(window, self._objective)
@@ -272,7 +276,7 @@ class Recovery(Retry[MicroBatch]):
         self._host = host
         self._find_batch_dependent_module = find_batch_dependent_module
         self._recovers = recovers
-        self._state = StepState(list(host.models))
+        self.state = StepState(list(host.models))
         self._random_state = RandomState(host.device)
         self._recovered_in_row, self._warned = 0, False
 
@@ -282,12 +286,12 @@ class Recovery(Retry[MicroBatch]):
             self._host.backward_optimizers.updated = False
         if self._recovers:
             self._random_state = RandomState(self._host.device)
-            self._state.save()
+            self.state.save()
 
     def end_step(self) -> None:
         super().end_step()
         if self._recovers:
-            self._state.end()
+            self.state.end()
         self._recovered_in_row = self._recovered_in_row + 1 if self.failures else 0
         if self._recovered_in_row == CONSECUTIVE_RECOVERIES_TO_WARN and not self._warned:
             self._warned = True
@@ -371,7 +375,7 @@ class Recovery(Retry[MicroBatch]):
     def put_back(self) -> None:
         self._host.objective.equalize_collectives()
         self._random_state.put_back()
-        self._state.put_back()
+        self.state.put_back()
 
 
 class ValidationRecovery(Recovery):

@@ -258,8 +258,9 @@ class AdaptiveRun:
             kind, module = find_loss_kind(trainer, samples, self.ranks)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             self.step = StepInParts(
-                trainer, kind, size, length, self.ranks, dependent_module=module, recovers=settings.recover_from_oom
-            )
+                trainer, kind, size, length, self.ranks, dependent_module=module, recovers=settings.recover_from_oom,
+                audit_every=settings.audit_every,
+            )  # fmt: skip
             self.step.get_ready(samples)
             if isinstance(size, (Fixed, ByLength)):
                 self.step.check_that_parts_add_up()

@@ -133,9 +133,9 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
     if batches > 1 and not kind.takes_number and _adds_means_up(trainer):
         log.warning(
             "with gradient_accumulation_steps=%d, Trainer adds up the means of %d batches, because %s takes "
-            "num_items_in_batch and its loss does not use it: its gradients are %d times as large as here, where they are "
-            "those of the mean over all samples; adapt the learning rate", batches, batches, type(trainer.model).__name__,
-            batches,
+            "num_items_in_batch and its loss does not use it: its gradients are %d times as large as here, where they "
+            "are those of the mean over all samples; adapt the learning rate",
+            batches, batches, type(trainer.model).__name__, batches,
         )  # fmt: skip
     return kind, module
 

@@ -88,7 +88,7 @@ class StepInParts:
             trainer.model, None, trainer.data_collator, length, ranks, owner=trainer, enabled=recovers
         )
         self.audit = Audit[Sample](
-            self.retry, [trainer], self._parameters, ranks,
+            self.retry.tokens, self.retry.state, [trainer], self._parameters, ranks,
             "leave micro_batch_size out, or train without adaptive", audit_every,
         )  # fmt: skip
         self.retry.dependent_module, self.retry.parts_add_up = dependent_module, dependent_module is None

@@ -128,7 +128,7 @@ def described(value: Any, seen: set[int] | None = None) -> Any:
     seen = {*seen, id(value)}
     if isinstance(value, dict):
         return type(value).__name__, [
-            (str(type(key)) if isinstance(key, torch.Tensor) else key, described(each, seen))
+            (key if isinstance(key, str) else type(key).__name__, described(each, seen))  # numbers of hooks are new
             for key, each in value.items()
         ]
     if isinstance(value, (list, tuple, collections.deque)):

@@ -32,6 +32,7 @@ _VALUES = {
     "lr_scaling": ", ".join(f"`{name}`" for name in LR_SCALINGS[1:]) + " (`linear` for SGD, else `sqrt`)",
     "max_lr_scale": _NUMBER,
     "noise_scale_every": _NUMBER,
+    "audit_every": _NUMBER,
     "report_dir": "a path",
 }
 _DEFAULTS = {"report_dir": "${output_dir}/adaptive_batching"}  # of the recipes

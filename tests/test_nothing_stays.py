@@ -1,0 +1,142 @@
+"""Of all that runs somebody's code outside its own step, nothing stays: the probe, the trace, the checks, retries."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, DoesNotFitError
+from adaptive_batching._loop.step import clip_and_step
+from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
+from adaptive_batching._trace.traced_step import TraceError
+from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.training import TrainingStep
+from tests.support.changing import Meter, Restless, Stateful, described, random_numbers
+
+SAMPLES = list(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+
+
+class Loss:
+    """Sums up what it has computed, as people do for their logs."""
+
+    def __init__(self) -> None:
+        self.total, self.meter, self.history = torch.zeros(()), Meter(), list[float]()
+
+    def __call__(self, model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss = model(batch).square().sum()
+        self.total = self.total + loss.detach()
+        self.meter.note(1.0)
+        self.history.append(float(len(batch)))
+        return loss, len(batch)
+
+
+class Run:
+    """A model, an optimizer and a loss that change all they can."""
+
+    def __init__(self) -> None:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(0)
+        self.model, self.loss = Restless(), Loss()
+        self.optimizer = Stateful(self.model.linear.parameters())
+        self.step = AdaptiveStep(self.model, self.optimizer, self.loss)
+        self.optimizer.register_step_post_hook(lambda *_: self.loss.history.append(-1.0))
+
+    def state(self) -> Any:
+        return described([self.model, self.optimizer, vars(self.loss)]), random_numbers()
+
+    def traced(self) -> TrainingStep:
+        def bind(model: Any, optimizers: Any) -> Any:
+            def run(batch: Any) -> None:
+                self.loss(model, batch)[0].backward()
+                clip_and_step(model, optimizers, None)
+
+            return run
+
+        return TrainingStep(
+            self.model, [self.optimizer], lambda size: torch.stack(SAMPLES[:1] * size), bind, owners=[self.loss]
+        )
+
+
+def test_a_trace_leaves_nothing_behind_also_where_it_fails() -> None:
+    run = Run()
+    before = run.state()
+    with pytest.raises(TraceError):  # a number is read
+        trace_step(run.traced())
+    assert run.state() == before
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_a_probe_leaves_nothing_behind(has_states: bool) -> None:
+    run = Run()
+    if has_states:
+        run.step(SAMPLES)
+    before = run.state()
+    found = run.step.find_maximum_batch_size(
+        SAMPLES[0], upper=8, settings=AdaptiveBatchingConfig(round_to_power_of_two=False)
+    )
+    assert found.batch_size == 8
+    assert run.state() == before
+
+
+def test_a_check_for_dependence_leaves_nothing_behind() -> None:
+    run = Run()
+    before = run.state()
+    first, second = torch.stack(SAMPLES[:3]), torch.stack([SAMPLES[0], *SAMPLES[3:5]])
+    find_batch_dependent_module(run.model, lambda batch: run.loss(run.model, batch), first, second, owners=[run.loss])
+    assert run.state() == before
+
+
+def test_measuring_a_loss_and_auditing_it_leave_nothing_behind() -> None:
+    """A step that is split ends as one whose parts ran with nothing before them."""
+
+    def ended(*, looked_at_before: bool) -> Any:
+        run = Run()
+        run.step.max_tokens = 4
+        if looked_at_before:
+            run.step._retry.parts_add_up = True
+            run.step._audit._next = 10
+        run.step(SAMPLES)
+        return run.state()
+
+    assert ended(looked_at_before=False) == ended(looked_at_before=True)
+
+
+def test_parts_that_run_again_change_what_they_would_have_changed_at_first() -> None:
+    def ended(failures: int) -> Any:
+        run = Run()
+        run.step.max_tokens = 4
+        run.step(SAMPLES)
+        left = iter(range(failures))
+
+        def fail(module: Any, args: Any) -> None:
+            if run.model.counts["calls"] == calls + 1 and next(left, None) is not None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        calls = run.model.counts["calls"]
+        with_hook = run.model.register_forward_pre_hook(fail)
+        run.step(SAMPLES)  # as many tokens have fitted: the samples run again as they were
+        with_hook.remove()
+        assert run.step.num_recoveries == failures
+        return run.state()
+
+    assert ended(0) == ended(1)
+
+
+def test_what_fails_for_good_leaves_what_was_before_the_step() -> None:
+    run = Run()
+    run.step(SAMPLES)
+    before = described([run.model, vars(run.loss)])
+
+    def fail(module: Any, args: Any) -> None:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with_hook = run.model.register_forward_pre_hook(fail)
+    with pytest.raises(DoesNotFitError):
+        run.step(SAMPLES)
+    with_hook.remove()
+    assert described([run.model, vars(run.loss)]) == before
