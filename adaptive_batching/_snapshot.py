@@ -39,6 +39,7 @@ _LIBRARIES = {
     "peft", "queue", "safetensors", "tensorboard", "threading", "tokenizers", "torch", "torchao", "torchtune",
     "tqdm", "transformers", "trl", "wandb",
 }  # fmt: skip
+_NAMES_OF_DATA = ("dataset", "dataloader", "data_loader")  # which may be lists, and draw when they are read
 _LONG = 1000  # entries of a container that is kept without a look into each of them
 _COPIED_PARAMETERS = 2**28  # bytes of parameters that are copied, the smallest first; others are only compared
 _NOTHING = object()
@@ -227,9 +228,13 @@ class Snapshot:
         if id(space) in self._seen:
             return
         self._seen[id(space)] = space
-        self._containers.append((space, dict(space), None))
-        for value in space.values():
-            self._look_at(value, None)
+        self._look_into_attributes(space, None)
+
+    def _look_into_attributes(self, space: dict[str, Any], place: Place | None) -> None:
+        self._containers.append((space, dict(space), place))
+        for name, value in list(space.items()):
+            if not any(data in name for data in _NAMES_OF_DATA):
+                self._look_at(value, place)
 
     def _look_at(self, value: Any, place: Place | None) -> None:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type)) or id(value) in self._seen:
@@ -254,9 +259,7 @@ class Snapshot:
             for entry in _entries(value):
                 self._look_at(entry, place)
         elif hasattr(value, "__dict__") and _is_looked_into(value):
-            self._containers.append((vars(value), dict(vars(value)), place))
-            for entry in list(vars(value).values()):
-                self._look_at(entry, place)
+            self._look_into_attributes(vars(value), place)
 
     def _keep(self, tensor: torch.Tensor, place: Place | None) -> None:
         if id(tensor) not in self._elsewhere:

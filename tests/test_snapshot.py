@@ -150,6 +150,7 @@ def test_data_are_not_looked_into() -> None:
     class Owner:
         def __init__(self) -> None:
             self.data, self.kept = Rows(), torch.zeros(3)
+            self.train_dataset = [{"x": torch.zeros(4)}]
 
     assert [each.shape for each in Snapshot([Owner()]).tensors] == [(3,)]
 
