@@ -113,7 +113,8 @@ class _Run(Run):
         args.recipe_args += [*flags, *self.added]
         sys.argv += [*flags, *self.added]
         if VERBOSE in flags:
-            return super()._run_cmd(args)
+            super()._run_cmd(args)
+            return
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # tells of each process that ended
         try:
             super()._run_cmd(args)

@@ -143,8 +143,8 @@ NO_SECRETS: dict[str, Any] = {
     "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "/a/tokenizer.model"},
     "tokenizer_name_or_path": "gpt2", "max_tokens": 512, "max_new_tokens": 8, "key_value_heads": 2, "pad_token_id": 0,
     "pad_token": "!", "eos_token": "<|im_end|>", "image_token": "[IMG]", "hub_token": None, "use_auth_token": True,
-    "special_tokens": ["<a>"], "keywords": "a, b", "include_num_input_tokens_seen": "no", "api_key": "", "shuffle": True,
-    "loss": {"num_output_chunks": 8}, "token": "<HUB_TOKEN>",
+    "special_tokens": ["<a>"], "keywords": "a, b", "include_num_input_tokens_seen": "no", "api_key": "",
+    "shuffle": True, "loss": {"num_output_chunks": 8}, "token": "<HUB_TOKEN>",
 }  # fmt: skip
 
 
