@@ -18,7 +18,8 @@ _BYTES_PER_UNIT = {
 
 _SECRET = re.compile("key|token|secret|passw|passphrase|credential", re.IGNORECASE)
 _NO_SECRET = re.compile(
-    r"tokeni[sz]\w*|keyword\w*|(pad|eos|bos|unk|sep|cls|mask|stop|start|end|image|audio|video|special|extra)_tokens?",
+    r"tokeni[sz]\w*|keyword\w*|(num|max|min|average|total|input|output|new)\w*tokens\w*|"
+    r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end|image|audio|video|special|extra)_tokens?",
     re.IGNORECASE,
 )
 _SPECIAL_TOKEN = re.compile(r"<.*>|\[[A-Z]+\]|")  # such as <|im_end|> or [PAD], or nothing

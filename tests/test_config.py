@@ -108,10 +108,8 @@ def test_a_wrong_setting_is_refused_with_key_value_and_remedy_however_it_is_made
         ({"serach": "predict"}, r"adaptive_batching\.serach is unknown; did you mean 'search'\? Known: .*headroom"),
         ({"max_batch_size": 3}, "max_batch_size=3 is below batch_size=4; raise"),
         ([1], "must be a mapping"),
-        (
-            {"use_maximum_batch_size": True},
-            r"adaptive_batching\.use_maximum_batch_size belongs at the top level: write use_maximum_batch_size=True",
-        ),
+        ({"use_maximum_batch_size": True}, "belongs at the top level: write use_maximum_batch_size=True$"),
+        ({"micro_batch_size": "auto"}, r"adaptive_batching\.micro_batch_size belongs .*write micro_batch_size=auto$"),
     ],
 )
 def test_a_wrong_section_is_refused(section: Any, message: str) -> None:

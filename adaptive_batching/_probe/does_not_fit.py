@@ -76,9 +76,7 @@ def require_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, ranks: Rank
 
 @functools.cache
 def _say_that_limit_is_above(limit: str, total: str) -> None:
-    log.warning(
-        "adaptive_batching.memory_limit=%s is more than the %s of the device, which are the limit", limit, total
-    )
+    log.warning("adaptive_batching.memory_limit=%s is more than the device has, which is %s", limit, total)
 
 
 def _no_room(config: AdaptiveBatchingConfig, meter: MemoryMeter, added: int) -> str | None:

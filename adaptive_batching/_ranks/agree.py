@@ -171,7 +171,7 @@ class Ranks:
                 answer[1] = f"on the first rank, {type(error).__name__}: {error}"
         dist.broadcast_object_list(answer, src=0, group=self._group)
         if answer[1] is not None:
-            raise failure if failure is not None else RuntimeError(answer[1])
+            raise failure if failure is not None else OtherRankError(answer[1])
         return answer[0]  # type: ignore[no-any-return]
 
     def leave(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import runpy
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torchtune._cli.run import Run
 from torchtune.config._utils import _merge_yaml_and_cli_args
 
@@ -110,7 +112,20 @@ class _Run(Run):
         sys.argv = [self._parser.prog, *(each for each in sys.argv[1:] if each not in flags)]
         args.recipe_args += [*flags, *self.added]
         sys.argv += [*flags, *self.added]
-        super()._run_cmd(args)
+        if VERBOSE in flags:
+            super()._run_cmd(args)
+            return
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # tells of each process that ended
+        try:
+            super()._run_cmd(args)
+        except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            if first.exitcode > 0:  # it has said why
+                raise SystemExit(first.exitcode) from None
+            raise SystemExit(
+                f"error: rank {rank} was ended by {first.signal_name()}; if that is SIGKILL, the host may have run out "
+                "of memory"
+            ) from None
 
 
 class _Probe(_Run):
@@ -141,7 +156,7 @@ def add_validate(subparsers: Any, prog: str) -> None:
         name = find_recipe(args.recipe, parser).name if args.recipe else recipe_of(args.config, path)
         cfg = _read(path, args.overrides, parser)
         try:
-            with mistakes_in_one_line("step"):
+            with mistakes_in_one_line("while the config is checked"):
                 check_kinds(cfg)
                 check_components(cfg)
                 if name is not None:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import sysconfig
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,20 @@ log = logging.getLogger(__name__)
 QUIET, VERBOSE, ONLY_PROBES = "-q", "-v", "--only-probe"
 """Flags of a recipe's command line, besides what torchtune reads."""
 
+# Where memory ran out, and what to do.
+_BEFORE_TRAINING = (
+    "before training, where the model and its data are set up",
+    ". What takes less: dtype=bf16, LoRA or QLoRA, a smaller model; 'adaptive-batching plan', with the config and "
+    "overrides of this run, says what fits",
+)
+_LEAVE_MORE = ". Leave more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
+_IN_TRAINING = (
+    "outside a forward or backward, where nothing can run again",
+    f"; checkpoints saved before are intact{_LEAVE_MORE}",
+)
+_IN_EVALUATION = "outside a batch, where nothing can run again", _LEAVE_MORE
+# Seconds that a rank waits before it tells its mistake, for the rank that has more to say.
+_FIRST_RANK_TELLS, _OTHERS_KNOW_WHY = 5.0, 15.0
 _RANK = int(os.environ.get("RANK", 0))
 _NOT_OF_THE_USER = [
     str(Path(adaptive_batching.__file__).parent),
@@ -69,7 +84,9 @@ def entry_point(recipe_class: type[Any]) -> Callable[[], Any]:
         except Exception as error:
             if begun:
                 raise
-            raise SystemExit(f"error: {_mistake(error)}") from None
+            line = _mistake(error)
+            _wait_for_the_rank_that_tells(error)
+            raise SystemExit(f"error: {line}") from None
 
     return main
 
@@ -135,24 +152,27 @@ def _check_device(cfg: DictConfig) -> None:
 
 
 def _evaluate(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
-    with mistakes_in_one_line("batch"):
+    with mistakes_in_one_line(*_BEFORE_TRAINING):
         _check_device(cfg)
         if ONLY_PROBES in flags:
             raise ConfigError("probe finds the batch size of a training run, but this recipe evaluates; use 'run'")
         check_kinds(cfg)
         check_components(cfg)
         read_evaluation(cfg, warns=False)
-        _set_up(recipe_class, cfg, flags).evaluate()
+        made = _set_up(recipe_class, cfg, flags)
+    with mistakes_in_one_line(*_IN_EVALUATION):
+        made.evaluate()
 
 
 def _train(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> None:
-    with mistakes_in_one_line("forward or backward", "; checkpoints saved before are intact"):
+    with mistakes_in_one_line(*_BEFORE_TRAINING):
         if ONLY_PROBES in flags:
             cfg.use_maximum_batch_size = True
         _check_device(cfg)
         _check_training(cfg, recipe_class)  # before the config is shown and pushes errors out of sight
         recipe_class.prepare(cfg)
         made = _set_up(recipe_class, cfg, flags)
+    with mistakes_in_one_line(*_IN_TRAINING):
         if ONLY_PROBES not in flags:
             made.train()
         made.ranks.leave()
@@ -201,8 +221,8 @@ def _set_up(recipe_class: type[Any], cfg: DictConfig, flags: set[str]) -> Any:
 
 
 @contextlib.contextmanager
-def mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
-    """End mistakes in one line: ``recovered`` can run again, ``kept`` is what an error leaves."""
+def mistakes_in_one_line(where: str, remedy: str = "") -> Iterator[None]:
+    """End mistakes in one line; ``where`` and ``remedy`` are for memory that runs out inside."""
     try:
         yield
     except Exception as error:
@@ -219,17 +239,25 @@ def mistakes_in_one_line(recovered: str, kept: str = "") -> Iterator[None]:
                 "running, check the network between the hosts"
             )
         elif is_out_of_memory(error):
-            line = (
-                f"out of memory outside a {recovered}, where nothing can run again ({first_line(error)}){kept}. Leave "
-                "more memory: raise adaptive_batching.headroom, or set a smaller batch_size"
-            )
+            line = f"out of memory {where} ({first_line(error)}){remedy}"
         else:
             raise
+        _wait_for_the_rank_that_tells(error)
         if isinstance(error, (AdaptiveBatchingError, OmegaConfBaseException)):
             sys.stderr.write(_frames_of_the_user(error))
         else:
             log.debug("in full:", exc_info=error)
         raise SystemExit(f"error: {line}") from None
+
+
+def _wait_for_the_rank_that_tells(error: Exception) -> None:
+    """Wait, on a rank that torchrun has started, while another is to tell the mistake.
+
+    Mostly all ranks meet the same one. When the first has told it and ended, torchrun ends those that still wait.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        is_first = os.environ.get("LOCAL_RANK") == "0"
+        time.sleep(_OTHERS_KNOW_WHY if is_lost_rank(error) else 0 if is_first else _FIRST_RANK_TELLS)
 
 
 class _ForPeople(logging.Formatter):

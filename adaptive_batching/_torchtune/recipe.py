@@ -33,6 +33,7 @@ from adaptive_batching._torchtune.probing import CacheInputs, found_in
 from adaptive_batching._torchtune.session import Session
 from adaptive_batching._torchtune.settings import describe, read_settings, read_validation, report_dir
 from adaptive_batching._torchtune.stock import replaced_in_torchtune
+from adaptive_batching._torchtune.stock_keys import cannot_be_loaded, in_short
 from adaptive_batching._torchtune.validating import check_validation, hold_out
 from adaptive_batching._values import ConfigError
 
@@ -220,10 +221,7 @@ class AdaptiveBatching:
         except (FileNotFoundError, ValueError) as error:
             if self._resume_from_checkpoint:
                 raise
-            raise ConfigError(
-                f"the model cannot be loaded: {_in_short(error)}. Check checkpointer.checkpoint_dir and its files; "
-                "the comments at the top of a config say how to get them"
-            ) from error
+            raise ConfigError(cannot_be_loaded(error)) from error
 
     def _setup_data(self, *args: Any, **kwargs: Any) -> Any:
         sampler, stock_loader = self._load_data("dataset", *args, **kwargs)
@@ -245,7 +243,7 @@ class AdaptiveBatching:
             made = super()._setup_data(*args, **kwargs)  # type: ignore[misc]
         except (ValueError, OSError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{key} cannot be loaded: {_in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
+                f"{key} cannot be loaded: {in_short(error).rstrip('.!')}. Check {key}.source, its split and files"
             ) from error
         return made if isinstance(made, tuple) else (None, made)
 
@@ -284,8 +282,3 @@ class AdaptiveBatching:
             for group in hosts.groups_of(self):
                 set_rate(group, rates[last_epoch + 1])
         return scheduler
-
-
-def _in_short(error: Exception) -> str:
-    """Return the kind of an error and its first line, without a full stop."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"

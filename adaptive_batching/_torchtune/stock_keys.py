@@ -152,17 +152,35 @@ def _is_key(node: ast.AST) -> bool:
 
 @contextlib.contextmanager
 def set_up_in_one_line(cfg: DictConfig) -> Iterator[None]:
-    """Raise a checkpoint of another model, and a tokenizer that is not there, as a :class:`ConfigError`."""
+    """Raise a checkpoint of another model, and weights or a tokenizer that are not there, as a :class:`ConfigError`."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, AdaptiveBatchingError):
+            raise
         if str(error).startswith("Error(s) in loading state_dict"):
             why = str(error).splitlines()[1].strip()[:200]
             raise ConfigError(f"the checkpoint is not of this model ({why}); check model and checkpointer") from error
+        folder = OmegaConf.select(cfg, "checkpointer.checkpoint_dir")
+        if isinstance(folder, str) and folder in str(error) and not OmegaConf.select(cfg, "resume_from_checkpoint"):
+            raise ConfigError(cannot_be_loaded(error)) from error
         path = OmegaConf.select(cfg, "tokenizer.path")
         if isinstance(path, str) and path in str(error) and not Path(path).exists():
             raise ConfigError(f"tokenizer.path={path!r} is not there; it comes with the weights of a model") from error
         raise
+
+
+def cannot_be_loaded(error: Exception) -> str:
+    """Return what to say where the weights of a model are not there."""
+    return (
+        f"the model cannot be loaded: {in_short(error)}. Check checkpointer.checkpoint_dir and its files; the comments "
+        "at the top of a config say how to get them"
+    )
+
+
+def in_short(error: Exception) -> str:
+    """Return the kind of an error and its first line, without a full stop."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
 
 
 @contextlib.contextmanager

@@ -382,13 +382,12 @@ class AdaptiveRun:
         include = min(self._configured, upper) if isinstance(size, Whole) else None
         meter = memory_meter(self._trainer.args.device)
         # To go on, all lengths are not read again: with other data, check_place refuses.
-        goes_on = self._goes_on and self._found is not None
-        before = self._found if goes_on else None
-        tokens = before.tokens if before is not None else self._find_extremes(loader, length)[0]
+        of_checkpoint = self._found if self._goes_on else None
+        tokens = of_checkpoint.tokens if of_checkpoint else self._find_extremes(loader, length)[0]
         facts = {"samples": self._samples, "longest": tokens, "include": include, "in_parts": in_parts}
         now = conditions_of(self._trainer, settings, facts, meter, ranks.size)
         available = int(ranks.smallest(memory_budget(settings, meter)))
-        source = f"the probe of {self._resumed}" if goes_on else "this trainer's probe"
+        source = f"the probe of {self._resumed}" if of_checkpoint else "this trainer's probe"
         stays = self._stays
         held = ranks.on_first(lambda: taken_again(self._found, now, upper, available, stays=stays, source=source))
         if held is None:

@@ -40,7 +40,7 @@ def size(function: IncreaseFunction, **known: Any) -> int:
     """What the batch is after ``function`` was asked."""
     state = dataclasses.replace(STATE, **known)
     arguments = {"state": state} if increase.takes_state(function) else {}
-    return state.batch_size + function(state.epoch, state.batch_size, **arguments)
+    return state.batch_size + (function(state.epoch, state.batch_size, **arguments) or 0)
 
 
 EPOCHS = [0, 0.5, 1, 1.25, 2, 3, 3.75]

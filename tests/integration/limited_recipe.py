@@ -17,7 +17,7 @@ from torchtune import config
 
 from adaptive_batching._memory import CpuMeter, _status
 from adaptive_batching._out_of_memory import is_out_of_memory
-from adaptive_batching._probe.sizes import ProbeResult
+from adaptive_batching._probe.found import Found
 from adaptive_batching._torchtune.host import Host
 from adaptive_batching._torchtune.probing import Probe
 from adaptive_batching._torchtune.training_step import training_step
@@ -28,7 +28,7 @@ from recipes.lora_finetune_single_device import LoRAFinetuneRecipeSingleDevice
 from tests.support.garbage import quicken_collections
 
 MIB = 2**20
-find = Probe.result
+find = Probe.find
 
 
 def limit_growth(extra_mib: int) -> None:
@@ -45,7 +45,8 @@ def limited_probe(probe: Probe, extra_mib: int) -> Any:
     CpuMeter().release()
     state, before, data_before = snapshot(host), _status("RssAnon"), _status("VmData")
     limit_growth(extra_mib)
-    result: ProbeResult = find(probe)
+    found: Found = find(probe)
+    result = found.result
     after = _status("RssAnon")
     states = [state for optimizer in host.optimizers for state in optimizer.state.values()]
     unchanged = all(map(torch.equal, state, snapshot(host))) and not states
@@ -100,7 +101,7 @@ def recipe_main(cfg: DictConfig) -> None:
     if not cfg.get("only_probes", False):
         run_recipe(Limited, cfg)
         return
-    Probe.result = partialmethod(limited_probe, cfg.extra_mib)  # type: ignore[assignment, method-assign]
+    Probe.find = partialmethod(limited_probe, cfg.extra_mib)  # type: ignore[assignment, method-assign]
     lora = "lora" in cfg.model._component_
     (LoRAFinetuneRecipeSingleDevice if lora else FullFinetuneRecipeSingleDevice)(cfg=cfg).setup(cfg=cfg)
 

@@ -91,8 +91,8 @@ def test_a_run_that_is_cut_off_within_an_epoch_goes_on_as_if_it_had_not_been(
         assert resume["step"] == 22, "within the second epoch"
         return
     shrinks = "shrinks" in case
-    last = ["step_24", "step_28*", "step_32"] if shrinks else ["step_24*", "step_25"]
-    assert folders(resumed) == ["step_4", "step_8", "step_12", "step_16", "step_20", *last]
+    end = ["step_24", "step_28*", "step_32"] if shrinks else ["step_24*", "step_25"]
+    assert folders(resumed) == ["step_4", "step_8", "step_12", "step_16", "step_20", *end]
     second_epoch = [16] * 4 + [4] * 9 if shrinks else [16] * 6
     assert [s["batch_size"] for s in whole.metrics] == [4] * 13 + [8] * 6 + second_epoch
     of_epoch = [index for batch in first[19:20] + seen[len(first) :] for index in batch]

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torchtune._cli.run import Run
 
+from adaptive_batching import ConfigError
+from adaptive_batching.__main__ import main
+from adaptive_batching._torchtune.launch import mistakes_in_one_line
+from adaptive_batching.torchtune import load_stock
+from recipes import full_finetune_single_device
 from tests.conftest import ROOT
 from tests.support.command_line import in_this_process
 
@@ -133,3 +147,68 @@ def test_a_mistaken_command_ends_in_one_line_and_with_2(
     line = shown.rstrip().splitlines()[-1]
     assert "error: " in line and [word for word in words if word not in line] == [], shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.slow  # the tests below have what it is made of
+def test_on_several_devices_a_mistake_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    command = f"run --nproc_per_node 2 full_finetune_distributed --config {QUICKSTART} data_dir=nowhere"
+    program = [sys.executable, "-m", "adaptive_batching", *command.split(), "adaptive_batching.search=fastest"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line == "error: adaptive_batching.search='fastest' is unknown; known: binary_search, power_of_two, predict"
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "ends_with"),
+    [(3, None), (-9, "error: rank 1 was ended by SIGKILL; if that is SIGKILL, the host may")],
+)
+def test_a_launch_ends_as_the_process_that_ended_first(
+    exit_code: int, ends_with: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = ProcessFailure(local_rank=1, pid=7, exitcode=exit_code, error_file="<N/A>")
+
+    def fail(*_: Any) -> None:
+        raise ChildFailedError("recipe.py", {1: failure})
+
+    monkeypatch.setattr(Run, "_run_cmd", fail)
+    monkeypatch.setattr(sys, "argv", ["adaptive-batching", "run", "full_finetune_distributed", "--config", QUICKSTART])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == exit_code if ends_with is None else str(end.value).startswith(ends_with)
+
+
+@pytest.mark.parametrize(
+    ("error", "local_rank", "waited"),
+    [
+        (ConfigError("no"), "0", 0),
+        (ConfigError("no"), "1", 5),  # torchrun has ended it by then if the first has the same mistake
+        (RuntimeError("[gloo/transport] Connection closed by peer"), "0", 15),  # the one that closed it knows why
+        (ConfigError("no"), None, None),  # without torchrun
+    ],
+)
+def test_of_ranks_with_the_same_mistake_the_first_tells_it(
+    error: Exception, local_rank: str | None, waited: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match=r"^error: "), mistakes_in_one_line("anywhere"):
+        raise error
+    assert waits == ([] if waited is None else [waited])
+
+
+def test_memory_that_runs_out_before_training_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ROOT / "recipes" / "configs" / f"{QUICKSTART}.yaml"
+    monkeypatch.setattr(sys, "argv", ["run", "--config", str(config), f"output_dir={tmp_path}"])
+    no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried"))
+    monkeypatch.setattr(load_stock("full_finetune_single_device").config, "instantiate", no_memory)
+    with pytest.raises(SystemExit) as end:
+        full_finetune_single_device.recipe_main()
+    told = str(end.value)
+    assert told.startswith("error: out of memory before training, where the model and its data are set up (CUDA out of")
+    assert "LoRA" in told and "checkpoints" not in told and "forward" not in told and "\n" not in told

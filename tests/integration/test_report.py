@@ -46,10 +46,12 @@ def one_failure(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("one_failure")
 def test_a_run_leaves_a_record_and_a_page_that_say_the_same(tune_run: TuneRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conftest, "makes_pages", True)
-    run = tune_run("full", *GROW, *PROBED)
+    run = tune_run("full", *GROW, *PROBED, "metric_logger.api_key=hunter2", "my_Token=hunter2")
     folder = run.output_dir / "adaptive_batching"
     assert sorted(path.name for path in folder.iterdir()) == ["probe.json", "report.html", "report.jsonl"]
+    assert not [path for path in folder.iterdir() if "hunter2" in path.read_text()], "secrets are left out"
     record = read_events(folder / "report.jsonl")
+    assert record["run"][0]["config"]["metric_logger"]["api_key"] == "(masked)"
     check_the_page(folder, record)
     check_the_schema(record, without={"run": {"stock", "name"}})  # torchtune has no config of this name
     check_the_metrics(dict(enumerate(run.metrics, 1)), record)

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._report.about import about as facts_of
 from adaptive_batching._report.configs import snippet
 from adaptive_batching._report.events import read_runs
 from adaptive_batching._report.page import write_page
@@ -131,3 +132,27 @@ def test_what_differs_from_stocks_config_of_the_same_name_is_shown(tmp_path: Pat
 )
 def test_stocks_config_is_found_by_the_name_of_a_file(path: str, stock: str | None) -> None:
     assert stock_config(Path(path)) == stock
+
+
+SECRETS: list[Any] = [
+    {"api_key": "x"}, {"WANDB_API_KEY": "x"}, {"hubToken": "x"}, {"hf_token": "x"}, {"client-secret": "x"},
+    {"Password": "x"}, {"db": {"passwd": "x"}}, {"loggers": [{"kind": 1, "apikey": "x"}]}, {"secrets": ["x", "x"]},
+    {"token": {"value": "x", "kind": ["x"]}}, {"use_auth_token": "x"}, {"tokenizer": {"path": 3, "token": "x"}},
+]  # fmt: skip
+NO_SECRETS: dict[str, Any] = {
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "path": "/a/tokenizer.model"},
+    "tokenizer_name_or_path": "gpt2", "max_tokens": 512, "max_new_tokens": 8, "key_value_heads": 2, "pad_token_id": 0,
+    "pad_token": "!", "eos_token": "<|im_end|>", "image_token": "[IMG]", "hub_token": None, "use_auth_token": True,
+    "special_tokens": ["<a>"], "keywords": "a, b", "include_num_input_tokens_seen": "no", "api_key": "",
+    "shuffle": True, "loss": {"num_output_chunks": 8}, "token": "<HUB_TOKEN>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", SECRETS, ids=str)
+def test_what_keys_of_any_case_name_as_secret_is_left_out_of_the_record(config: Any) -> None:
+    found = facts_of("recipe", "model", config, device="cpu", ranks=1, packages=())["config"]
+    assert "'x'" not in str(found) and "(masked)" in str(found) and found.keys() == config.keys()
+
+
+def test_keys_and_tokens_that_are_no_secret_stay() -> None:
+    assert facts_of("recipe", "model", NO_SECRETS, device="cpu", ranks=1, packages=())["config"] == NO_SECRETS
