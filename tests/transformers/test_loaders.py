@@ -291,7 +291,8 @@ class Drawn(torch.utils.data.Dataset[Any]):
 
 def test_data_that_draw_random_numbers_train_as_before(tmp_path: Path) -> None:
     def train(ours: AdaptiveArguments | None) -> Any:
-        trainer = make_trainer(tmp_path, ours, data=Drawn(), model=trainers.make_llama(attention_dropout=0.1))
+        data = torch.utils.data.Subset(Drawn(), range(39))
+        trainer = make_trainer(tmp_path, ours, data=data, model=trainers.make_llama(attention_dropout=0.1))
         transformers.set_seed(5)
         trainer.train()
         return trainer
