@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -88,6 +89,15 @@ class AdaptiveRun:
 
         self.only_finds = False
         """True while ``train`` runs to find what it would train with."""
+
+        self.begins = False
+        """True from the call of ``train`` until its loader is there."""
+
+        self.eval_loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """For each loader of an evaluation in parts, the one that hands out its samples."""
+
+        self.evaluated: Any = None
+        """The loader of batches of the evaluation in parts that runs."""
 
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
