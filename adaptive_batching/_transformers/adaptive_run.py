@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -88,6 +89,15 @@ class AdaptiveRun:
 
         self.only_finds = False
         """True while ``train`` runs to find what it would train with."""
+
+        self.begins = False
+        """True from the call of ``train`` until its loader is there."""
+
+        self.eval_loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """For each loader of an evaluation in parts, the one that hands out its samples."""
+
+        self.evaluated: Any = None
+        """The loader of batches of the evaluation in parts that runs."""
 
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)
@@ -444,18 +454,18 @@ class AdaptiveRun:
         read = self._trainer.train_dataset, self._trainer.data_collator
         if self._extremes is not None and all(map(operator.is_, self._extremes[0], read)):
             return self._extremes[1]  # type: ignore[no-any-return]
-        if length is None:
-            some = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
-            by_size = sorted(some, key=lambda sample: count_numbers(collated([sample], self._trainer.data_collator)))
-            found = 1, 1.0, (by_size[-1], by_size[0])
-        else:
-            with reading(loader.dataset, self._trainer.args.device):
+        with reading(loader.dataset, self._trainer.args.device):
+            if length is None:
+                some = [self._sample(loader, index) for index in range(min(len(loader.dataset), _TO_MEASURE))]
+                by_size = sorted(some, key=lambda each: count_numbers(collated([each], self._trainer.data_collator)))
+                found = 1, 1.0, (by_size[-1], by_size[0])
+            else:
                 by_length = [(length(loader.dataset[index]), index) for index in range(len(loader.dataset))]
-            (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
-            mean = sum(tokens for tokens, _ in by_length) / len(by_length)
-            found = tokens, mean, (self._sample(loader, longest), self._sample(loader, shortest))
-            if isinstance(length, PairLength):
-                found = length(length.longest), mean, (length.longest, found[2][1])
+                (tokens, longest), (_, shortest) = max(by_length, key=lambda each: each[0]), min(by_length)
+                mean = sum(tokens for tokens, _ in by_length) / len(by_length)
+                found = tokens, mean, (self._sample(loader, longest), self._sample(loader, shortest))
+                if isinstance(length, PairLength):
+                    found = length(length.longest), mean, (length.longest, found[2][1])
         self._extremes = read, found
         return found
 

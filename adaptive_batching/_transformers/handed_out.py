@@ -154,7 +154,9 @@ def reading(data: Any, device: torch.device) -> Iterator[None]:
     if numpy_random := sys.modules.get("numpy.random"):
         kinds += numpy_random.RandomState, numpy_random.BitGenerator
     generators = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
-    generators += [each for each in getattr(data, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+    while data is not None:  # and what it is a subset of
+        generators += [each for each in getattr(data, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+        data = getattr(data, "dataset", None)
     put_back: list[Callable[[], Any]] = []
     for each in generators:
         if isinstance(each, random.Random):

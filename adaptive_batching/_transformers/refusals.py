@@ -128,11 +128,11 @@ def check_data(trainer: Any) -> None:
     args, data = trainer.args, trainer.train_dataset
     if data is not None:
         name = f"train_dataset is a {type(data).__name__}, which has"
-        instead = "give one with __len__ and __getitem__, such as a list or a datasets.Dataset"
+        instead = "give a map-style data set, with __len__ and __getitem__, such as a list or a datasets.Dataset"
         if not hasattr(data, "__len__"):
             raise ConfigError(f"{name} no length; {instead}")
         if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__"):
-            raise ConfigError(f"{name} a length, and no samples to take one by one; {instead}")
+            raise ConfigError(f"{name} a length and no items; {instead}")
         if not len(data):
             raise ConfigError(f"{name} no samples")
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -64,8 +64,6 @@ class AdaptiveTraining:
     adaptive: AdaptiveRun | None = None
     """Findings and plan of the adaptive run; None if training is ``Trainer``'s own."""
 
-    _begins = False  # True from the call of train until its loader is there
-
     # Set by Trainer
     args: Any
     callback_handler: Any
@@ -82,8 +80,6 @@ class AdaptiveTraining:
         settings = adaptive.settings(self.args.per_device_train_batch_size)
         if settings.enabled:
             self.adaptive = AdaptiveRun(self, settings, fields_set(adaptive))
-            self._evaluated: Any = None  # loader of the evaluation that runs
-            self._eval_loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # each with the one of its samples
             self._following = FollowingCallback(self.adaptive)
             self._recording = Recording(self.adaptive, self)
             for callback in (self._following, self._recording):
@@ -91,8 +87,10 @@ class AdaptiveTraining:
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         stock = super().train  # type: ignore[misc]
-        self._begins = True
-        if self.adaptive is None or self.adaptive.only_finds:
+        if self.adaptive is None:
+            return stock(resume_from_checkpoint, *args, **kwargs)
+        self.adaptive.begins = True
+        if self.adaptive.only_finds:
             return stock(resume_from_checkpoint, *args, **kwargs)
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
@@ -106,8 +104,8 @@ class AdaptiveTraining:
         They have different numbers of steps. ``Trainer`` takes all to be as long as the longest: in a shorter one it
         asks for more batches and gets none.
         """
-        if self._begins and self.adaptive is not None:
-            self._begins = False
+        if self.adaptive is not None and self.adaptive.begins:
+            self.adaptive.begins = False
             self.adaptive.prepare(dataloader)
         values = super().set_initial_training_values(args, dataloader, *more)  # type: ignore[misc]
         course = None if self.adaptive is None else self.adaptive.course
@@ -188,32 +186,33 @@ class AdaptiveTraining:
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the loop on samples where it can run in parts; callbacks get the loader of batches."""
-        loop, of_samples = super().evaluation_loop, None  # type: ignore[misc]
-        if self._evaluates_in_parts(dataloader, loop):
-            kept = self._eval_loaders.get(dataloader)  # its workers may be persistent
-            of_samples = kept or handing_out_samples(dataloader, self.data_collator)
-        if of_samples is None:
+        run, loop = self.adaptive, super().evaluation_loop  # type: ignore[misc]
+        of_samples = self._of_samples_to_evaluate(dataloader, loop)
+        if run is None or of_samples is None:
             return loop(dataloader, *args, **kwargs)
-        self._eval_loaders[dataloader] = of_samples
-        before, self._evaluated = self._evaluated, dataloader
+        before, run.evaluated = run.evaluated, dataloader
         try:
             return loop(of_samples, *args, **kwargs)
         finally:
-            self._evaluated, self.callback_handler.eval_dataloader = before, dataloader
+            run.evaluated, self.callback_handler.eval_dataloader = before, dataloader
 
-    def _evaluates_in_parts(self, dataloader: Any, loop: Any) -> bool:
-        if self.adaptive is None or not self.adaptive.settings.recover_from_oom:
-            return False
+    def _of_samples_to_evaluate(self, dataloader: Any, loop: Any) -> Any:
+        """Return the loader that hands out the samples of another, or None if they are not evaluated in parts."""
+        run = self.adaptive
+        if run is None or not run.settings.recover_from_oom:
+            return None
         # A loop of the user's own may look into batches, as Accelerate does into those of a stream, and Trainer into
         # those whose inputs are asked for.
         is_known = loop.__module__.partition(".")[0] in ("transformers", "trl")
-        has_length = hasattr(getattr(dataloader, "dataset", None), "__len__")
+        has_length = isinstance(dataloader, DataLoader) and hasattr(dataloader.dataset, "__len__")
         in_parts = is_known and has_length and "inputs" not in self.args.include_for_metrics
         if self.args.world_size > 1:  # a rank would be waited for in what TRL gathers in a forward, and FSDP in a layer
             steps = super().prediction_step.__func__, type(self).compute_loss  # type: ignore[misc, attr-defined]
             in_parts = in_parts and not self.is_fsdp_enabled
             in_parts = in_parts and steps == (Trainer.prediction_step, Trainer.compute_loss)
-        return in_parts
+        if in_parts and dataloader not in run.eval_loaders:  # one that was there has workers, which may be persistent
+            run.eval_loaders[dataloader] = handing_out_samples(dataloader, self.data_collator)
+        return run.eval_loaders[dataloader] if in_parts else None
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -222,7 +221,7 @@ class AdaptiveTraining:
         if not isinstance(inputs, Samples):
             return stock(model, inputs, prediction_loss_only, ignore_keys)
         assert self.adaptive is not None
-        self.callback_handler.eval_dataloader = self._evaluated
+        self.callback_handler.eval_dataloader = self.adaptive.evaluated
         samples = inputs.features
         length = length_function(samples[0], targets=has_decoder(self.model))
         return self.adaptive.evaluation(

@@ -63,7 +63,7 @@ def test_the_longest_input_with_the_longest_target_is_probed_and_no_part_has_mor
     ours.adaptive.find()
     assert ours.adaptive.longest == 70
     assert any(shape[1:] == (40, 30) for shape in shapes.seen)
-    ours.adaptive._found["max_tokens"] = 3 * 70
+    trainers.without_probe(ours, 3 * 70)
     shapes.seen.clear()
     ours.train()
     assert_alike(ours, stock)

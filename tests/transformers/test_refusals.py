@@ -43,8 +43,8 @@ class Empty(list[Any]):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Stream(), "train_dataset is a Stream, which has a length, and no samples to take one by one; give one with"),
-        (WithoutItems(), "train_dataset is a WithoutItems, which has a length, and no samples to take one by one"),
+        (Stream(), "train_dataset is a Stream, which has a length and no items; give a map-style data set"),
+        (WithoutItems(), "train_dataset is a WithoutItems, which has a length and no items"),
         (Empty(), "train_dataset is a Empty, which has no samples"),
     ],
     ids=["stream", "no items", "empty"],
