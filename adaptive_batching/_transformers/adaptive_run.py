@@ -349,7 +349,9 @@ class AdaptiveRun:
         known = self.ranks.all(samples is not None)
         return round(self.ranks.largest(samples or 0.0) * (self.longest or 1)) if known else None
 
-    def _extremes(self, loader: Any, length: Callable[[Sample], int] | None) -> tuple[int, float, tuple[Sample, Sample]]:
+    def _extremes(
+        self, loader: Any, length: Callable[[Sample], int] | None
+    ) -> tuple[int, float, tuple[Sample, Sample]]:
         """Return the tokens of the longest sample and their mean, and the longest and the shortest sample.
 
         If lengths are unknown, these are 1, and the samples of most and of fewest numbers among some.
