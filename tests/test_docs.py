@@ -125,7 +125,7 @@ def test_the_rooms_are_there() -> None:
 @pytest.mark.parametrize(
     "block", [block for block in blocks("python") if not re.search("AdaptiveStep|SFTTrainer", block.text)], ids=str
 )
-def test_python_runs(block: Block) -> None:
+def test_python_runs(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(512, 8), nn.ReLU(), nn.Linear(8, 1))
     before = [parameter.clone() for parameter in model.parameters()]
     # The names that a block may rely on, as the prose says.
@@ -134,6 +134,8 @@ def test_python_runs(block: Block) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     if "result" in given:
         assert given["result"].batch_size == 4096
+    if "StorageWeakRef" in given:
+        assert capsys.readouterr().out == "False\nTrue\n"
     if "WithPenalty" in given:
         check_that_parts_add_up(given["Recipe"])
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "emulated_device": {"values"},
     "environment": {"memory", "ranks", "trace"},
     "device": set(),
-    "memory": set(),
+    "memory": {"out_of_memory"},
     "out_of_memory": set(),
     "patches": set(),
     "public": {"config", "growth", "loop", "probe", "values"} | MEMORY,

@@ -126,12 +126,10 @@ def explain(
     remedies: Callable[[], Sequence[Remedy]],
     curve: PeakMemoryCurve | None,
     level: float,
-    failure: str,
 ) -> str:
     """Return why a batch of one does not fit and what would help, with predictions corrected by measurements.
 
-    ``level`` is the bytes in use on the device in addition to the predicted ones, ``failure`` the last error that a
-    step ended with.
+    ``level`` is the bytes in use on the device in addition to the predicted ones.
     """
     message = f"a batch of one sample does not fit in {memory_size(budget)}"
     measured = next((m.peak_bytes for m in measurements if m.batch_size == 1), None)
@@ -141,13 +139,6 @@ def explain(
         level += measured - predicted
     elif curve is not None and predicted > budget:
         message += f": it needs about {memory_size(predicted)}, {memory_size(predicted - budget)} too much"
-    elif curve is not None and _has_failed_twice(measurements) and predicted < (1 - NOISE) * budget:
-        # Whatever it is that takes so much, the step is not known to, and neither is what would take less.
-        return (
-            f"{message}: it ran out of memory twice, though only about {memory_size(predicted)} was predicted. The error "
-            f"was: {failure}. Another program may have taken memory meanwhile, or a limit other than this one may apply, "
-            "such as that of a cgroup or ulimit"
-        )
     elif curve is not None:
         # The step needs more than the budget, so the prediction is too low by at least the difference.
         message += f": it ran out of memory, though only about {memory_size(predicted)} was predicted"
@@ -166,5 +157,16 @@ def explain(
     return "\n".join([message + ". What would help:", *lines, "  or raise adaptive_batching.memory_limit, if set"])
 
 
-def _has_failed_twice(measurements: Sequence[Measurement]) -> bool:
-    return sum(m.batch_size == 1 and m.peak_bytes is None for m in measurements) > 1
+def unexplained(budget: int, measurements: Sequence[Measurement], predicted: float, failure: str) -> str | None:
+    """Return that a batch of one ran out of memory twice although it was predicted to fit by far; None if it was not.
+
+    It is not known then what took so much, and so neither what would take less. ``failure`` is the last error.
+    """
+    failures = sum(m.batch_size == 1 and m.peak_bytes is None for m in measurements)
+    if failures < 2 or predicted >= (1 - NOISE) * budget:
+        return None
+    return (
+        f"a batch of one sample ran out of memory twice, though only about {memory_size(predicted)} of "
+        f"{memory_size(budget)} was predicted. The error was: {failure}. Another program may have taken memory "
+        "meanwhile, or a limit other than this one may apply, such as that of a cgroup or ulimit"
+    )

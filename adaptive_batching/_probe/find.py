@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import MemoryMeter, Segments, allocator_advice, little_to_collect, memory_meter
-from adaptive_batching._micro_batches.forward_cost import ForwardTimes
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import (
     DoesNotFitError,
@@ -26,8 +25,9 @@ from adaptive_batching._probe.does_not_fit import (
     memory_available,
     memory_budget,
     require_room,
+    unexplained,
 )
-from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, settle_for_enough
+from adaptive_batching._probe.search import SEARCHES, CorrectedCurve, Count, StepTimes, settle_for_enough
 from adaptive_batching._probe.sizes import Measure, Measurement, ProbeResult, SizesRun, candidate_sizes
 from adaptive_batching._probe.trial import Trial
 from adaptive_batching._ranks.agree import ALONE, ONLY_HERE, Ranks
@@ -54,7 +54,7 @@ class ProbeRequest:
     # this saves the step that would prove it, and its out-of-memory error.
     coarse: bool = False
     # Noted by the step. With search="predict", look no further than is of use by those of the two smallest sizes.
-    times: ForwardTimes | None = None
+    times: StepTimes | None = None
     ranks: Ranks = ALONE  # that run the step together, each on its own device; the answer fits on every one
     remedies: Callable[[], Sequence[Remedy]] = tuple  # returns what to suggest if a batch of one does not fit
     scratch: Path | None = None  # for saved weights and states if the folder for temporary files has no room
@@ -202,8 +202,11 @@ class _Search:
                 known = [*step.model.parameters(), *step.model.buffers(), *states]
                 self._level = meter.used_bytes() - sum(v.nbytes for v in known if isinstance(v, torch.Tensor))
             curve = None if self.traced is None else self.traced.curve
-            remedies, failure = self._question.remedies, self._trial.failure
-            return explain(meter.device, limit, measured, remedies, curve, self._level, failure)
+            if curve is not None:
+                predicted = curve.peak_bytes(1) + self._level
+                if (answer := unexplained(limit, measured, predicted, self._trial.failure)) is not None:
+                    return answer
+            return explain(meter.device, limit, measured, self._question.remedies, curve, self._level)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

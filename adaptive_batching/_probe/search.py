@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from typing import Protocol
 
 from adaptive_batching._probe.sizes import NOISE, Measurement, SizesRun
 
@@ -294,6 +295,16 @@ def predict(curve: CorrectedCurve) -> None:
             sizes.misses += not curve.run(curve.within_reach(guess))
         if sizes.misses > MAX_MISSES and sizes.high < len(sizes.candidates):
             _bisect(curve)
+
+
+class StepTimes(Protocol):
+    """What the times of the steps that have run say of larger sizes."""
+
+    def enough(self) -> int | None:
+        """Return the size from which on larger ones are of little use; None if that cannot be told."""
+
+    def is_worth(self, small: int, large: int) -> bool:
+        """Return False if a search for up to ``large`` costs more than the run gains by it over ``small``."""
 
 
 def settle_for_enough(

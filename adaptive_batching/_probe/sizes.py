@@ -12,8 +12,8 @@ from adaptive_batching._trace.reserved import can_repeat
 # Share of the limit by which consecutive steps at one size were seen to differ, five times over, where freed memory
 # goes back at once.
 REPEAT_ERROR = 0.001
-# Share of the limit by which equal steps were seen to differ where freed memory is kept: by glibc's malloc, or in blocks
-# by a GPU's allocator. What differs by more is measured again.
+# Share of the limit by which equal steps were seen to differ where freed memory is kept: by glibc, or in blocks by a
+# GPU's allocator. What differs by more is measured again.
 NOISE = 0.2
 
 
@@ -266,8 +266,8 @@ class ProbeResult:
     shorter: list[tuple[int, int, int]] = field(default_factory=list)
     """(tokens, batch size, measured peak bytes) for shorter samples, where more tokens fit."""
     enough: int | None = None
-    """Batch size beyond which larger ones would be of little use, or not worth their trials, if that was asked and it is
-    predicted to fit by far; it may not have run. :attr:`batch_size` is then the largest that has run."""
+    """Batch size beyond which larger ones would be of little use, or not worth their trials, if that was asked. It has
+    run, or is predicted to fit by far; :attr:`batch_size` is then the largest that has run."""
     peak_moment: str = ""
     """Part of the step that the peak falls into, as traced; empty if no trace says."""
     peak_kinds: dict[str, int] = field(default_factory=dict)

@@ -85,9 +85,8 @@ class Fails(torch.autograd.Function):
 
 @pytest.mark.parametrize("place", ["on the device", "on the host", "on both"])
 def test_the_thread_that_drops_a_failed_backward_is_waited_for(place: str) -> None:
-    waits, fails = {
-        "on the device": (DEVICE, DEVICE), "on the host": (torch.device("cpu"),) * 2, "on both": ("cpu", DEVICE),
-    }[place]  # fmt: skip
+    host = torch.device("cpu")
+    waits, fails = {"on the device": (DEVICE, DEVICE), "on the host": (host, host), "on both": (host, DEVICE)}[place]
     weights = [torch.ones(2**20, device=where, requires_grad=True) for where in (waits, fails)]
     alive: list[int] = []
 

@@ -77,7 +77,7 @@ def test_a_probe_that_went_over_its_limit_leaves_no_trace(
     meter.release()
     ours = tune_run(
         kind, *few, "batch_size=1", "use_maximum_batch_size=True", "adaptive_batching.search=binary_search",
-        f"adaptive_batching.memory_limit={meter.used_bytes() + 200 * 2**20}", name="ours", replaced=constant,
+        f"adaptive_batching.memory_limit={meter.used_bytes() + 230 * 2**20}", name="ours", replaced=constant,
     )  # fmt: skip
     [probe] = events(ours, "probe")
     assert any(not m["fits"] for m in probe["measurements"])
