@@ -96,6 +96,8 @@ class Watch:
         self.trouble: str | None = None  # why something is missing from the report
         self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
+        self._captures_step = False
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that have a step
         self._course = Course(self._before_pass, self._after_pass)
         self._stopped = False  # by this watch, after as many steps as were asked for
         self._writing = threading.RLock()
@@ -110,6 +112,7 @@ class Watch:
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
         self._begin_course()
+        self._watch_graphs()
         atexit.register(self._end)
         Finalize(None, self._end, exitpriority=0)  # of a process that multiprocessing has started: atexit is not run
         of_script = sys.excepthook
@@ -123,6 +126,26 @@ class Watch:
     @_harmless
     def _begin_course(self) -> None:
         self._course.begin()
+
+    @_harmless
+    def _watch_graphs(self) -> None:
+        end, replay = torch.cuda.CUDAGraph.capture_end, torch.cuda.CUDAGraph.replay
+
+        @functools.wraps(end)
+        def end_and_note(graph: torch.cuda.CUDAGraph) -> None:
+            end(graph)
+            if self._captures_step:
+                self._captures_step = False
+                self._graphs.add(graph)
+
+        @functools.wraps(replay)
+        def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
+            replay(graph)
+            if graph in self._graphs:
+                self._end_step()
+
+        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign]
 
     def _remember(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -186,6 +209,9 @@ class Watch:
                 self._stop()
             return
         self._course.note_step()
+        if torch.cuda.is_current_stream_capturing():
+            self._captures_step = True  # it is taken when the graph is replayed
+            return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if count <= len(self._ends_us) or self._is_ending:  # of several optimizers, the first to step ends a step
             return

@@ -163,7 +163,7 @@ for step in range(9):
     launch = ["--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
     found, _ = dry_run(tmp_path, "--memory", "80", *launch)
     assert (found["fits"], found["steps"], found["processes"]) == (True, 3, 2)
-    assert found["asked_of_device"]["collectives"] >= 1
+    assert found["asked_of_device"]["collectives"] >= 1 and found["peak"]["categories"]["DDP buckets"] >= 4 * LAYER
     found, _ = dry_run(tmp_path, "--memory", "4", "--devices", "2", *launch)
     assert found["fits"] is False and found["failed_allocation"]["step"] == 2
     assert found["failed_allocation"]["line"] == "train.py:16 <module>"
@@ -268,6 +268,48 @@ def test_the_whole_script_runs_if_asked_for_and_what_was_not_run_is_said_if_not(
     process = start(["--memory", "24", "--", "python", "train.py"], tmp_path)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "not run" in printed and "--whole" in printed
+
+
+def test_steps_in_a_graph_are_counted_when_it_is_replayed(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + """
+model, rows = make(2), torch.randn(8, {WIDTH}, device="cuda")
+optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+def step():
+    optimizer.zero_grad()
+    model(rows).sum().backward()
+    optimizer.step()
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    step()
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    step()
+for number in range(100):
+    graph.replay()
+    print("replayed", flush=True)
+""".replace("{WIDTH}", str(WIDTH))
+    )
+    found, said = dry_run(tmp_path, "--memory", "24", code=code)
+    assert (found["fits"], found["steps"], said.count("replayed")) == (True, 3, 1)
+    assert found["asked_of_device"]["products"] == 3 * 2 - 1
+
+
+def test_the_error_of_a_process_that_was_spawned_is_the_script_s(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + """
+def work(rank):
+    make(2)
+    raise KeyError("of the script")
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=1)
+"""
+    )
+    found, _ = dry_run(tmp_path, "--memory", "24", code=code)
+    assert found["fits"] is None and "KeyError: 'of the script'" in found["why"]
 
 
 @pytest.mark.parametrize(("by", "before"), [
