@@ -271,7 +271,9 @@ def _failure(failure: dict[str, Any]) -> list[str]:
     lines = [_row("failed", f"{memory_size(failure['asked_bytes'])} asked for{during}")]
     stack = [line for line in failure["stack"] if not line.startswith(_PLUMBING)]
     shown = [*stack[: MOST_FRAMES - 1], f"... {len(stack) - MOST_FRAMES} more", stack[-1]]
-    return lines + [_row("", f"  {line}") for line in (stack if len(stack) <= MOST_FRAMES else shown)]
+    causes = [cause for cause in failure["causes"] if cause is not None]
+    lines += [_row("", f"  {line}") for line in (stack if len(stack) <= MOST_FRAMES else shown)]
+    return lines + ([_row("because", "; and ".join(causes))] if causes else [])
 
 
 def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ HISTORY = {
 FAILED = {
     "device": 0, "asked_bytes": 2 * GIB, "step": 1, "time_us": 5, "in_backward": True, "line": "train.py:7 main",
     "where": "backward pass", "stack": [f"models/llama.py:{n} forward" for n in range(20)], "allocated_bytes": 1,
-    "reserved_bytes": 1,
+    "reserved_bytes": 1, "causes": [None, "input_ids is [1, 9]"],
 }  # fmt: skip
 
 
@@ -72,6 +72,7 @@ LATE = {**FAILED, "step": 4}
         ([process(reserved=23.4)], 0, Answer.TIGHT, "CUDA's context and NCCL may take up to"),
         ([process(peaks={"allocated": 1, "reserved": GIB, "retries": 2})], 0, Answer.TIGHT, "empty its cache 2 times"),
         ([process(steps=0, out_of_memory=[FAILED])], 1, Answer.DOES_NOT_FIT, "2.00 GiB asked for in the backward pass"),
+        ([process(steps=0, out_of_memory=[FAILED])], 1, Answer.DOES_NOT_FIT, "because   input_ids is [1, 9]"),
         ([process(), process(1, out_of_memory=[LATE])], 1, Answer.DOES_NOT_FIT, "out of memory in step 4"),
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
