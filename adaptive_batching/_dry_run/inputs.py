@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -40,7 +41,8 @@ class Inputs:
 
     def begin(self) -> None:
         register_module_forward_pre_hook(self._note)
-        of_torch, next_index = _BaseDataLoaderIter.__next__, _BaseDataLoaderIter._next_index
+        of_torch: Any = _BaseDataLoaderIter.__next__
+        next_index: Any = _BaseDataLoaderIter._next_index
 
         def note_index(loading: Any) -> Any:
             index = next_index(loading)
@@ -49,22 +51,24 @@ class Inputs:
 
         def note_batch(loading: Any) -> Any:
             batch = of_torch(loading)
-            indices = loading.__dict__.get("_dry_run_indices")
-            if indices:
-                index = indices.popleft()
-                if self._batches:
-                    _note_most(self._batches[-1].sizes, self._most_of_batches)
-                self._batches.append(_batch([*index] if isinstance(index, (list, tuple)) else [index], batch))
+            with contextlib.suppress(Exception):  # a report watches, and breaks nothing
+                self._note_batch(loading, batch)
             return batch
 
         _BaseDataLoaderIter._next_index = note_index  # type: ignore[method-assign]
-        _BaseDataLoaderIter.__next__ = note_batch  # type: ignore[method-assign]
+        _BaseDataLoaderIter.__next__ = note_batch  # type: ignore[method-assign, assignment]
+
+    def _note_batch(self, loading: Any, batch: Any) -> None:
+        index = loading.__dict__["_dry_run_indices"].popleft()
+        if self._batches:
+            _note_most(self._batches[-1].sizes, self._most_of_batches)
+        self._batches.append(_batch([*index] if isinstance(index, (list, tuple)) else [index], batch))
 
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or self._now is not None:
             return
         if threading.current_thread() is threading.main_thread() and torch.is_grad_enabled():
-            kwargs = sys._getframe(1).f_locals.get("kwargs")
+            kwargs = sys._getframe(1).f_locals.get("kwargs")  # which a hook of all modules is not given
             self._now = _sizes({**dict(enumerate(args)), **(kwargs if isinstance(kwargs, dict) else {})})
 
     def end_pass(self) -> None:

@@ -150,8 +150,8 @@ class Watch:
             if graph in self._graphs:
                 self._end_step()
 
-        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign]
-        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
+        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
 
     def _remember(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
