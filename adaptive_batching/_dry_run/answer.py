@@ -136,7 +136,9 @@ class DryRun:
             line = "" if error["line"] is None else f" ({error['line']})"
             return f"the script failed, but not for want of the card's memory: {error['text']}{line}"
         if code:
-            return f"the script ended with exit code {code}, but not for want of the card's memory; its output is above"
+            left = next((f", at {each['course']['exit']}" for each in self.processes if each["course"]["exit"]), "")
+            ended = f"the script ended with exit code {code}{left}"
+            return f"{ended}, but not for want of the card's memory; its output is above"
         if self.worst is None:
             return "no process of the command used a CUDA device"
         return self._nothing_trained()
@@ -313,6 +315,8 @@ def _course(run: DryRun) -> list[str]:
             "what another optimizer keeps counts if it was made by then" if run.passes else "the script ran to its end"
         )
         lines.append(_row("no step", f"no optimizer of torch.optim took one; {kept}"))
+    if fine and run.steps and not run.was_stopped:
+        lines.append(_row("ended", f"by itself, after {run.steps} step{'' if run.steps == 1 else 's'}"))
     if fine and run.was_stopped:
         lines.append(_row("not run", "what follows, such as an evaluation or a checkpoint; --whole runs all of it"))
     if run.condition is not None:

@@ -90,6 +90,8 @@ LATE = {**FAILED, "step": 4}
         ([process(), process(1, steps=0)], 0, Answer.FITS, "3 steps"),  # one that only asked for the device's name
         ([process()], 0, Answer.FITS, "matrix products 7"),
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
+        ([process(steps=1, course=course(exit="a.py:9 f"))], 1, Answer.CANNOT_TELL, "exit code 1, at a.py:9 f, but"),
+        ([process(steps=2)], 0, Answer.FITS, "ended     by itself, after 2 steps"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
         ([process(steps=0, error=error("KeyError: 'x'", line="a.py:3 f"))], 1, Answer.CANNOT_TELL,
          "the card's memory: KeyError: 'x' (a.py:3 f)"),
