@@ -44,6 +44,11 @@ def num_allocation_retries(device: torch.device) -> int:
     return _counted(device, "num_alloc_retries")
 
 
+def bytes_in_use(device: torch.device) -> int:
+    """Return what the device's allocator has handed out; 0 if it does not say."""
+    return _counted(device, "allocated_bytes.all.current")
+
+
 def _counted(device: torch.device, name: str) -> int:
     module = torch.get_device_module(device)
     return int(module.memory_stats(device).get(name, 0)) if hasattr(module, "memory_stats") else 0

@@ -32,6 +32,7 @@ PRIVATE = {
     "torch.utils._pytree.tree_leaves": "finds the tensors that a module returns",
     "torch.utils._pytree.tree_map": "moves a batch to the device",
     # A dry run
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "tells which samples a batch is made of",
     "torch.autograd._engine_run_backward": "counts backward passes",
     "torch._C._cuda_attach_out_of_memory_observer": "tells of an allocation that fails, from within it",
     "torch._C._cuda_resetPeakMemoryStats": "forgets peaks, which are kept before",

@@ -20,7 +20,7 @@ MEMORY = {"memory", "out_of_memory"}
 MAY_IMPORT = {
     "values": set(),
     "config": {"values"},
-    "dry_run": {"emulated_device", "gpus", "plan", "report", "values"},
+    "dry_run": {"emulated_device", "gpus", "memory", "plan", "report", "shortage", "values"},
     "emulated_device": {"values"},
     "environment": {"memory", "ranks", "trace"},
     "device": set(),
@@ -32,16 +32,17 @@ MAY_IMPORT = {
     "gpus": {"trace", "values"},
     "growth": {"values"},
     "loop": {"config", "device", "micro_batches", "probe", "ranks", "trace", "values"} | MEMORY,
-    "micro_batches": {"device", "probe", "ranks", "values"} | MEMORY,
+    "micro_batches": {"device", "probe", "ranks", "shortage", "values"} | MEMORY,
     "plan": {"probe", "trace", "values"},
     "probe": {"config", "device", "ranks", "trace", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
+    "shortage": {"values"},
     "trace": {"ranks"},
 }
 PURE = {
     room + name
     for room, names in {
-        "": "config gpus patches plan values",
+        "": "config gpus patches plan shortage values",
         "dry_run/": "answer ends history picture",
         "emulated_device/": "__init__ control",
         "growth/": "batch_size_schedule increase learning_rate_scale noise_scale schedules",

@@ -136,7 +136,9 @@ class DryRun:
             line = "" if error["line"] is None else f" ({error['line']})"
             return f"the script failed, but not for want of the card's memory: {error['text']}{line}"
         if code:
-            return f"the script ended with exit code {code}, but not for want of the card's memory; its output is above"
+            left = next((f", at {each['course']['exit']}" for each in self.processes if each["course"]["exit"]), "")
+            ended = f"the script ended with exit code {code}{left}"
+            return f"{ended}, but not for want of the card's memory; its output is above"
         if self.worst is None:
             return "no process of the command used a CUDA device"
         return self._nothing_trained()
@@ -271,7 +273,9 @@ def _failure(failure: dict[str, Any]) -> list[str]:
     lines = [_row("failed", f"{memory_size(failure['asked_bytes'])} asked for{during}")]
     stack = [line for line in failure["stack"] if not line.startswith(_PLUMBING)]
     shown = [*stack[: MOST_FRAMES - 1], f"... {len(stack) - MOST_FRAMES} more", stack[-1]]
-    return lines + [_row("", f"  {line}") for line in (stack if len(stack) <= MOST_FRAMES else shown)]
+    causes = [cause for cause in failure["causes"] if cause is not None]
+    lines += [_row("", f"  {line}") for line in (stack if len(stack) <= MOST_FRAMES else shown)]
+    return lines + ([_row("because", "; and ".join(causes))] if causes else [])
 
 
 def _peak(run: DryRun, worst: dict[str, Any]) -> list[str]:
@@ -311,6 +315,8 @@ def _course(run: DryRun) -> list[str]:
             "what another optimizer keeps counts if it was made by then" if run.passes else "the script ran to its end"
         )
         lines.append(_row("no step", f"no optimizer of torch.optim took one; {kept}"))
+    if fine and run.steps and not run.was_stopped:
+        lines.append(_row("ended", f"by itself, after {run.steps} step{'' if run.steps == 1 else 's'}"))
     if fine and run.was_stopped:
         lines.append(_row("not run", "what follows, such as an evaluation or a checkpoint; --whole runs all of it"))
     if run.condition is not None:

@@ -66,10 +66,11 @@ def _ends(node: ast.If | ast.While, tree: ast.Module, steps: Set[int]) -> bool:
     inside = [each for branch in (*node.body, *node.orelse) for each in _of_this_function(branch)]
     if any(map(_exits, inside)):
         return True
+    outside = [each for each in ast.walk(tree) if each is not node and node.lineno in _lines(each)]
     for exit_of, scopes in ((ast.Return, (ast.FunctionDef, ast.AsyncFunctionDef)), (ast.Break, _LOOPS)):
         if any(isinstance(each, exit_of) for each in inside):
-            around = [n for n in ast.walk(tree) if isinstance(n, scopes) and n is not node and node.lineno in _lines(n)]
-            if around and _holds(max(around, key=lambda n: n.lineno), steps):
+            around = [each for each in outside if isinstance(each, scopes)]
+            if around and _holds(max(around, key=lambda scope: scope.lineno), steps):
                 return True
     return False
 

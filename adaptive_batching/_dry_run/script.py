@@ -7,6 +7,7 @@ loss is zero, therefore takes another course than on a card, and where it has re
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import sys
 import threading
@@ -71,13 +72,14 @@ class Course:
         @functools.wraps(of_torch)
         def make_and_note(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             of_torch(optimizer, *args, **kwargs)
-            line = line_of_script(stack_of(sys._getframe(1)))
-            self.optimizers.append(type(optimizer).__name__ + ("" if line is None else f", {line}"))
+            with contextlib.suppress(Exception):
+                line = line_of_script(stack_of(sys._getframe(1)))
+                self.optimizers.append(type(optimizer).__name__ + ("" if line is None else f", {line}"))
 
-        Optimizer.__init__ = make_and_note  # type: ignore[method-assign]
+        Optimizer.__init__ = make_and_note  # type: ignore[method-assign, assignment]
 
     def _watch_passes(self) -> None:
-        run: Any = torch.autograd._engine_run_backward
+        run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         @functools.wraps(run)
         def note_and_run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +92,7 @@ class Course:
                 return result
             return run(outputs, *args, **kwargs)
 
-        torch.autograd._engine_run_backward = note_and_run
+        torch.autograd._engine_run_backward = note_and_run  # type: ignore[attr-defined, assignment]
 
     def _watch_reads(self) -> None:
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -103,7 +105,8 @@ class Course:
         def read(keys: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             result = kernel.call_boxed(keys, tensor, *args, **kwargs)
             if not isinstance(result, torch.Tensor) or result.device.type == "cpu":
-                self._note_read(tensor)
+                with contextlib.suppress(Exception):  # a report watches, and breaks nothing
+                    self._note_read(tensor)
             return result
 
         return read

@@ -50,8 +50,11 @@ from adaptive_batching._dry_run.history import (
     read_history,
     step_of,
 )
+from adaptive_batching._dry_run.inputs import Inputs
 from adaptive_batching._dry_run.script import Course, is_rehearsing, stack_of
 from adaptive_batching._emulated_device import control
+from adaptive_batching._memory import allocator_advice
+from adaptive_batching._shortage import Shortage, StepStarts, cause_of
 
 MOST_EVENTS = 2_000_000  # of the allocator that are remembered; older ones are forgotten
 MOST_TEXT = 300  # of an error
@@ -91,11 +94,15 @@ class Watch:
         self._counters: list[control.Counters] = []  # at the end of each step, after those of the beginning
         self._labels: list[Labels] = []
         self._out_of_memory: list[dict[str, Any]] = []
+        self._starts = StepStarts()
+        self._inputs = Inputs()
         self._peaks: dict[int, dict[str, int]] = {}  # of each device, of what has been reset since
         self._reserved_now: dict[int, int] = {}  # of each device
         self.trouble: str | None = None  # why something is missing from the report
         self._error: dict[str, Any] | None = None  # that ended the script
         self._is_ending = False  # when the backward pass is over
+        self._captures_step = False
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # that have a step
         self._course = Course(self._before_pass, self._after_pass)
         self._stopped = False  # by this watch, after as many steps as were asked for
         self._writing = threading.RLock()
@@ -110,6 +117,7 @@ class Watch:
         register_optimizer_step_pre_hook(lambda optimizer, *_: before(optimizer))
         register_optimizer_step_post_hook(lambda optimizer, *_: after(optimizer))
         self._begin_course()
+        self._watch_graphs()
         atexit.register(self._end)
         Finalize(None, self._end, exitpriority=0)  # of a process that multiprocessing has started: atexit is not run
         of_script = sys.excepthook
@@ -123,6 +131,27 @@ class Watch:
     @_harmless
     def _begin_course(self) -> None:
         self._course.begin()
+        self._inputs.begin()
+
+    @_harmless
+    def _watch_graphs(self) -> None:
+        end, replay = torch.cuda.CUDAGraph.capture_end, torch.cuda.CUDAGraph.replay
+
+        @functools.wraps(end)
+        def end_and_note(graph: torch.cuda.CUDAGraph) -> None:
+            end(graph)
+            if self._captures_step:
+                self._captures_step = False
+                self._graphs.add(graph)
+
+        @functools.wraps(replay)
+        def replay_and_count(graph: torch.cuda.CUDAGraph) -> None:
+            replay(graph)
+            if graph in self._graphs:
+                self._end_step()
+
+        torch.cuda.CUDAGraph.capture_end = end_and_note  # type: ignore[method-assign, assignment]
+        torch.cuda.CUDAGraph.replay = replay_and_count  # type: ignore[method-assign, assignment]
 
     def _remember(self, module: nn.Module, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -140,6 +169,7 @@ class Watch:
 
         torch._C._cuda_resetPeakMemoryStats = keep_and_reset
         self._counters.append(control.counters())
+        self._starts.note(0)
         self._write(ended=False)
         threading.Thread(target=self._write_now_and_then, name="dry-run", daemon=True).start()
 
@@ -162,6 +192,7 @@ class Watch:
 
     @_harmless
     def _after_pass(self) -> None:
+        self._inputs.end_pass()
         if _uses_device() and not self._course.optimizers:  # whose steps would be the moments to look at
             self._label()
 
@@ -186,6 +217,9 @@ class Watch:
                 self._stop()
             return
         self._course.note_step()
+        if torch.cuda.is_current_stream_capturing():
+            self._captures_step = True  # it is taken when the graph is replayed
+            return
         count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if count <= len(self._ends_us) or self._is_ending:  # of several optimizers, the first to step ends a step
             return
@@ -200,6 +234,7 @@ class Watch:
         self._is_ending = False
         self._label()
         self._ends_us.append(_now_us())
+        self._starts.note(torch.cuda.memory_allocated())
         self._counters.append(control.counters())
         self._write(ended=False)
         if len(self._ends_us) >= self._most_steps:
@@ -245,13 +280,17 @@ class Watch:
         main = threading.main_thread().ident or 0
         stack = own if is_main else stack_of(sys._current_frames()[main])  # which waits for the backward pass
         stats = torch.cuda.memory_stats(device)
+        allocated, reserved = (int(stats[f"{name}_bytes.all.current"]) for name in ("allocated", "reserved"))
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        shortage = Shortage(asked, max(min(free, allowed), 0), allocated, reserved)
+        setting = allocator_advice(torch.device("cuda", device))
         self._label()
         self._out_of_memory.append({
             "device": device, "asked_bytes": asked, "step": len(self._ends_us) + 1, "time_us": _now_us(),
             "in_backward": any(frame["name"] == "_engine_run_backward" for frame in stack),
             "line": line_of_script(stack), "where": place(own), "stack": [line_of(f) for f in stack[:MOST_FRAMES]],
-            "allocated_bytes": stats["allocated_bytes.all.current"],
-            "reserved_bytes": stats["reserved_bytes.all.current"],
+            "allocated_bytes": allocated, "reserved_bytes": reserved, "free_bytes": shortage.free,
+            "causes": [cause_of(shortage, self._starts, None, setting), self._inputs.larger(asked)],
         })  # fmt: skip
         self._write(ended=False)
 

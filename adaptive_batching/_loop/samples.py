@@ -83,6 +83,14 @@ class SampleRetry(Retry[list[Sample]]):
     def unit(self, part: list[Sample]) -> str:
         return "samples" if self._length is None else super().unit(part)
 
+    def longest(self, part: list[Sample]) -> int | None:
+        return None if self._length is None else max(map(self._tokens_of, part))
+
+    def name_of_longest(self, part: list[Sample]) -> str:
+        sample = max(part, key=self._tokens_of)
+        at = next((number for number, each in enumerate(self._samples) if each is sample), None)
+        return "" if at is None else f"number {at} of the step's {len(self._samples)} (the first is 0)"
+
     def shorter(self, part: list[Sample]) -> str:
         return f"; shorten it, or {self.less_memory()}"
 

@@ -10,12 +10,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from adaptive_batching._memory import allocator_advice
+from adaptive_batching._memory import allocator_advice, bytes_in_use
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._micro_batches.run import Outcome
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._ranks.agree import ALONE, Ranks
+from adaptive_batching._shortage import LongerSample, StepStarts, cause_of, read_message
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ class Retry(ABC, Generic[Part]):
         self._shrank = self._retried = False
         self._tokens_retried = 0
         self._retried_in_row = 0
+        self._starts = StepStarts()
+        self._most_tokens_that_ran = 0  # of a single sample
 
     @abstractmethod
     def size(self, part: Part) -> tuple[int, int]:
@@ -73,6 +76,14 @@ class Retry(ABC, Generic[Part]):
 
     def unit(self, part: Part) -> str:
         return "padded tokens"
+
+    def longest(self, part: Part) -> int | None:
+        """Return the tokens of a part's longest sample; None if samples have no length."""
+        return None
+
+    def name_of_longest(self, part: Part) -> str:
+        """Say which sample of a part is the longest: ``number 7 of dataset``; empty if that is not known."""
+        return ""
 
     @abstractmethod
     def shorter(self, part: Part) -> str:
@@ -104,6 +115,8 @@ class Retry(ABC, Generic[Part]):
     def start(self) -> None:
         """Begin with the samples of a step, or of a part of it that can run again by itself."""
         self.failures = 0
+        if self._device is not None:
+            self._starts.note(bytes_in_use(self._device))
 
     def run_until_fits(
         self, attempt: Callable[[bool], Iterable[tuple[Sequence[Part], Outcome[T]]]]
@@ -131,6 +144,7 @@ class Retry(ABC, Generic[Part]):
         """Record parts that have run."""
         samples, tokens = max(map(self.size, parts), key=lambda size: size[1])
         self.limit.note(tokens)
+        self._most_tokens_that_ran = max(self._most_tokens_that_ran, *(self.longest(part) or 0 for part in parts))
         if outcome.retried:
             self._unit = self.unit(parts[0])
             self._note_retry(samples, tokens)
@@ -140,16 +154,20 @@ class Retry(ABC, Generic[Part]):
         failed = None if outcome.failed_here is None else parts[outcome.failed_here]
         samples, tokens = (0, 0) if failed is None else self.size(failed)
         fitted_before = self._ranks.all(tokens <= self.limit.largest_that_ran and self.failures < 2)
+        cause = None if failed is None else self._cause(failed, tokens, outcome.error)
+        because = "" if cause is None else f": {cause}"
         why = None if failed is None else self.why_never(failed)
         if failed is not None and why is None and samples == 1 and not (fitted_before and self.failures == 0):
             why = f"out of memory with {self.describe(failed)}, which cannot be split{self.shorter(failed)}"
         if self._ranks.any(why is not None):
+            if why is not None and cause is not None:
+                why += f". Memory ran out because {cause}"
             raise DoesNotFitError(
                 why or "out of memory on another rank, whose error says what would help"
             ) from outcome.error
         self._check_that_parts_add_up()
         # The same limit everywhere: from the largest that has failed. The first rank says what has, on each.
-        found = self._ranks.gather(None if failed is None else (tokens, f"with {self.describe(failed)}"))
+        found = self._ranks.gather(None if failed is None else (tokens, f"with {self.describe(failed)}{because}"))
         failures = {rank: each for rank, each in enumerate(found) if each is not None}
         self._unit = self.unit(parts[0])
         self.failures += 1
@@ -168,6 +186,14 @@ class Retry(ABC, Generic[Part]):
         )
         self._recovered.append((on, self.limit.max_tokens))
         self.put_back()
+
+    def _cause(self, failed: Part, tokens: int, error: Exception | None) -> str | None:
+        """Say why memory ran out, where it is clear."""
+        longest, longer = self.longest(failed) or 0, None
+        if 0 < self._most_tokens_that_ran < longest and tokens > self.limit.largest_that_ran:
+            longer = LongerSample(longest, self._most_tokens_that_ran, self.name_of_longest(failed))
+        setting = None if self._device is None else allocator_advice(self._device)
+        return cause_of(read_message(str(error)), self._starts, longer, setting)
 
     def take_recovered(self) -> list[tuple[str, int | None]]:
         """Return what has run out of memory since the last call, in words, each with the limit after it."""

@@ -326,6 +326,13 @@ class Recovery(Retry[MicroBatch]):
         longest = max(len(self._host.objective.tokens(sample)) for sample in part.samples)
         return f"{len(part.samples)} sample{plural} of up to {longest} tokens"
 
+    def longest(self, part: MicroBatch) -> int | None:
+        return max(len(self._host.objective.tokens(sample)) for sample in part.samples)
+
+    def name_of_longest(self, part: MicroBatch) -> str:
+        number = index_of(max(part.samples, key=lambda sample: len(self._host.objective.tokens(sample))))
+        return "" if number is None else f"number {number} of {self.dataset} (the first is 0)"
+
     def unit(self, part: MicroBatch) -> str:
         return "padded tokens" if self._host.objective.is_text(part.samples[0]) else "samples"
 

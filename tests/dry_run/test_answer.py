@@ -32,7 +32,7 @@ HISTORY = {
 FAILED = {
     "device": 0, "asked_bytes": 2 * GIB, "step": 1, "time_us": 5, "in_backward": True, "line": "train.py:7 main",
     "where": "backward pass", "stack": [f"models/llama.py:{n} forward" for n in range(20)], "allocated_bytes": 1,
-    "reserved_bytes": 1,
+    "reserved_bytes": 1, "causes": [None, "input_ids is [1, 9]"],
 }  # fmt: skip
 
 
@@ -72,6 +72,7 @@ LATE = {**FAILED, "step": 4}
         ([process(reserved=23.4)], 0, Answer.TIGHT, "CUDA's context and NCCL may take up to"),
         ([process(peaks={"allocated": 1, "reserved": GIB, "retries": 2})], 0, Answer.TIGHT, "empty its cache 2 times"),
         ([process(steps=0, out_of_memory=[FAILED])], 1, Answer.DOES_NOT_FIT, "2.00 GiB asked for in the backward pass"),
+        ([process(steps=0, out_of_memory=[FAILED])], 1, Answer.DOES_NOT_FIT, "because   input_ids is [1, 9]"),
         ([process(), process(1, out_of_memory=[LATE])], 1, Answer.DOES_NOT_FIT, "out of memory in step 4"),
         ([process(steps=0, out_of_memory=[FAILED])], 0, Answer.DOES_NOT_FIT, "out of memory in step 1"),  # it is caught
         ([process(out_of_memory=[FAILED])], 0, Answer.FITS, "ran out of memory once and went on"),
@@ -89,6 +90,8 @@ LATE = {**FAILED, "step": 4}
         ([process(), process(1, steps=0)], 0, Answer.FITS, "3 steps"),  # one that only asked for the device's name
         ([process()], 0, Answer.FITS, "matrix products 7"),
         ([process(steps=1, out_of_memory=[FAILED])], 1, Answer.CANNOT_TELL, "exit code 1, but not"),
+        ([process(steps=1, course=course(exit="a.py:9 f"))], 1, Answer.CANNOT_TELL, "exit code 1, at a.py:9 f, but"),
+        ([process(steps=2)], 0, Answer.FITS, "ended     by itself, after 2 steps"),
         ([process(steps=0)], -9, Answer.CANNOT_TELL, "the host ran out of memory"),
         ([process(steps=0, error=error("KeyError: 'x'", line="a.py:3 f"))], 1, Answer.CANNOT_TELL,
          "the card's memory: KeyError: 'x' (a.py:3 f)"),

@@ -103,10 +103,11 @@ def test_a_place_is_the_line_outside_of_torch_and_a_line_of_the_script_is_the_us
 
 
 DDP = f"{TORCH}/nn/parallel/distributed.py"
+ALL = Moments()
 GENERATED = frame("/tmp/torchinductor_me/qd/c" + 50 * "x" + ".py", 216, "call")
 
 
-def category_of(size: int, *frames: dict[str, Any], freed: int | None = None, moments: Moments = Moments()) -> str:
+def category_of(size: int, *frames: dict[str, Any], freed: int | None = None, moments: Moments = ALL) -> str:
     events = [event("alloc", 0, size, 5, *frames)]
     events += [] if freed is None else [event("free_requested", 0, size, freed)]
     [category] = read_history(events, [], moments).categories

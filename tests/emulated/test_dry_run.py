@@ -163,7 +163,7 @@ for step in range(9):
     launch = ["--", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
     found, _ = dry_run(tmp_path, "--memory", "80", *launch)
     assert (found["fits"], found["steps"], found["processes"]) == (True, 3, 2)
-    assert found["asked_of_device"]["collectives"] >= 1
+    assert found["asked_of_device"]["collectives"] >= 1 and found["peak"]["categories"]["DDP buckets"] >= 4 * LAYER
     found, _ = dry_run(tmp_path, "--memory", "4", "--devices", "2", *launch)
     assert found["fits"] is False and found["failed_allocation"]["step"] == 2
     assert found["failed_allocation"]["line"] == "train.py:16 <module>"
@@ -268,6 +268,117 @@ def test_the_whole_script_runs_if_asked_for_and_what_was_not_run_is_said_if_not(
     process = start(["--memory", "24", "--", "python", "train.py"], tmp_path)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "not run" in printed and "--whole" in printed
+
+
+LONGER = (
+    MODEL
+    + """
+from torch.utils.data import DataLoader
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = make(2)
+    def forward(self, rows, attention_mask=None):
+        return self.layers(rows).sum()
+def pad(samples):
+    longest = max(samples)
+    return {
+        "rows": torch.randn(len(samples), longest, WIDTH),
+        "attention_mask": (torch.arange(longest) < torch.tensor(samples)[:, None]).long(),
+    }
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader([20000 if n == 13 else 8 for n in range(40)], batch_size=4, collate_fn=pad):
+    model(**{name: x.cuda() for name, x in batch.items()}).backward()
+    optimizer.step()
+"""
+)
+LEAK = (
+    MODEL
+    + """
+model = make(2)
+optimizer, total = torch.optim.SGD(model.parameters(), lr=0.1), 0
+for step in range(100):
+    loss = model(torch.randn(4096, WIDTH, device="cuda")).sum()
+    total = total + loss
+    loss.backward(retain_graph=True)
+    optimizer.step()
+"""
+)
+PIECES = (
+    MODEL
+    + """
+model = make(2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    held = [torch.empty(9 * 2**20, dtype=torch.uint8, device="cuda") for _ in range(20)]
+    model(torch.randn(8, WIDTH, device="cuda")).sum().backward()
+    optimizer.step()
+    held = held[::2]
+    torch.empty(60 * 2**20, dtype=torch.uint8, device="cuda")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "memory", "because"),
+    [
+        (LONGER, "800MiB", "rows is [4, 20000, 1024], and was at most [4, 8, 1024] in the steps before: number 13 of"),
+        (LEAK, "900MiB", "more in use than step 3, and each since"),
+        (PIECES, "780MiB", "more is unused but scattered"),
+        (TRAIN + "main(layers=8, rows=10000)", "600MiB", None),
+    ],
+    ids=["longer", "leak", "pieces", "none"],
+)
+def test_why_memory_ran_out_is_told_where_it_is_clear(
+    code: str, memory: str, because: str | None, tmp_path: Path
+) -> None:
+    found, _ = dry_run(tmp_path, "--memory", memory, "--steps", "90", code=code.replace("WIDTH", str(WIDTH)))
+    causes = [cause for cause in found["failed_allocation"]["causes"] if cause is not None]
+    assert found["fits"] is False and len(causes) == (because is not None)
+    assert because is None or because in causes[0]
+
+
+def test_steps_in_a_graph_are_counted_when_it_is_replayed(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + """
+model, rows = make(2), torch.randn(8, {WIDTH}, device="cuda")
+optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+def step():
+    optimizer.zero_grad()
+    model(rows).sum().backward()
+    optimizer.step()
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    step()
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    step()
+for number in range(100):
+    graph.replay()
+    print("replayed", flush=True)
+""".replace("{WIDTH}", str(WIDTH))
+    )
+    found, said = dry_run(tmp_path, "--memory", "24", code=code)
+    assert (found["fits"], found["steps"], said.count("replayed")) == (True, 3, 1)
+    assert found["asked_of_device"]["products"] == 3 * 2 - 1
+
+
+def test_the_error_of_a_process_that_was_spawned_is_the_script_s(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + """
+def work(rank):
+    make(2)
+    raise KeyError("of the script")
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=1)
+"""
+    )
+    found, _ = dry_run(tmp_path, "--memory", "24", code=code)
+    assert found["fits"] is None and "KeyError: 'of the script'" in found["why"]
 
 
 @pytest.mark.parametrize(("by", "before"), [

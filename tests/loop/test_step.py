@@ -407,6 +407,20 @@ def test_a_loss_that_is_a_sum_over_samples_is_cut(right: Any) -> None:
 # Errors
 
 
+def test_a_sample_longer_than_any_before_is_named_where_memory_runs_out(caplog: pytest.LogCaptureFixture) -> None:
+    model, step = make()
+    step(texts(9, 8))
+    always(model)
+    step(texts(12, 40, 7))
+    assert "a sample, number 1 of the step's 3 (the first is 0), has 40 tokens, and none before had more" in caplog.text
+    caplog.clear()
+    with pytest.raises(DoesNotFitError, match="Memory ran out because a sample, number 0 of the step's 1"):
+        step(texts(90))
+    caplog.clear()
+    step(texts(40, 39, 38))
+    assert "out of memory with" not in caplog.text or "a sample, number" not in caplog.text  # as long as one that ran
+
+
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_says_which() -> None:
     model, step = make()
     model.book.most_tokens = 25
