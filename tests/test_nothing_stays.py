@@ -12,8 +12,8 @@ import torch
 from adaptive_batching import AdaptiveBatchingConfig, AdaptiveStep, DoesNotFitError
 from adaptive_batching._loop.step import clip_and_step
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module
-from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._trace.trace import trace_step
+from adaptive_batching._trace.traced_step import TraceError
 from adaptive_batching._trace.training import TrainingStep
 from tests.support.changing import Meter, Restless, Stateful, described, random_numbers
 
@@ -42,7 +42,7 @@ class Run:
             seed(0)
         self.model, self.loss = Restless(), Loss()
         self.optimizer = Stateful(self.model.linear.parameters())
-        self.step = AdaptiveStep(self.model, self.optimizer, self.loss)
+        self.step = AdaptiveStep[torch.Tensor](self.model, self.optimizer, self.loss)
         self.optimizer.register_step_post_hook(lambda *_: self.loss.history.append(-1.0))
 
     def state(self) -> Any:

@@ -108,7 +108,9 @@ class PairLength:
 
     def __call__(self, sample: Sample) -> int:
         sizes = len(sample["input_ids"]), len(sample["labels"])
-        return max(-(-size * sum(self._most) // max(most, 1)) for size, most in zip(sizes, self._most, strict=True))
+        shares = zip(sizes, self._most, strict=True)
+        longest: int = max(-(-size * sum(self._most) // max(most, 1)) for size, most in shares)
+        return longest
 
 
 def count_numbers(batch: Mapping[str, Any]) -> int:

@@ -293,9 +293,7 @@ def test_one_error_in_the_smallest_step_changes_nothing_and_two_invent_no_remedi
     with pytest.MonkeyPatch.context() as patch, pytest.raises(DoesNotFitError) as error:
         patch.setattr(find_module, "_trace", lambda step, **_: Traced(device))
         find_largest(device.training_step(), config, device, ProbeRequest(2, remedies=lambda: [less]))
-    assert re.search(
-        r"ran out of memory twice, though only about \d+ MiB of 20.00 GiB was predicted", str(error.value)
-    )
+    assert re.search(r"ran out of memory twice, though only about \d+ MiB of 20.00 GiB was predicted", str(error.value))
     assert "The error was: CUDA error: out of memory." in str(error.value)
     assert "half the length" not in str(error.value)
 

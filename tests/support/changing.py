@@ -39,7 +39,10 @@ class Restless(nn.Module):
         self.register_buffer("late", None)
         self.cached, self.longest, self.named = torch.zeros(2), 1, "short"
         self.counts: collections.Counter[str] = collections.Counter()
-        self.nested = {"list": [torch.zeros(2), {"deep": torch.ones(1)}], "recent": collections.deque([1], maxlen=3)}
+        self.nested: dict[str, Any] = {
+            "list": [torch.zeros(2), {"deep": torch.ones(1)}],
+            "recent": collections.deque([1], maxlen=3),
+        }
         self.seen, self.ordered = {1}, collections.OrderedDict(first=1)
         self.array = np.zeros(3)
         self.generators = (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0))

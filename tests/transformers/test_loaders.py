@@ -277,7 +277,7 @@ class Drawn(torch.utils.data.Dataset[Any]):
 
     def __init__(self) -> None:
         self._samples = trainers.make_data()
-        self._own = [random.Random(1), numpy.random.default_rng(2), numpy.random.RandomState(3)]
+        self._own: list[Any] = [random.Random(1), numpy.random.default_rng(2), numpy.random.RandomState(3)]
         self._of_torch = torch.Generator().manual_seed(4)
 
     def __len__(self) -> int:
