@@ -29,6 +29,9 @@ from torch.utils.data import Dataset
 from adaptive_batching._device import RandomState
 from adaptive_batching._values import DRY_RUN, ConfigError
 
+rehearsing = False
+"""True within a :func:`rehearsal`, for those who count what a program runs."""
+
 Place = tuple[nn.Module, str]
 """A module, and the name of an attribute, a buffer or a parameter that it has or may get."""
 
@@ -330,9 +333,12 @@ def rehearsal(
 
     for parameter in parameters:
         parameter.grad = None
+    global rehearsing
+    around, rehearsing = rehearsing, True
     try:
         yield start_over
     finally:
+        rehearsing = around
         start_over()
         for parameter, gradient in gradients:
             parameter.grad = gradient

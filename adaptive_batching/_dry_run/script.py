@@ -164,7 +164,8 @@ class Course:
 def is_rehearsing() -> bool:
     """True in a step of a probe of ours, which is undone and is no step of training."""
     trial = sys.modules.get("adaptive_batching._probe.trial")
-    return trial is not None and bool(trial.rehearsing)
+    snapshot = sys.modules.get("adaptive_batching._snapshot")
+    return any(module is not None and bool(module.rehearsing) for module in (trial, snapshot))
 
 
 def stack_of(frame: Any) -> list[dict[str, Any]]:
