@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -14,6 +15,8 @@ from adaptive_batching._snapshot import StepState, rehearsal
 from adaptive_batching._values import ConfigError
 
 Sample = TypeVar("Sample")
+
+_PARTS = 16  # of a step, of which two samples are chosen
 
 RunParts = Callable[[Sequence[list[Sample]]], bool]
 """Runs forward and backward of parts, weighted as those of one batch, and leaves their gradient; False if memory runs
@@ -109,10 +112,12 @@ class Audit(Generic[Sample]):
         """Return a few samples of two parts, which fit together in one, of unlike lengths if possible."""
         if len(parts) < 2:
             return fillers, fillers
-        tokens = self._tokens
-        most = max(map(tokens, parts))
-        one, other = (sorted(part, key=lambda sample: tokens([sample])) for part in (parts[0], parts[-1]))
-        for chosen in ((one[-1:], other[:2]), (one[-1:], other[:1]), (one[:1], other[:1])):
-            if tokens([*chosen[0], *chosen[1]]) <= most:
-                return chosen
-        return None
+        most = max(map(self._tokens, parts))
+        by_length = [sorted(part, key=lambda sample: self._tokens([sample])) for part in parts[:_PARTS]]
+        best, found = -1, None
+        for one, other in itertools.permutations(by_length, 2):
+            for chosen in ((one[-1:], other[:2]), (one[-1:], other[:1])):
+                longest, shortest = (self._tokens([samples[0]]) for samples in chosen)
+                if longest - shortest > best and self._tokens([*chosen[0], *chosen[1]]) <= most:
+                    best, found = longest - shortest, chosen
+        return found

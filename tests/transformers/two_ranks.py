@@ -23,9 +23,9 @@ import torch
 import transformers
 from torch.distributed.tensor import DTensor
 
+from adaptive_batching import _snapshot
 from adaptive_batching._probe.find import find_largest
 from adaptive_batching._probe.trial import unchanged
-from adaptive_batching import _snapshot
 from adaptive_batching._ranks import fsdp
 from adaptive_batching._trace.training import TrainingStep
 from adaptive_batching._transformers import trainer_probe
