@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,12 +91,6 @@ class AdaptiveRun:
 
         self.begins = False
         """True from the call of ``train`` until its loader is there."""
-
-        self.eval_loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """For each loader of an evaluation in parts, the one that hands out its samples."""
-
-        self.evaluated: Any = None
-        """The loader of batches of the evaluation in parts that runs."""
 
         self.step: StepInParts | None = None
         self.evaluation = EvaluationInParts(trainer)

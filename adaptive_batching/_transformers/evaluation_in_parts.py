@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_map
@@ -40,6 +41,12 @@ class EvaluationInParts:
     """
 
     def __init__(self, trainer: Any) -> None:
+        self.loaders: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """For each loader of batches, the one that hands out their samples; its workers may be persistent."""
+
+        self.loader: Any = None
+        """The loader of batches that is evaluated."""
+
         self._trainer = trainer
         self._number_was_asked_for = False
         self._state = StepState([trainer])

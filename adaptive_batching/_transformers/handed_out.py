@@ -101,7 +101,7 @@ class PairLength:
     def __init__(self, data: Any, sample: Callable[[int], Sample]) -> None:
         sizes = [(len(each["input_ids"]), len(each["labels"])) for each in map(data.__getitem__, range(len(data)))]
         sources, targets = zip(*sizes, strict=True)
-        self._most = max(sources), max(targets)
+        self._most: tuple[int, int] = (max(sources), max(targets))
         source, target = sample(sources.index(self._most[0])), sample(targets.index(self._most[1]))
         self.longest: Sample = {**source, **{key: target[key] for key in _TARGETS & target.keys()}}
         """The longest input with the longest target, to which a batch may be padded."""

@@ -190,11 +190,11 @@ class AdaptiveTraining:
         of_samples = self._of_samples_to_evaluate(dataloader, loop)
         if run is None or of_samples is None:
             return loop(dataloader, *args, **kwargs)
-        before, run.evaluated = run.evaluated, dataloader
+        before, run.evaluation.loader = run.evaluation.loader, dataloader
         try:
             return loop(of_samples, *args, **kwargs)
         finally:
-            run.evaluated, self.callback_handler.eval_dataloader = before, dataloader
+            run.evaluation.loader, self.callback_handler.eval_dataloader = before, dataloader
 
     def _of_samples_to_evaluate(self, dataloader: Any, loop: Any) -> Any:
         """Return the loader that hands out the samples of another, or None if they are not evaluated in parts."""
@@ -210,9 +210,9 @@ class AdaptiveTraining:
             steps = super().prediction_step.__func__, type(self).compute_loss  # type: ignore[misc, attr-defined]
             in_parts = in_parts and not self.is_fsdp_enabled
             in_parts = in_parts and steps == (Trainer.prediction_step, Trainer.compute_loss)
-        if in_parts and dataloader not in run.eval_loaders:  # one that was there has workers, which may be persistent
-            run.eval_loaders[dataloader] = handing_out_samples(dataloader, self.data_collator)
-        return run.eval_loaders[dataloader] if in_parts else None
+        if in_parts and dataloader not in run.evaluation.loaders:
+            run.evaluation.loaders[dataloader] = handing_out_samples(dataloader, self.data_collator)
+        return run.evaluation.loaders[dataloader] if in_parts else None
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -221,7 +221,7 @@ class AdaptiveTraining:
         if not isinstance(inputs, Samples):
             return stock(model, inputs, prediction_loss_only, ignore_keys)
         assert self.adaptive is not None
-        self.callback_handler.eval_dataloader = self.adaptive.evaluated
+        self.callback_handler.eval_dataloader = self.adaptive.evaluation.loader
         samples = inputs.features
         length = length_function(samples[0], targets=has_decoder(self.model))
         return self.adaptive.evaluation(
