@@ -337,7 +337,8 @@ def _course(run: DryRun) -> list[str]:
         else:
             todo = "call model.eval() if it does not train"
         lines.append(_row("to do", todo))
-    if any(each["text"].startswith(_OF_ZEROS) or _reads_value(each["line"], courses) for each in run.errors):
+    by_check = any(each["is_of_script"] and _reads_value(each["line"], courses) for each in run.errors)
+    if by_check or any(each["text"].startswith(_OF_ZEROS) for each in run.errors):
         lines.append(
             _row("note", "losses are zero in a dry run: a script that divides by one, or checks one, fails here")
         )

@@ -44,6 +44,7 @@ from adaptive_batching._dry_run.history import (
     WORKSPACE_OF_HOPPER,
     Labels,
     Moments,
+    is_of_script,
     line_of,
     line_of_script,
     place,
@@ -262,7 +263,10 @@ class Watch:
         ]
         if type(error).__name__ == "ProcessRaisedException":  # of spawn, which ends with the traceback of the script
             text, frames = lines[-1], []
-        self._error = {"text": text[:MOST_TEXT], "is_of_host_memory": on_host, "line": line_of_script(frames)}
+        self._error = {
+            "text": text[:MOST_TEXT], "is_of_host_memory": on_host, "line": line_of_script(frames),
+            "is_of_script": bool(frames) and is_of_script(frames[0]),
+        }  # fmt: skip
         if os.getpid() == self._process and not _uses_device():
             self._write(ended=False)
 

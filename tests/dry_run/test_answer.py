@@ -37,7 +37,7 @@ FAILED = {
 
 
 def error(text: str, is_of_host_memory: bool = False, line: str | None = None) -> dict[str, Any]:
-    return {"text": text, "is_of_host_memory": is_of_host_memory, "line": line}
+    return {"text": text, "is_of_host_memory": is_of_host_memory, "line": line, "is_of_script": line is not None}
 
 
 def process(rank: int = 0, *, steps: int = 3, reserved: float = 11, **other: Any) -> dict[str, Any]:
