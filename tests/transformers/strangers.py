@@ -54,8 +54,11 @@ class Habit:
     outcome: str = SAME
     """``SAME``, or a regular expression that finds the refusal."""
 
+    parts: int = 3
+    """Samples of a part."""
+
     draws: bool = False
-    """True if each forward draws random numbers: the reference then is Trainer's accumulation over as large parts."""
+    """True if each part draws random numbers: the reference then is Trainer's accumulation over as large parts, of 4."""
 
 
 # --- models
@@ -590,14 +593,13 @@ class Copied(list[Features]):
 
 
 def masking(samples: list[Features]) -> Features:
-    """Masks words by drawing, as ``DataCollatorForLanguageModeling`` does."""
+    """Masks two words of each sample, drawn as ``DataCollatorForLanguageModeling`` draws."""
     batch = trainers.collate(samples)
-    labels, is_word = batch["input_ids"].clone(), batch["attention_mask"].bool()
-    is_masked = torch.bernoulli(torch.full(labels.shape, 0.3)).bool() & is_word
-    is_masked[:, 0] = True  # so that each sample has a target
-    batch["labels"] = labels.masked_fill(~is_masked, IGNORED)
-    batch["input_ids"] = labels.masked_fill(is_masked, 3)
-    return batch
+    words, labels = batch["input_ids"], torch.full_like(batch["input_ids"], IGNORED)
+    for row, sample in enumerate(samples):
+        chosen = torch.randperm(len(sample["input_ids"]))[:2]
+        labels[row, chosen], words[row, chosen] = words[row, chosen], 3
+    return {**batch, "labels": labels}
 
 
 class Drawing(list[Features]):
@@ -680,9 +682,7 @@ HABITS: Mapping[str, Habit] = {
     "a codebook that follows its input": Habit(making(with_codebook, collator=trainers.collate_classes), REFUSED),
     "an average in an attribute": Habit(making(with_attribute, collator=trainers.collate_classes), REFUSED),
     "mean of tokens": Habit(computing(mean_of_tokens)),
-    "targets of another name": Habit(
-        computing(other_name, collator=collate_targets, remove_unused_columns=False), REFUSED
-    ),
+    "targets of another name": Habit(computing(other_name, collator=collate_targets, remove_unused_columns=False)),
     "targets of another name, one length at first": Habit(
         computing(other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)),
         REFUSED,
@@ -699,9 +699,7 @@ HABITS: Mapping[str, Habit] = {
     "weights of tokens over their number": Habit(computing(token_weights_of_targets)),
     "weights of tokens over their sum": Habit(computing(token_weights_of_weights), REFUSED),
     "weights of samples over their number": Habit(of_classes(sample_weights, collator=collate_weights)),
-    "weights of samples over their sum": Habit(
-        of_classes(sample_weights_of_weights, collator=collate_weights), REFUSED
-    ),
+    "weights of samples over their sum": Habit(of_classes(sample_weights_of_weights, collator=collate_weights)),
     "last token": Habit(computing(last_token)),
     "mean over padding": Habit(computing(mean_of_padded), REFUSED),
     "mean of means": Habit(computing(mean_of_means)),
@@ -728,13 +726,13 @@ HABITS: Mapping[str, Habit] = {
     "two steps of classes": Habit(making(classes, kind=TwiceTrainer, collator=trainers.collate_classes)),
     "adversarial": Habit(making(classes, kind=AdversarialTrainer, collator=trainers.collate_classes), REFUSED),
     "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
-    "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes)),
-    "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes)),
+    "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes), parts=4),
+    "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes), parts=4),
     "a collator that pops": Habit(making(collator=popping, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))),
     "a collator that pads in place": Habit(
         making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),
-    "a collator that draws": Habit(making(bert, collator=masking), REFUSED),
+    "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
     "data that draw": Habit(making(data=lambda: Drawing(trainers.make_data(NUM_SAMPLES)))),
     "every fifth sample has targets": Habit(making(data=without_targets(5))),
     "every fifth sample has targets, and a mean": Habit(making(bert, data=without_targets(5))),
