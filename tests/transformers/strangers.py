@@ -58,7 +58,7 @@ class Habit:
     """Samples of a part."""
 
     draws: bool = False
-    """True if each part draws random numbers: the reference then is Trainer's accumulation over as large parts, of 4."""
+    """True if each part draws random numbers: the reference is Trainer's accumulation over batches as large, of 4."""
 
 
 # --- models
@@ -689,7 +689,7 @@ HABITS: Mapping[str, Habit] = {
     ),
     "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
     "weights of samples, one weight at first": Habit(
-        of_classes(sample_weights_of_weights, collator=collate_weights, data=alike_at_first(one_weight)), REFUSED
+        of_classes(sample_weights_of_weights, collator=collate_weights, data=alike_at_first(one_weight))
     ),
     "class weights": Habit(of_classes(class_weights), REFUSED),
     "class weights of tokens": Habit(computing(class_weights_of_tokens), REFUSED),
@@ -738,7 +738,7 @@ HABITS: Mapping[str, Habit] = {
     "every fifth sample has targets, and a mean": Habit(making(bert, data=without_targets(5))),
     "no sample has targets": Habit(making(data=without_targets(0)), "target"),
     "no sample has targets, and a mean": Habit(making(bert, data=without_targets(0)), "target"),
-    "data with a length and no items": Habit(making(data=Lengthy), "map-style"),
+    "data with a length and no items": Habit(making(data=Lengthy), "no samples to take one by one"),
     "T5": Habit(making(trainers.make_t5)),
 }
 
