@@ -283,11 +283,17 @@ def test_accelerate_that_accumulates_takes_the_gradient_of_all_samples_or_is_ref
         torch.testing.assert_close(gradient_of(model), expected, rtol=1e-4, atol=1e-7)
 
 
-def test_a_mean_times_samples_stops_a_plain_loop() -> None:
+@pytest.mark.parametrize("alike", [0, 16])
+def test_a_mean_times_samples_stops_a_plain_loop(alike: int) -> None:
+    samples = trainers.make_data(96)
+    samples[:alike] = [{"input_ids": [index % 90 + 1] * 10, "labels": [7] * 10} for index in range(alike)]
     _, step = make_step(mean_times_samples)
-    with pytest.raises(ConfigError, match="mean"):
-        for start in range(0, 40, 8):
-            step(trainers.make_data(40)[start : start + 8])
+    taken = 0
+    with pytest.raises(ConfigError, match=r"add up|off that of the same batch"):
+        for start in range(0, 96, 8):
+            step(samples[start : start + 8])
+            taken += 1
+    assert alike or not taken, "before any step, where the samples of the first tell"
 
 
 def test_a_loss_that_sums_itself_in_an_attribute_has_the_mean_of_its_own() -> None:
