@@ -714,7 +714,7 @@ HABITS: Mapping[str, Habit] = {
     "R-Drop": Habit(of_classes(r_drop, lambda: classes(hidden_dropout_prob=0.2), kind=AveragingTrainer), draws=True),
     "mixup": Habit(of_classes(mixup), REFUSED),
     "center loss": Habit(making(classes, kind=CentersTrainer, collator=trainers.collate_classes), REFUSED),
-    "gradient penalty": Habit(of_classes(gradient_penalty)),
+    "gradient penalty": Habit(of_classes(gradient_penalty, lambda: classes(attn_implementation="eager"))),
     "a loss that is read": Habit(of_classes(in_numbers)),
     "entropy of a batch": Habit(of_classes(entropy_of_batch), REFUSED),
     "the hardest half": Habit(of_classes(hardest), REFUSED),
