@@ -54,11 +54,13 @@ class Habit:
     outcome: str = SAME
     """``SAME``, or a regular expression that finds the refusal."""
 
-    parts: int = 3
-    """Samples of a part."""
-
     draws: bool = False
-    """True if each part draws random numbers: the reference is Trainer's accumulation over batches as large, of 4."""
+    """True if each part draws random numbers: the reference is Trainer's accumulation over two batches of 4."""
+
+    @property
+    def size(self) -> int:
+        """Samples of a part, of the 8 of a step."""
+        return 4 if self.draws else 3
 
 
 # --- models
@@ -726,8 +728,8 @@ HABITS: Mapping[str, Habit] = {
     "two steps of classes": Habit(making(classes, kind=TwiceTrainer, collator=trainers.collate_classes)),
     "adversarial": Habit(making(classes, kind=AdversarialTrainer, collator=trainers.collate_classes), REFUSED),
     "gradient changed in a step": Habit(making(kind=ScaledStepTrainer), REFUSED),
-    "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes), parts=4),
-    "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes), parts=4),
+    "a sum in an attribute": Habit(making(classes, kind=SummingTrainer, collator=trainers.collate_classes)),
+    "a list in an attribute": Habit(making(classes, kind=ListingTrainer, collator=trainers.collate_classes)),
     "a collator that pops": Habit(making(collator=popping, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))),
     "a collator that pads in place": Habit(
         making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
