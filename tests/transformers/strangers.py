@@ -55,7 +55,12 @@ class Habit:
     """``SAME``, or a regular expression that finds the refusal."""
 
     draws: bool = False
-    """True if each forward draws random numbers: the reference then is Trainer's accumulation over as large parts."""
+    """True if each part draws random numbers: the reference is Trainer's accumulation over two batches of 4."""
+
+    @property
+    def size(self) -> int:
+        """Samples of a part, of the 8 of a step."""
+        return 4 if self.draws else 3
 
 
 # --- models
@@ -590,14 +595,13 @@ class Copied(list[Features]):
 
 
 def masking(samples: list[Features]) -> Features:
-    """Masks words by drawing, as ``DataCollatorForLanguageModeling`` does."""
+    """Masks two words of each sample, drawn as ``DataCollatorForLanguageModeling`` draws."""
     batch = trainers.collate(samples)
-    labels, is_word = batch["input_ids"].clone(), batch["attention_mask"].bool()
-    is_masked = torch.bernoulli(torch.full(labels.shape, 0.3)).bool() & is_word
-    is_masked[:, 0] = True  # so that each sample has a target
-    batch["labels"] = labels.masked_fill(~is_masked, IGNORED)
-    batch["input_ids"] = labels.masked_fill(is_masked, 3)
-    return batch
+    words, labels = batch["input_ids"], torch.full_like(batch["input_ids"], IGNORED)
+    for row, sample in enumerate(samples):
+        chosen = torch.randperm(len(sample["input_ids"]))[:2]
+        labels[row, chosen], words[row, chosen] = words[row, chosen], 3
+    return {**batch, "labels": labels}
 
 
 class Drawing(list[Features]):
@@ -680,16 +684,14 @@ HABITS: Mapping[str, Habit] = {
     "a codebook that follows its input": Habit(making(with_codebook, collator=trainers.collate_classes), REFUSED),
     "an average in an attribute": Habit(making(with_attribute, collator=trainers.collate_classes), REFUSED),
     "mean of tokens": Habit(computing(mean_of_tokens)),
-    "targets of another name": Habit(
-        computing(other_name, collator=collate_targets, remove_unused_columns=False), REFUSED
-    ),
+    "targets of another name": Habit(computing(other_name, collator=collate_targets, remove_unused_columns=False)),
     "targets of another name, one length at first": Habit(
         computing(other_name, collator=collate_targets, remove_unused_columns=False, data=alike_at_first(one_length)),
         REFUSED,
     ),
     "class weights, one class at first": Habit(of_classes(class_weights, data=alike_at_first(one_class)), REFUSED),
     "weights of samples, one weight at first": Habit(
-        of_classes(sample_weights_of_weights, collator=collate_weights, data=alike_at_first(one_weight)), REFUSED
+        of_classes(sample_weights_of_weights, collator=collate_weights, data=alike_at_first(one_weight))
     ),
     "class weights": Habit(of_classes(class_weights), REFUSED),
     "class weights of tokens": Habit(computing(class_weights_of_tokens), REFUSED),
@@ -699,9 +701,7 @@ HABITS: Mapping[str, Habit] = {
     "weights of tokens over their number": Habit(computing(token_weights_of_targets)),
     "weights of tokens over their sum": Habit(computing(token_weights_of_weights), REFUSED),
     "weights of samples over their number": Habit(of_classes(sample_weights, collator=collate_weights)),
-    "weights of samples over their sum": Habit(
-        of_classes(sample_weights_of_weights, collator=collate_weights), REFUSED
-    ),
+    "weights of samples over their sum": Habit(of_classes(sample_weights_of_weights, collator=collate_weights)),
     "last token": Habit(computing(last_token)),
     "mean over padding": Habit(computing(mean_of_padded), REFUSED),
     "mean of means": Habit(computing(mean_of_means)),
@@ -716,7 +716,7 @@ HABITS: Mapping[str, Habit] = {
     "R-Drop": Habit(of_classes(r_drop, lambda: classes(hidden_dropout_prob=0.2), kind=AveragingTrainer), draws=True),
     "mixup": Habit(of_classes(mixup), REFUSED),
     "center loss": Habit(making(classes, kind=CentersTrainer, collator=trainers.collate_classes), REFUSED),
-    "gradient penalty": Habit(of_classes(gradient_penalty)),
+    "gradient penalty": Habit(of_classes(gradient_penalty, lambda: classes(attn_implementation="eager"))),
     "a loss that is read": Habit(of_classes(in_numbers)),
     "entropy of a batch": Habit(of_classes(entropy_of_batch), REFUSED),
     "the hardest half": Habit(of_classes(hardest), REFUSED),
@@ -734,13 +734,13 @@ HABITS: Mapping[str, Habit] = {
     "a collator that pads in place": Habit(
         making(collator=padding_in_place, data=lambda: Copied(trainers.make_data(NUM_SAMPLES)))
     ),
-    "a collator that draws": Habit(making(bert, collator=masking), REFUSED),
+    "a collator that draws": Habit(making(bert, kind=AveragingTrainer, collator=masking), draws=True),
     "data that draw": Habit(making(data=lambda: Drawing(trainers.make_data(NUM_SAMPLES)))),
     "every fifth sample has targets": Habit(making(data=without_targets(5))),
     "every fifth sample has targets, and a mean": Habit(making(bert, data=without_targets(5))),
     "no sample has targets": Habit(making(data=without_targets(0)), "target"),
     "no sample has targets, and a mean": Habit(making(bert, data=without_targets(0)), "target"),
-    "data with a length and no items": Habit(making(data=Lengthy), "map-style"),
+    "data with a length and no items": Habit(making(data=Lengthy), "no samples to take one by one"),
     "T5": Habit(making(trainers.make_t5)),
 }
 
