@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from adaptive_batching._device import RandomState
 from adaptive_batching._snapshot import plain_parts
 
 Sample = TypeVar("Sample")
@@ -199,7 +200,10 @@ class Losses(Generic[T]):
     """The error of a sum that rounding explains."""
 
     are_drawn: bool
-    """True if the same samples have given something else the second time."""
+    """True if the same samples have given something else with other random numbers."""
+
+    change: float
+    """How much the loss changes from a forward to the next, on the same samples with the same random numbers."""
 
     @property
     def add_up(self) -> bool:
@@ -220,8 +224,12 @@ def losses_of_groups(
     run: Callable[[list[Sample]], T],
     parameters: Sequence[nn.Parameter],
     start_over: Callable[[], None],
+    device: torch.device,
 ) -> Losses[T]:
-    """Run each group of samples, and all of them together, from the same state; ``run`` returns numbers on the host."""
+    """Run each group of samples, and all of them together, from the same state.
+
+    ``run`` returns numbers on the host, the loss first.
+    """
     together = [sample for group in groups for sample in group]
     runs = []
     with WithoutChance() as mode, torch.compiler.set_stance("force_eager"):
@@ -233,8 +241,17 @@ def losses_of_groups(
                     values.append(without_gradients(run, group))
             runs.append((values[:-1], values[-1]))
         start_over()
-        twice = [without_gradients(run, together) for _ in range(2)]
-    return Losses(runs, mode.rounding[0], are_drawn=repr(twice[0]) != repr(twice[1]))
+        random_state = RandomState(device)
+        again: list[Any] = []
+        for draws_anew in (False, False, True):
+            if not draws_anew:
+                random_state.put_back()
+            again.append(without_gradients(run, together))
+    first, second, drawn = (float(torch.as_tensor(each[0])) for each in again)
+    return Losses(
+        runs, mode.rounding[0], are_drawn=first == second != drawn,
+        change=error_of_sum([first], second),
+    )  # fmt: skip
 
 
 def without_gradients(run: Callable[[list[Sample]], T], samples: list[Sample]) -> T:

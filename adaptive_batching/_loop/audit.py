@@ -97,7 +97,8 @@ class Audit(Generic[Sample]):
             raise ConfigError(
                 f"the gradient of a batch in two parts is {100 * min(error, 1):.2g} % off that of the same batch in "
                 f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
-                f"computes over the batch, has a scale of its own, or changes the model for the next part; "
+                f"computes over the batch, has a scale or random numbers of its own, or changes the model for the next "
+                f"part; "
                 f"{self._remedy}"
             )
         return True

@@ -150,12 +150,12 @@ class SampleRetry(Retry[list[Sample]]):
         groups = in_groups(few, lambda sample: self.tokens([sample]), most=most)
         parameters = list(self._model.parameters())
         with rehearsal([self._model, self._loss], device_of(self._model)) as start_over:
-            losses = losses_of_groups(groups, self._values_of, parameters, start_over)
-            if losses.add_up:
+            losses = losses_of_groups(groups, self._values_of, parameters, start_over, device_of(self._model))
+            if losses.add_up and losses.change <= losses.rounding:
                 return None
             if losses.are_drawn:  # what still draws, such as a recurrent layer, has to be without it
                 self._model.eval()
-                if losses_of_groups(groups, self._values_of, parameters, start_over).add_up:
+                if losses_of_groups(groups, self._values_of, parameters, start_over, device_of(self._model)).add_up:
                     return None
         first, one, *others = sorted(few[:3], key=lambda sample: self.tokens([sample]), reverse=True)
         other = others[0] if others else first
@@ -166,6 +166,8 @@ class SampleRetry(Retry[list[Sample]]):
         module = find_batch_dependent_module(self._model, forward, *batches, num_samples=3, owners=[self._loss])
         if module is not None:
             return module
+        if losses.add_up:
+            return f"loss, which is another in a second forward of the same samples (by {100 * losses.change:.2g} %),"
         parts, whole = losses.runs[0]
         in_words = "({:g}, {:g}) for samples in groups, and ({:g}, {:g}) for all of them together"
         drawn = " and draws random numbers of its own" if losses.are_drawn else ""

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from adaptive_batching._config import AdaptiveBatchingConfig
+from adaptive_batching._device import RandomState
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
 from adaptive_batching._growth.increase import KeepGlobal, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
@@ -258,6 +259,7 @@ class AdaptiveRun:
         try:
             if trainer.is_fsdp_enabled:
                 shard(trainer)
+            random_state = RandomState(trainer.args.device)  # from which a collate function may draw
             kind, module = find_loss_kind(trainer, samples, self.ranks)
             trainer.loss_is_scaled_for_ga = kind.takes_number
             self.step = StepInParts(
@@ -265,6 +267,7 @@ class AdaptiveRun:
                 audit_every=settings.audit_every,
             )  # fmt: skip
             self.step.get_ready(samples)
+            random_state.put_back()
             if isinstance(size, (Fixed, ByLength)):
                 self.step.check_that_parts_add_up()
         except Exception as error:

@@ -127,6 +127,13 @@ def _find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks, most:
                 f"{chance}terms that compute over the batch, such as one that balances experts, or train without "
                 "adaptive"
             )
+        if losses.change > losses.rounding:
+            raise ConfigError(
+                f"the loss of {name} is another in a second forward of the same samples (by "
+                f"{100 * min(losses.change, 1):.2g} %), as with centers or codebooks that follow what they see, so "
+                "that each part of a batch would change it for the next; change them once in each step, or train "
+                "without adaptive"
+            )
         kind = replace(kind, factor=tried.factor(kind))
     log.info("the loss of %s is %s", name, kind)
     batches = trainer.args.gradient_accumulation_steps
@@ -163,7 +170,7 @@ class _Trials:
                 continue
             losses = losses_of_groups(
                 self._groups, partial(self._run, number=number), list(self._trainer.model.parameters()),
-                partial(self._begin, mode),
+                partial(self._begin, mode), self._trainer.args.device,
             )  # fmt: skip
             errors = {kind: losses.error(partial(self._as_sums, kind)) for kind in kinds}
             # Where losses are nearly alike, another kind is nearly right.
@@ -180,11 +187,14 @@ class _Trials:
         """Return what Trainer multiplies a mean by if it gives a number, to whatever it may do with it."""
         if kind.takes_number or not _gives_number(self._trainer):
             return 1.0
-        losses = []
-        for number in (_NUMBER, None):
+        losses, group = [], self._groups[-1]
+        self._begin()
+        batch = self._trainer._prepare_inputs(collated(group, self._trainer.data_collator))
+        own = self._trainer._get_num_items_in_batch([batch], self._trainer.args.device)
+        for number in (own, None):
             self._begin()
             with WithoutChance():
-                losses.append(without_gradients(partial(self._run, number=number), self._groups[0])[0])
+                losses.append(without_gradients(partial(self._run, number=number), group)[0])
         ratio = losses[0] / losses[1] if losses[1] else 1.0
         return float(round(ratio)) if abs(ratio - round(ratio)) < 0.02 * ratio else ratio
 
@@ -228,12 +238,12 @@ class _Trials:
         self._start_over()
         (mode or self._mode)()
 
-    def _run(self, samples: list[Sample], number: float | None) -> _Ran:
+    def _run(self, samples: list[Sample], number: Any) -> _Ran:
         trainer = self._trainer
         try:
             batch = trainer._prepare_inputs(collated(samples, trainer.data_collator))
             numbers = [float(kind.count(batch, len(samples))) for kind in self._kinds]
-            given = None if number is None else torch.tensor(number, device=trainer.args.device)
+            given = None if number is None else torch.as_tensor(number, device=trainer.args.device)
             # By this some losses divide what is a mean in a sum.
             is_part = number is not None and any(samples is group for group in self._groups)
             trainer.current_gradient_accumulation_steps = len(self._groups) if is_part else 1
