@@ -740,7 +740,7 @@ HABITS: Mapping[str, Habit] = {
     "every fifth sample has targets, and a mean": Habit(making(bert, data=without_targets(5))),
     "no sample has targets": Habit(making(data=without_targets(0)), "target"),
     "no sample has targets, and a mean": Habit(making(bert, data=without_targets(0)), "target"),
-    "data with a length and no items": Habit(making(data=Lengthy), "no samples to take one by one"),
+    "data with a length and no items": Habit(making(data=Lengthy), "map-style"),
     "T5": Habit(making(trainers.make_t5)),
 }
 
