@@ -1,7 +1,7 @@
 """Run the tests that transformers and TRL have of their trainers with adaptive trainers in place of theirs.
 
     pip install -e '.[dev]' parameterized
-    python benchmarks/others_tests.py --transformers DIR --trl DIR   # checkouts of both; about 40 minutes on 2 cores
+    python benchmarks/others_tests.py --transformers DIR --trl DIR   # checkouts of both
 
 Every trainer that a test makes, of whatever class, becomes ``adaptive(class)``: once with no settings, and once with
 ``micro_batch_size="auto"``. What passes with the trainers as they are has to pass with ours, or to be refused in a line

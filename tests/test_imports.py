@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "emulated_device": {"values"},
     "environment": {"memory", "ranks", "trace"},
     "device": set(),
+    "evidence": {"device", "snapshot"},
     "memory": {"out_of_memory"},
     "out_of_memory": set(),
     "patches": set(),
@@ -31,13 +32,14 @@ MAY_IMPORT = {
     "ranks": {"out_of_memory", "values"},
     "gpus": {"trace", "values"},
     "growth": {"values"},
-    "loop": {"config", "device", "micro_batches", "probe", "ranks", "trace", "values"} | MEMORY,
-    "micro_batches": {"device", "probe", "ranks", "shortage", "values"} | MEMORY,
+    "loop": {"config", "device", "evidence", "micro_batches", "probe", "ranks", "snapshot", "trace", "values"} | MEMORY,
+    "micro_batches": {"device", "probe", "ranks", "shortage", "snapshot", "values"} | MEMORY,
     "plan": {"probe", "trace", "values"},
-    "probe": {"config", "device", "ranks", "trace", "values"} | MEMORY,
+    "probe": {"config", "device", "ranks", "snapshot", "trace", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
     "shortage": {"values"},
-    "trace": {"ranks"},
+    "snapshot": {"device", "values"},
+    "trace": {"device", "ranks", "snapshot"},
 }
 PURE = {
     room + name
