@@ -438,7 +438,8 @@ def _same_bits(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 def _hash(parameter: nn.Parameter) -> int:
     if DRY_RUN in os.environ:  # where all values are zero, and reading them takes memory
         return 0
-    return hash(tuple(int(torch.hash_tensor(_raw(part))) for part in plain_parts(parameter) if part.numel()))
+    hashes = (torch.hash_tensor(_raw(part)) for part in plain_parts(parameter) if part.numel())
+    return hash(tuple(int(each.view(torch.int64)) for each in hashes))  # as uint64, half of them are no int
 
 
 def _parameters_of(owners: Iterable[Any]) -> list[nn.Parameter]:

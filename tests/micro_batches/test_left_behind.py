@@ -20,13 +20,20 @@ from tests.probe.test_trial import BUDGET, training_step
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
+# Not attributes of modules, which are put back when a step runs again.
+STORAGES: list[StorageWeakRef] = []
+"""Of all that went into a block, came out, or was copied."""
+
+FAILS_IN: dict[nn.Module, str] = {}
+"""A block that is to run out of memory, and in which pass."""
+
+
 class Offloaded(nn.Module):
     """Keeps copies of what a backward pass needs."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self.storages: list[StorageWeakRef] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(self._copy, torch.clone):
@@ -34,7 +41,7 @@ class Offloaded(nn.Module):
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone()
-        self.storages.append(StorageWeakRef(copy.untyped_storage()))
+        STORAGES.append(StorageWeakRef(copy.untyped_storage()))
         return copy
 
 
@@ -48,19 +55,17 @@ WAYS: dict[str, Callable[[nn.Module], Call]] = {
 
 
 class Block(nn.Module):
-    """Runs out of memory in the pass that ``fail_in`` names; knows the storages of all that went in and came out."""
+    """Runs out of memory once, where :data:`FAILS_IN` says so."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-        self.fail_in = ""
-        self.storages: list[StorageWeakRef] = []
         self._run = WAYS[way](self.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        where, self.fail_in = self.fail_in, ""
+        where = FAILS_IN.pop(self, "")
         y: torch.Tensor = self._run(x) + x
-        self.storages += [StorageWeakRef(each.untyped_storage()) for each in (x, y)]
+        STORAGES.extend([StorageWeakRef(each.untyped_storage()) for each in (x, y)])
         if where == "forward":
             raise torch.OutOfMemoryError("out of memory in forward")
         if where == "backward":
@@ -82,12 +87,13 @@ class Branches(nn.Module):
     def blocks(self) -> list[Block]:
         return [block for block in self.modules() if isinstance(block, Block)]
 
-    def num_alive(self) -> int:
-        return sum(not storage.expired() for module in self.modules() for storage in getattr(module, "storages", ()))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         return torch.stack([branch(x) for branch in self.branches]).square().sum()
+
+
+def num_alive() -> int:
+    return sum(not storage.expired() for storage in STORAGES)
 
 
 @contextlib.contextmanager
@@ -97,7 +103,7 @@ def noted(model: Branches) -> Iterator[list[int]]:
 
     def note(module: nn.Module, args: object) -> None:
         if torch.is_grad_enabled():
-            alive.append(model.num_alive())
+            alive.append(num_alive())
 
     with model.register_forward_pre_hook(note):
         yield alive
@@ -106,6 +112,7 @@ def noted(model: Branches) -> Iterator[list[int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_of_a_failed_forward_or_backward_is_alive_when_its_samples_run_again(way: str) -> None:
     torch.manual_seed(0)
+    STORAGES.clear()
     model = Branches(way)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     step = AdaptiveStep[torch.Tensor](model, optimizer, lambda model, batch: (model(batch), len(batch)))
@@ -113,12 +120,12 @@ def test_nothing_of_a_failed_forward_or_backward_is_alive_when_its_samples_run_a
     with Trial(training_step(model, optimizer), CpuMeter(), BUDGET) as trial:  # type: ignore[arg-type]
         for block in model.blocks():
             for where in ("forward", "backward"):
-                block.fail_in = where
+                FAILS_IN[block] = where
                 with noted(model) as alive:
                     step(samples)
                 assert len(alive) > 1 and not any(alive), f"in training: {where}"
-                block.fail_in = where
+                FAILS_IN[block] = where
                 assert not trial.measure(4).fits
-                assert model.num_alive() == 0, f"in a probe: {where}"
+                assert num_alive() == 0, f"in a probe: {where}"
     assert step.num_recoveries == 8
-    assert sum(len(block.storages) for block in model.blocks()) > 100
+    assert len(STORAGES) > 100
