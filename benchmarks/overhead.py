@@ -18,7 +18,7 @@ recipe that goes first changes from process to process.
 *The audit.* A run in micro-batches looks every fourth step if the gradient of two parts is that of their union; the
 seconds of a look and of a step say what three looks, as by default, cost in a run of 200 steps.
 
-The last line printed is a JSON object: the ratio per step, and that of a run of 200 steps with its audits to one without.
+The last line printed is a JSON object: the ratio per step, and that of 200 steps with their audits to 200 without.
 """
 
 from __future__ import annotations
@@ -285,8 +285,8 @@ def main() -> None:
             f"{len(pairs)} pairs of steps of {BATCH_SIZE} samples; medians; in brackets where 95 % of medians lie",
             f"{args.repeats} processes of each recipe, whose ratio is as noisy as the machine",
             "the losses of all runs are equal bit for bit",
-            f"{len(audited['audits'])} audits took {audit:.3f} s each, where a step of {AUDITED['batch_size']} samples in "
-            f"micro-batches of {AUDITED['micro_batch_size']} took {step:.3f} s",
+            f"{len(audited['audits'])} audits took {audit:.3f} s each, where a step of {AUDITED['batch_size']} samples "
+            f"in micro-batches of {AUDITED['micro_batch_size']} took {step:.3f} s",
         ],
         rows=rows,
         figures={"per_step_ratio": round(ratio, 4), "audits_of_200_steps": round(audits_of_200, 4)},
