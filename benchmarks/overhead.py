@@ -172,7 +172,7 @@ def measure_audit(config: str, output_dir: str) -> dict[str, Any]:
         audits.append(time.perf_counter() - start)
         return known
 
-    Audit.compare = timed  # type: ignore[method-assign]
+    Audit.compare = timed  # type: ignore[method-assign, assignment]
     recipe.train()
     return {"audits": audits, "steps": np.diff(ends).tolist()}
 

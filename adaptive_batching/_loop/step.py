@@ -32,7 +32,9 @@ from adaptive_batching._probe.does_not_fit import DoesNotFitError
 from adaptive_batching._probe.find import ProbeRequest, find_largest
 from adaptive_batching._probe.sizes import ProbeResult
 from adaptive_batching._probe.trial import parameters_of
-from adaptive_batching._ranks.agree import ALONE
+from adaptive_batching._ranks.agree import ALONE, num_collectives
+from adaptive_batching._ranks.fsdp import sharded_roots
+from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._trace.training import Run, TrainingStep
 from adaptive_batching._values import ConfigError
 
@@ -83,6 +85,7 @@ class AdaptiveStep(Generic[Sample]):
         self._collate = collate
         self._clip_norm = clip_norm
         self._knows_backward = False  # that it divides nothing
+        self._knows_ranks_are_alone = False
         self._parallel = data_parallel_of(model, self._parameters)
         self._retry = SampleRetry(model, loss, collate, length, self._parallel.ranks)
         self._audit = Audit[Sample](
@@ -303,6 +306,7 @@ class AdaptiveStep(Generic[Sample]):
         if not all(counts):
             filler = next(each for each in ranks.gather(filler) if each is not None)
         assert filler is not None
+        self._check_that_ranks_are_alone(filler)
 
         def forward_backward() -> None:
             batch = collated([filler] * 2, self._collate)
@@ -310,6 +314,25 @@ class AdaptiveStep(Generic[Sample]):
 
         self._parallel.record(forward_backward, device_of(self._model))
         return checked, filler
+
+    def _check_that_ranks_are_alone(self, sample: Sample) -> None:
+        """Raise ConfigError if a forward of copies communicates: ranks run their parts at other times. Looks once."""
+        if self._knows_ranks_are_alone or self._parallel.ranks.size == 1 or sharded_roots(self._model):
+            return
+
+        def issued() -> int:
+            device = device_of(self._model)
+            with rehearsal([self._model, self._loss], device), torch.no_grad():
+                before = num_collectives(device)
+                run_forward(self._loss, self._model, collated([sample], self._collate))
+                return num_collectives(device) - before
+
+        if most := max(self._parallel.ranks.all_results(issued)):
+            raise ConfigError(
+                f"loss communicates with other ranks in each forward (collectives: {most}), and ranks run their parts "
+                "of a batch at other times; leave out of the loss what gathers or sums over ranks"
+            )
+        self._knows_ranks_are_alone = True
 
     def _checked(self, samples: Sequence[Sample]) -> list[Sample]:
         if isinstance(samples, Mapping):

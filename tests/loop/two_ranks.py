@@ -186,6 +186,13 @@ def wrong_in_backward(model: nn.Module, batch: Any) -> Any:
     return total, number
 
 
+def gathering(model: nn.Module, batch: Any) -> Any:
+    """A mean over the targets of all ranks, as each forward finds them."""
+    total, number = loss(model, batch)
+    dist.all_reduce(number)
+    return total, number
+
+
 def mistakes(kind: str) -> dict[str, Any]:
     """Errors of one rank and of both, after each of which the ranks still agree."""
     batch = BATCHES[0][RANK]
@@ -193,6 +200,7 @@ def mistakes(kind: str) -> dict[str, Any]:
     found = {
         "mean": error_of(lambda: make_step(kind, make_model(), mean_on_one)[1](batch)),
         "backward": error_of(lambda: make_step(kind, make_model(), wrong_in_backward)[1](batch)),
+        "gathering": error_of(lambda: make_step(kind, make_model(), gathering)[1](batch)),
         "collated": error_of(lambda: make_step(kind, make_model())[1](wrong_on_one)),
         "empty": error_of(lambda: make_step(kind, make_model())[1]([])),
         "long": error_of(lambda: train_with(kind, make_model("forward"), 20 if RANK == 1 else 10**9)),
