@@ -418,16 +418,19 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [*plain_parts(tensor._indices()), *plain_parts(tensor._values())]
     if tensor.device.type == "meta" or not _is_plain(tensor):
         return []
+    repeated = [at for at, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[at] > 1]
+    if not repeated:
+        return [tensor]  # itself, with what it may have for attributes
     found = tensor.detach()
-    for dimension, stride in enumerate(found.stride()):
-        if stride == 0 and found.shape[dimension] > 1:
-            found = found.narrow(dimension, 0, 1)
+    for dimension in repeated:
+        found = found.narrow(dimension, 0, 1)
     return [found]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, as large numbers as possible."""
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().flatten()
+    raw = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single number may have any stride
     return raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.data_ptr() % 8 == 0 else raw
 
 

@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from adaptive_batching import _snapshot
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._memory import Segments
 from adaptive_batching._probe import does_not_fit
@@ -45,6 +46,12 @@ class Traced:
 
     def peak_bytes(self, batch_size: int) -> int:
         return self._device.peak_allocated(batch_size * self._device.length)
+
+
+@pytest.fixture(autouse=True)
+def real_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is simulated here is, like a real one, nothing that a probe puts back."""
+    monkeypatch.setattr(_snapshot, "_LIBRARIES", {*_snapshot._LIBRARIES, "tests"})
 
 
 def find(device: Device, upper: int, config: AdaptiveBatchingConfig = EXACT, *, traced: bool = True) -> ProbeResult:
