@@ -349,8 +349,11 @@ def rehearsal(
 def without_hooks(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Step ``optimizers`` inside without the hooks that somebody has registered: they count steps, or log them."""
     hooks: list[Any] = [torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks]
-    for each in optimizers:
-        hooks += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
+    for each in optimizers:  # Accelerate's and Fabric's wrap one
+        for optimizer in (each, getattr(each, "optimizer", None), getattr(each, "_optimizer", None)):
+            own = getattr(optimizer, "__dict__", {})
+            names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+            hooks += [own[name] for name in names if name in own and all(own[name] is not one for one in hooks)]
     saved = [dict(each) for each in hooks]
     for of_one in hooks:
         of_one.clear()

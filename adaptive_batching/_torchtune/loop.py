@@ -218,11 +218,11 @@ class TrainingLoop(Loop):
     def _run_batch(self, batch: list[Sample], *, ends_window: bool) -> None:
         """Gather the gradients of a batch; if it runs out of memory, those of its window again, in smaller parts."""
         if not self._window:
-            self._audit.begin_step()
-            self._recovery.start()
             self._host.objective.begin_step(self.global_step, self._schedule.course.accumulation * len(batch))
             if self._noise is not None:
                 self._noise.start_step(self.global_step)
+            self._audit.begin_step()
+            self._recovery.start()  # last: what has begun stays where samples run again
         self._window.append(batch)
         if ends_window or not self._together:
             waiting = self._window if self._together else [batch]
