@@ -113,9 +113,7 @@ def test_numbers_are_written_where_nvidias_solvers_write_them() -> None:
 def test_sizes_of_sparse_products_are_written_where_cusparse_writes_them() -> None:
     declared = re.findall(r"(cusparse\w+)\s*\(([^)]*)\)", (PACKAGES / "cu13/include/cusparse.h").read_text())
     parameters = {name: given.split(",") for name, given in declared}
-    written = re.findall(
-        r"WRITES_ZERO\((cusparse\w+), (\d+), (\w+), (\d)\)", (SOURCE / "kernels.cpp").read_text()
-    )
+    written = re.findall(r"WRITES_ZERO\((cusparse\w+), (\d+), (\w+), (\d)\)", (SOURCE / "kernels.cpp").read_text())
     assert len(written) == 10
     for name, place, kind, times in written:
         numbers = parameters[name][int(place) - 1 : int(place) - 1 + int(times)]
