@@ -179,6 +179,10 @@ def test_decompositions_and_transforms_have_the_shapes_of_their_results(driver: 
     assert torch.linalg.lstsq(matrix, matrix).solution.shape == (2, 4, 4)
     assert torch.dot(square[0], square[1]).shape == () == torch.vdot(square[0], square[1]).shape
     assert (torch.fft.fft(square) * 2j).shape == (5, 5)
+    window = torch.hann_window(64, device="cuda")
+    assert torch.istft(
+        torch.stft(square.new_zeros(640), 64, window=window, return_complex=True), 64, window=window
+    ).shape == (640,)
     assert torch.fft.fft(torch.zeros(3, 64, device="cuda")).shape == (3, 64)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
