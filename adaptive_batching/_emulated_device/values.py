@@ -22,27 +22,16 @@ from adaptive_batching._emulated_device import control
 
 MOST_ELEMENTS = 2**20
 MOST_BYTES = 2**16  # of a byte each: more are the packed numbers of quantized weights
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # and no tensor of another kind, whose memory may be elsewhere
+NUMBERS = (bool, int, float, complex)
 LONGEST_WAIT = 5000  # milliseconds; another rank may wait for this one
 # Overloads that have a kernel of CUDA's
 FUNCTIONS = (
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "remainder.Tensor", "floor_divide", "neg", "abs", "sqrt"),
     *("add_.Tensor", "sub_.Tensor", "mul_.Tensor", "div_.Tensor", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_"),
     *("minimum", "maximum", "clamp", "clamp_", "clamp_min", "clamp_max", "where.self", "sign", "pow.Tensor_Scalar"),
-    *(
-        "sum.dim_IntList",
-        "mean.dim",
-        "prod",
-        "prod.dim_int",
-        "max",
-        "min",
-        "max.dim",
-        "min.dim",
-        "amax",
-        "amin",
-        "argmax",
-    ),
-    *("argmin", "sort", "sort.stable", "cumsum", "cumprod", "searchsorted.Tensor", "bucketize.Tensor"),
+    *("sum.dim_IntList", "mean.dim", "prod", "prod.dim_int", "max", "min", "max.dim", "min.dim", "amax", "amin"),
+    *("argmax", "argmin", "sort", "sort.stable", "cumsum", "cumprod", "searchsorted.Tensor", "bucketize.Tensor"),
     *("scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "scatter_add", "scatter_add_", "index_add"),
     *("index.Tensor", "index_put_", "index_select", "index_fill_.int_Scalar", "gather", "masked_fill_.Scalar"),
     *("cat", "stack", "flip", "roll", "tril", "triu", "arange.start_out", "reciprocal"),
@@ -56,6 +45,7 @@ QUESTIONS = (
     *(f"bitwise_{name}{place}{'' if name == 'not' else '.Tensor'}" for name in _COMBINED for place in ("", "_")),
     *("isnan", "isfinite", "isposinf", "isneginf", "any", "any.dim", "any.dims", "all", "all.dim", "all.dims"),
 )
+# Those that answer for large masks as questions do
 SET = ("fill_.Scalar", "fill_.Tensor", "zero_", "copy_")
 # Whose results, or what they are made of, are as large as what they find
 SELECTIONS = (
@@ -97,9 +87,12 @@ def prepare() -> None:
 
 
 def _end_quietly() -> None:
-    """Let autograd's threads drop what they hold of the last backward. Their tensors have been in Python, in the kernels
-    here, so that they need Python's lock, and a thread that waits for it when Python ends aborts the process."""
-    for _ in range(10 * torch.cuda.is_initialized()):
+    """Let autograd's threads drop the tensors of the last backward.
+
+    These have been in Python, in the kernels here, so that dropping them takes Python's lock, and a thread that waits
+    for the lock when Python ends aborts the process.
+    """
+    for _ in range(10 * torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         time.sleep(0.005)
 
 
@@ -135,9 +128,13 @@ def _with_values(function: Any, kernel: Any) -> Callable[..., Any]:
 
 
 def _answered_for_all(function: Any, args: Any, kwargs: Any, result: torch.Tensor) -> torch.Tensor:
-    """Write the answer about the first numbers to all of the result, where numbers are too many to look at each: those of
-    a large tensor are equal, because its copies to the device are left out."""
+    """Write the answer for the first elements to all of a result, where there are too many to look at each.
+
+    Those of a large tensor are equal: no kernel writes them, and large copies to the device are left out.
+    """
     asked = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and not _is_small(x)]
+    if not all(x.is_cuda for x in asked):  # a copy, which is left out or made
+        return result
     if result.dtype is torch.bool and any(x.dtype is torch.bool or _is_inexact(x) for x in asked):
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
         held = _first(result)
@@ -150,8 +147,9 @@ def _answered_for_all(function: Any, args: Any, kwargs: Any, result: torch.Tenso
 
 def _compared(function: Any, kernel: Any) -> Callable[..., Any]:
     def compared(keys: Any, x: torch.Tensor, other: torch.Tensor) -> Any:
-        if not (kernel.call_boxed(keys, x, other) or x.shape == other.shape):
-            return False
+        found = kernel.call_boxed(keys, x, other)
+        if x.shape != other.shape or (x.dim() == 0 and x.dtype is torch.bool):  # istft: is the window's sum too small?
+            return found
         control.settle(torch.cuda.current_stream().cuda_stream, LONGEST_WAIT)
         return function(*map(_on_host if _is_small(x) else _first, (x, other)))
 
@@ -159,7 +157,7 @@ def _compared(function: Any, kernel: Any) -> Callable[..., Any]:
 
 
 def _taken_for_true(function: Any, kernel: Any) -> Callable[..., Any]:
-    """Return what finds that all is true: distributions ask so about their parameters, and a scale of zeros is none."""
+    """Return a function that finds all true: distributions check parameters with it, and a scale would be zero."""
 
     def all_true(keys: Any, x: torch.Tensor) -> Any:
         found = kernel.call_boxed(keys, x)
@@ -283,9 +281,7 @@ def _numbers_as_tensors(function: Any, args: tuple[Any, ...]) -> list[Any]:
     tensor = next((x for x in args if isinstance(x, torch.Tensor)), None)
     return [
         torch.tensor(x, dtype=torch.result_type(tensor, x))
-        if tensor is not None
-        and isinstance(x, (bool, int, float, complex))
-        and isinstance(taken.type, torch.TensorType)
+        if tensor is not None and isinstance(x, NUMBERS) and isinstance(taken.type, torch.TensorType)
         else x
         for x, taken in zip(args, function._schema.arguments, strict=False)
     ]

@@ -108,3 +108,13 @@ def test_numbers_are_written_where_nvidias_solvers_write_them() -> None:
     for name, place in WRITTEN.items():
         wanted = r"size_t *\*\s*workspaceInBytesOnDevice" if name[0] == "X" else r"int *\*\s*(lwork|work_size|info)"
         assert re.search(wanted, found[name][place - 1], re.IGNORECASE), f"{name}: {found[name]}"
+
+
+def test_sizes_of_sparse_products_are_written_where_cusparse_writes_them() -> None:
+    declared = re.findall(r"(cusparse\w+)\s*\(([^)]*)\)", (PACKAGES / "cu13/include/cusparse.h").read_text())
+    parameters = {name: given.split(",") for name, given in declared}
+    written = re.findall(r"WRITES_ZERO\((cusparse\w+), (\d+), (\w+), (\d)\)", (SOURCE / "kernels.cpp").read_text())
+    assert len(written) == 10
+    for name, place, kind, times in written:
+        numbers = parameters[name][int(place) - 1 : int(place) - 1 + int(times)]
+        assert all(re.match(rf"\s*{kind}\*", each) for each in numbers), f"{name}: {numbers}"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,101 @@ def test_counts_have_their_values_and_products_have_none() -> None:
     assert (control.counters() - before).products == 1 and product.sum().item() == 0.0
 
 
+def test_integers_and_truth_values_are_computed_as_on_the_host() -> None:
+    numbers = torch.tensor([[4, 1, 3], [2, 2, 0]])
+    index = torch.tensor([[0, 0, 1]])
+
+    def outcomes(on: str) -> list[object]:
+        x, at = numbers.to(on), index.to(on)
+        found = [
+            torch.cat([x, x]), torch.stack([x, x]), x.flip(1), x.roll(1), x.tril(), x.triu(), x.prod(), x.cumprod(1),
+            x.sign(), x**2, x.clamp(max=2), x.argmin(), x.clone().masked_fill_(x > 1, 7), *x.sort(dim=1), *x.max(dim=1),
+            x.scatter_add(0, at, x[:1]), torch.zeros_like(x).index_put_((at[0], at[0]), x[0], accumulate=True),
+            torch.bucketize(x, at[0]), (x > 1) ^ (x < 4), torch.equal(x, x.clone()), torch.equal(x, x + 1),
+        ]  # fmt: skip
+        return [each.tolist() if isinstance(each, torch.Tensor) else each for each in found]
+
+    assert outcomes("cuda") == outcomes("cpu")
+    zero = torch.zeros(2, 3, dtype=torch.long, device="cuda")
+    assert (numbers.cuda() // zero).shape == (2, 3), "no kernel fails at a division by zero"
+
+
+@pytest.mark.parametrize("elements", [10, 2**20 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_comparisons_answer_as_for_zeros(elements: int, dtype: torch.dtype) -> None:
+    """However large, of parameters and gradients, too."""
+    x = torch.nn.Parameter(torch.ones(elements, device="cuda", dtype=dtype))
+    (x * 2).sum().abs().backward()
+    assert x.grad is not None
+    for each in (x, x.grad):
+        assert torch.isfinite(each).all() and (each == each).all() and each.eq(0).all() and not each.isnan().any()
+        assert torch.allclose(each, each.clone()) and torch.equal(each, each.clone()) and not each.isinf().any()
+        assert (torch.isfinite(each) & ~(each != each)).view(1, -1).all(dim=1).tolist() == [True]
+        assert torch.isfinite(each)[-2:].clone().tolist() == [True, True]
+        if not dtype.is_complex:
+            assert (each >= 0).all() and (each < 1e4).all() and not (each > 0).any()
+    assert torch.stack([torch.isfinite(each).all() for each in (x, x.grad)]).all()
+
+
+def test_comparisons_see_the_numbers_that_the_host_wrote() -> None:
+    x = torch.tensor([1.0, -2.0, float("nan"), float("inf")]).cuda()
+    assert x.isfinite().tolist() == [True, True, False, False] and (x > 0).tolist() == [True, False, False, True]
+    assert not torch.equal(x, torch.zeros(4, device="cuda")) and x.isnan().any()
+
+
+def test_distributions_check_their_parameters_and_samples_and_go_on() -> None:
+    zeros, ones = torch.zeros(4, 3, device="cuda"), torch.ones(4, 3, device="cuda")
+    made: list[torch.distributions.Distribution] = [
+        torch.distributions.Normal(zeros, zeros.exp()), torch.distributions.Categorical(logits=zeros),
+        torch.distributions.Categorical(probs=zeros.softmax(-1)), torch.distributions.Dirichlet(ones),
+        torch.distributions.Bernoulli(probs=ones / 2), torch.distributions.Gamma(ones, ones),
+        torch.distributions.MultivariateNormal(zeros[0], torch.eye(3, device="cuda")),
+        torch.distributions.VonMises(zeros, ones),
+    ]  # fmt: skip
+    for distribution in made:
+        drawn = distribution.sample()
+        assert distribution.log_prob(drawn).shape == distribution.batch_shape
+
+
+def test_kernels_that_are_compiled_at_run_time_run() -> None:
+    x, integers = torch.zeros(4, device="cuda"), torch.arange(1, 5, device="cuda")
+    z = torch.zeros(4, device="cuda", dtype=torch.complex64)
+    torch.zeros(1, device="cuda", dtype=torch.complex64).exp()
+    before = control.counters()
+    assert x.prod().shape == () and z.abs().shape == torch.gcd(integers, integers).shape == torch.lgamma(x).shape == (
+        4,
+    )
+    make: Any = torch.cuda.jiterator._create_jit_fn
+    assert make("template <typename T> T twice(T x) { return x + x; }")(x).shape == (4,)
+    source = 'extern "C" __global__ void add(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] += 1; }'
+    kernel = torch.cuda._compile_kernel(source, "add")
+    kernel(grid=(1, 1, 1), block=(32, 1, 1), args=(x, 4))
+    assert (control.counters() - before).kernels >= 6
+    with pytest.raises(RuntimeError, match='"absent" is undefined'):
+        torch.cuda._compile_kernel(source.replace("+= 1", "= absent"), "add")
+
+
+def test_sparse_matrices_are_multiplied() -> None:
+    places = torch.tensor([[0, 1, 1], [2, 0, 2]])
+    sparse = torch.sparse_coo_tensor(places, torch.ones(3), (2, 3), check_invariants=False).cuda()
+    dense = torch.zeros(3, 4, device="cuda", requires_grad=True)
+    torch.sparse.mm(sparse, dense).sum().backward()
+    assert dense.grad is not None and dense.grad.shape == (3, 4)
+    compressed = torch.eye(3).to_sparse_csr().cuda()
+    assert (compressed @ dense).shape == (3, 4) and (compressed @ dense[:, 0]).shape == (3,)
+
+
+def test_a_program_may_end_with_a_backward() -> None:
+    code = """
+    import torch
+    x = torch.zeros(64, 64, device="cuda", requires_grad=True)
+    for _ in range(300):
+        torch.autograd.grad((x * 2 + 1).clamp(0, 1).abs().sqrt().sum(), x)
+    """
+    done = run(code, EmulatedDevice())
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("driver", ["gesvd", "gesvdj", "gesvda"])
 def test_decompositions_and_transforms_have_the_shapes_of_their_results(driver: str) -> None:
     matrix, square = torch.zeros(2, 6, 4, device="cuda"), torch.zeros(5, 5, device="cuda")
@@ -76,6 +172,17 @@ def test_decompositions_and_transforms_have_the_shapes_of_their_results(driver: 
     assert (q.shape, r.shape) == ((2, 6, 4), (2, 4, 4)) and torch.linalg.eigh(square)[1].shape == (5, 5)
     for solved in (torch.linalg.inv(square), torch.linalg.solve(square, square), torch.linalg.cholesky(square)):
         assert solved.shape == (5, 5)
+    for found in (*torch.linalg.slogdet(matrix[:, :4]), torch.linalg.det(matrix[:, :4])):
+        assert found.shape == (2,)
+    many = torch.zeros(20, 300, 300, device="cuda")  # which MAGMA factors
+    assert torch.linalg.lu_factor(many)[1].shape == (20, 300) and torch.linalg.eigvals(square).shape == (5,)
+    assert torch.linalg.lstsq(matrix, matrix).solution.shape == (2, 4, 4)
+    assert torch.dot(square[0], square[1]).shape == () == torch.vdot(square[0], square[1]).shape
+    assert (torch.fft.fft(square) * 2j).shape == (5, 5)
+    window = torch.hann_window(64, device="cuda")
+    assert torch.istft(
+        torch.stft(square.new_zeros(640), 64, window=window, return_complex=True), 64, window=window
+    ).shape == (640,)
     assert torch.fft.fft(torch.zeros(3, 64, device="cuda")).shape == (3, 64)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
