@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import Dataset
 
 from adaptive_batching._device import RandomState
+from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._values import DRY_RUN, ConfigError
 
 rehearsing = False
@@ -378,7 +379,16 @@ class _KeptTensor:
         self._copies: list[torch.Tensor] | None = None
 
     def copy(self, *, on_host: bool) -> None:
-        self._copies = [part.to("cpu", copy=True) if on_host else part.clone() for part in self.parts]
+        try:
+            self._copies = [part.detach().to("cpu" if on_host else part.device, copy=True) for part in self.parts]
+        except Exception as error:
+            if on_host or not is_out_of_memory(error):
+                raise
+            full = True
+        else:
+            full = False
+        if full:  # the device
+            self.copy(on_host=True)
 
     @property
     def _has_moved(self) -> bool:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "probe": {"config", "device", "ranks", "snapshot", "trace", "values"} | MEMORY,
     "report": {"growth", "micro_batches", "probe", "values"},
     "shortage": {"values"},
-    "snapshot": {"device", "values"},
+    "snapshot": {"device", "out_of_memory", "values"},
     "trace": {"device", "ranks", "snapshot"},
 }
 PURE = {

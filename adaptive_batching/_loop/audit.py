@@ -55,8 +55,8 @@ class Audit(Generic[Sample]):
         self._steps, self._next = 0, 1
 
     def begin_step(self) -> None:
-        """Have the step watched, if it is to be looked at, for what it changes besides gradients."""
-        if self._is_due:
+        """Have the step watched for what it changes besides gradients where a look is due, which takes copies of it."""
+        if self._steps + 1 == self._next:  # and not in each one after it, if none is split
             self._state.look_again()
 
     def end_step(self) -> None:
