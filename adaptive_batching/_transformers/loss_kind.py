@@ -94,6 +94,8 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE
     Raises:
         ConfigError: If the loss of all is no sum and no mean of theirs, as with terms that compute over the batch.
     """
+    if ranks.size > 1:  # a rank that tries again would leave the others waiting
+        return _find_loss_kind(trainer, samples, ranks, most=4)
     for most in (7, 4):
         with contextlib.suppress(torch.OutOfMemoryError):
             return _find_loss_kind(trainer, samples, ranks, most)
