@@ -31,6 +31,9 @@ T = TypeVar("T")
 # which is the same in any batch.
 _ROUNDING = {torch.bfloat16: (2e-2, 1e-1), torch.float16: (5e-3, 3e-2)}
 _ROUNDING_OF_SINGLE = (1e-4, 1e-4)
+# Of a model that rounds itself, as if it were quantized: rounding may send a number to the next level.
+_ROUNDING_OF_LEVELS = (2e-2, 1e-1)
+_LEVELS = {"round", "round_", "fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"}
 _FIRST = 2**16  # numbers of each tensor that are changed, or compared
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -47,6 +50,7 @@ class WithoutChance(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+        self._has_levels = False
         self._num_calls = 0
         self._entered: list[bool] = []  # for each module that runs: True if that has entered this mode
         self._hooks: list[RemovableHandle] = []
@@ -83,12 +87,15 @@ class WithoutChance(TorchFunctionMode):
     @property
     def rounding(self) -> tuple[float, float]:
         """The largest errors that rounding explains: of a sum, relative to its terms, and of a gradient."""
+        if self._has_levels:
+            return _ROUNDING_OF_LEVELS
         return max((_ROUNDING.get(dtype, _ROUNDING_OF_SINGLE) for dtype in self.dtypes), default=_ROUNDING_OF_SINGLE)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._num_calls += 1
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        self._has_levels = self._has_levels or name in _LEVELS
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:

@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import Dataset
 
 from adaptive_batching._device import RandomState
@@ -416,16 +415,21 @@ class _KeptTensor:
         return zip(self.parts, self._copies or (), strict=bool(self._copies))
 
 
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return True if the values of a tensor are those of others within it, as of quantized weights."""
+    return type(tensor) not in (torch.Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__")
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) and not tensor.is_quantized
+    return tensor.layout == torch.strided and not _is_wrapper(tensor) and not tensor.is_quantized
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return plain tensors that share the values of ``tensor``, without dimensions that repeat them."""
     if isinstance(tensor, DTensor):
         return plain_parts(tensor.to_local().detach())
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+    if _is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return [part for name in names for part in plain_parts(getattr(tensor, name))]
     if tensor.layout == torch.sparse_coo:
         return [*plain_parts(tensor._indices()), *plain_parts(tensor._values())]

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def quick_garbage_collection() -> None:
     """Keep what imports and earlier tests have made out of each collection."""
     quicken_collections()
+
+
+@pytest.fixture(autouse=True)
+def recipes_as_torchtune_ships_them() -> Iterator[None]:
+    """Put back what a command of ours, run in this process, has torchtune's own find."""
+    yield
+    registry = sys.modules.get("torchtune._recipe_registry")
+    if registry is not None and any(os.path.isabs(recipe.file_path) for recipe in registry._ALL_RECIPES):  # noqa: PTH117
+        registry._ALL_RECIPES[:] = runpy.run_path(str(registry.__file__))["_ALL_RECIPES"]
 
 
 @pytest.fixture(scope="session")

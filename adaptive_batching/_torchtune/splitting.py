@@ -277,7 +277,7 @@ class Recovery(Retry[MicroBatch]):
         self._find_batch_dependent_module = find_batch_dependent_module
         self._recovers = recovers
         self.state = StepState(list(host.models))
-        self._random_state = RandomState(host.device)
+        self._random_state: RandomState | None = None
         self._recovered_in_row, self._warned = 0, False
 
     def start(self) -> None:
@@ -381,7 +381,8 @@ class Recovery(Retry[MicroBatch]):
 
     def put_back(self) -> None:
         self._host.objective.equalize_collectives()
-        self._random_state.put_back()
+        if self._random_state is not None:
+            self._random_state.put_back()
         self.state.put_back()
 
 
