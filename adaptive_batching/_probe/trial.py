@@ -283,7 +283,8 @@ def _read_like(file: IO[bytes], tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return views of the bytes of a contiguous tensor, none of them large, and no empty one."""
-    raw = tensor.view(-1).view(torch.uint8)
+    flat = tensor.flatten()
+    raw = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single number may have any stride
     return torch.split(raw, _BYTES_AT_ONCE) if raw.numel() else []
 
 
