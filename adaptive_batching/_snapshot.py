@@ -273,7 +273,8 @@ class StepState:
     """What the parts of a step change besides gradients, to put back before they run again: learnt, and not listed.
 
     In the first step, and in one after :meth:`look_again`, all modules are watched; from then on, what has changed then
-    is saved, and whatever else than a module can be reached from ``owners``. Parameters that are trained are left out.
+    is saved, and whatever else than a module can be reached from ``owners``. Parameters that are trained are left out,
+    and all of them where most are not.
     """
 
     def __init__(self, owners: Sequence[Any]) -> None:
@@ -289,8 +290,11 @@ class StepState:
 
     def save(self) -> None:
         if self._watches:
-            trained = [parameter for parameter in _parameters_of(self._owners) if parameter.requires_grad]
-            self._snapshot = Snapshot(self._owners, elsewhere=trained, copies="host")
+            parameters = _parameters_of(self._owners)
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            # Few that are not may be codebooks, which forwards change; many are weights of LoRA or of a reference.
+            left_out = trained if 2 * len(trained) > len(parameters) else parameters
+            self._snapshot = Snapshot(self._owners, elsewhere=left_out, copies="host")
         else:
             self._snapshot = Snapshot(self._owners, places=self._places, skipped=self._modules)
 

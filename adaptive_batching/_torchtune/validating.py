@@ -181,6 +181,7 @@ class Validation:
             return [(micro_batches, run_micro_batches(forwards, self._host.ranks, self._collectives, self._discard))]
 
         [(_, outcome)] = self._recovery.run_until_fits(attempt)
+        self._recovery.state.end()
         on_host = [sums.map(lambda value: value.cpu().double()) for sums in outcome.results]
         return functools.reduce(operator.add, on_host)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +23,7 @@ from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
 from adaptive_batching._ranks.fsdp import is_sharded
 from adaptive_batching._snapshot import rehearsal
 from adaptive_batching._transformers.handed_out import Sample, alone, replaced
-from adaptive_batching._values import ConfigError, first_line
+from adaptive_batching._values import DRY_RUN, ConfigError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE
     Raises:
         ConfigError: If the loss of all is no sum and no mean of theirs, as with terms that compute over the batch.
     """
+    if DRY_RUN in os.environ:  # where all values are zero
+        return kinds_of(trainer, collated(samples[:1], trainer.data_collator))[0], None
     if ranks.size > 1:  # a rank that tries again would leave the others waiting
         return _find_loss_kind(trainer, samples, ranks, most=4)
     for most in (7, 4):

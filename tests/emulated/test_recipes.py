@@ -72,7 +72,7 @@ WAYS = {
     "off": [],
     "probed": ["use_maximum_batch_size=True", "adaptive_batching.max_batch_size=4"],
     "in one part": ["micro_batch_size=4"],
-    "split": ["micro_batch_size=2"],
+    "split": ["micro_batch_size=2", "adaptive_batching.audit_every=1000"],  # audits wait, and are none of the steps
 }
 
 

@@ -74,6 +74,7 @@ class Rollout:
         while start < num_rows:
             self.recovery.start()
             [([part], outcome)] = self.recovery.run_until_fits(attempt)
+            self.recovery.state.end()
             parts += outcome.results
             start += len(part.samples)
         draws.finish()
