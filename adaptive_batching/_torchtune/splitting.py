@@ -327,7 +327,7 @@ class Recovery(Retry[MicroBatch]):
         return f"{len(part.samples)} sample{plural} of up to {longest} tokens"
 
     def longest(self, part: MicroBatch) -> int | None:
-        return max(len(self._host.objective.tokens(sample)) for sample in part.samples)
+        return max(map(self._host.objective.size, part.samples))  # tokens of a rollout are on the device
 
     def name_of_longest(self, part: MicroBatch) -> str:
         number = index_of(max(part.samples, key=lambda sample: len(self._host.objective.tokens(sample))))
