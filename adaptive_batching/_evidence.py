@@ -164,7 +164,7 @@ _DRAWN: dict[str, Callable[[torch.Tensor, Any, Any], torch.Tensor]] = {
     "randint_like": lambda drawn, args, kwargs: _whole(drawn, args[1:], kwargs),
     "randperm": lambda drawn, args, kwargs: torch.arange(len(drawn) - 1, -1, -1, device=drawn.device),
 }
-"""What functions return, by their names, for a tensor that they have drawn and their arguments."""
+"""Functions that draw, by name: (the drawn tensor, args, kwargs) -> the values that replace what was drawn."""
 
 
 def in_groups(samples: Sequence[Sample], kind_of: Callable[[Sample], Any], *, most: int = 7) -> list[list[Sample]]:
@@ -198,7 +198,7 @@ def error_of_sum(parts: Iterable[float], whole: float) -> float:
 
 @dataclass(frozen=True)
 class Losses(Generic[T]):
-    """What groups of samples and their union have given, with the weights as they are and with slightly others."""
+    """Results of running groups of samples and their union, with the weights as they are and slightly perturbed."""
 
     runs: list[tuple[list[T], T]]
     """(of the groups, of their union), for each of the two."""

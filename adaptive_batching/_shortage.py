@@ -25,7 +25,7 @@ class Shortage:
 
     @property
     def unused(self) -> int:
-        """What the allocator holds and nothing uses: pieces, as its cache was emptied before it failed."""
+        """Bytes that the allocator holds but nothing uses: fragments, because it empties its cache before it fails."""
         return self.reserved - self.allocated
 
 

@@ -50,7 +50,7 @@ _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.Bui
 
 
 class Snapshot:
-    """What can be reached from ``owners``, to compare with later, and to put back.
+    """A record of everything that can be reached from ``owners``, to compare with later and to restore.
 
     An owner is looked into whatever it is. What it leads to is not if it is a data set or an object of a library, other
     than a module. The largest parameters, beyond 256 MiB, are not copied; :meth:`check_parameters` compares them.
@@ -164,8 +164,9 @@ class Snapshot:
             self._look_into(owner.__func__)
         elif isinstance(owner, types.FunctionType):
             self._look_into_function(owner)
-        elif hasattr(owner, "__dict__") and not isinstance(owner, (type, types.ModuleType)):
-            self._look_into_space(vars(owner))
+        elif hasattr(owner, "__dict__") and not isinstance(owner, _CODE) and id(owner) not in self._seen:
+            self._seen[id(owner)] = owner
+            self._look_into_attributes(vars(owner), None)
 
     def _look_into_module(self, module: nn.Module) -> None:
         if id(module) in self._seen:
@@ -227,12 +228,6 @@ class Snapshot:
         else:
             self._look_at(value, None)
 
-    def _look_into_space(self, space: dict[str, Any]) -> None:
-        if id(space) in self._seen:
-            return
-        self._seen[id(space)] = space
-        self._look_into_attributes(space, None)
-
     def _look_into_attributes(self, space: dict[str, Any], place: Place | None) -> None:
         self._containers.append((space, dict(space), place))
         for name, value in list(space.items()):
@@ -252,7 +247,7 @@ class Snapshot:
                 self._parameters.append((value, place))
         elif isinstance(value, torch.Tensor):
             self._keep(value, place)
-        elif (holder := _holder_of(value)) is not None:
+        elif (holder := holder_of(value)) is not None:
             self._states.append((holder, holder.get(), place))
         elif isinstance(value, (dict, list, set, collections.deque)):
             self._containers.append((value, _shallow(value), place))
@@ -270,7 +265,9 @@ class Snapshot:
 
 
 class StepState:
-    """What the parts of a step change besides gradients, to put back before they run again: learnt, and not listed.
+    """The state, gradients aside, that the parts of a step change, restored before they run again.
+
+    It is learned rather than listed.
 
     In the first step, and in one after :meth:`look_again`, all modules are watched; from then on, what has changed then
     is saved, and whatever else than a module can be reached from ``owners``. Parameters that are trained are left out,
@@ -382,16 +379,14 @@ class _KeptTensor:
         self._copies: list[torch.Tensor] | None = None
 
     def copy(self, *, on_host: bool) -> None:
-        try:
-            self._copies = [part.detach().to("cpu" if on_host else part.device, copy=True) for part in self.parts]
-        except Exception as error:
-            if on_host or not is_out_of_memory(error):
-                raise
-            full = True
-        else:
-            full = False
-        if full:  # the device
-            self.copy(on_host=True)
+        if not on_host:
+            try:
+                self._copies = [part.detach().clone() for part in self.parts]
+                return
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        self._copies = [part.detach().to("cpu", copy=True) for part in self.parts]  # also where the device is full
 
     @property
     def _has_moved(self) -> bool:
@@ -522,19 +517,20 @@ class _HasState:
     set: Callable[[Any], object]
 
 
-def _holder_of(value: Any) -> _HasState | None:
+def holder_of(value: Any) -> _HasState | None:
+    """Return how to read and set the state of a generator of random numbers or an array; None for anything else."""
     if isinstance(value, torch.Generator):
         generator = value
         return _HasState(generator.get_state, lambda state: generator.set_state(state))
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return _HasState(value.getstate, value.setstate)
     numpy = sys.modules.get("numpy")  # optional
     if numpy is None:
         return None
     if isinstance(value, numpy.random.RandomState):
         return _HasState(lambda: value.get_state(legacy=False), value.set_state)
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
+    if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
+        bits = getattr(value, "bit_generator", value)
         return _HasState(lambda: bits.state, lambda state: setattr(bits, "state", state))
     if isinstance(value, numpy.ndarray) and value.flags.writeable and value.dtype != object:
         return _HasState(value.copy, lambda saved: numpy.copyto(value, saved))

@@ -22,7 +22,7 @@ Sizes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Batch:
-    """What is kept of a batch that a loader has handed out: none of its tensors, which may be on the device."""
+    """Sizes of a batch that a loader has handed out, without its tensors, which may be on the device."""
 
     numbers: list[Any]  # of its samples in the data set
     sizes: Sizes

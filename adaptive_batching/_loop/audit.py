@@ -71,9 +71,8 @@ class Audit(Generic[Sample]):
         Raises:
             ConfigError: If gradients of parts do not add up to that of their union.
         """
-        is_due = self._next == 1 if again else self._is_due
-        if DRY_RUN in os.environ:  # where all values are zero
-            return
+        is_due = self._next == 1 if again else self._steps + 1 >= self._next
+        is_due = is_due and DRY_RUN not in os.environ  # where all values are zero
         if not is_due or not self._ranks.any(len(parts) > 1):
             return
         chosen = self._of_unlike_lengths(parts, fillers)
@@ -100,15 +99,10 @@ class Audit(Generic[Sample]):
             raise ConfigError(
                 f"the gradient of a batch in two parts is {100 * min(error, 1):.2g} % off that of the same batch in "
                 f"one (in step {self._steps + 1}), so that training in parts would go wrong: what computes the loss "
-                f"computes over the batch, has a scale or random numbers of its own, or changes the model for the next "
-                f"part; "
-                f"{self._remedy}"
+                "computes over the batch, has a scale or random numbers of its own, or changes the model for the next "
+                f"part; {self._remedy}"
             )
         return True
-
-    @property
-    def _is_due(self) -> bool:
-        return self._steps + 1 >= self._next
 
     def _of_unlike_lengths(
         self, parts: Sequence[list[Sample]], fillers: list[Sample]

@@ -1,4 +1,4 @@
-"""What a probe has found, with everything that it depends on, to be taken again while all of that holds."""
+"""The stored result of a probe, and the conditions under which it can be used again."""
 
 from __future__ import annotations
 

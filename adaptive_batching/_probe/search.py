@@ -298,7 +298,7 @@ def predict(curve: CorrectedCurve) -> None:
 
 
 class StepTimes(Protocol):
-    """What the times of the steps that have run say of larger sizes."""
+    """Predicts from the times of steps that have run whether larger sizes are worth trying."""
 
     def enough(self) -> int | None:
         """Return the size from which on larger ones are of little use; None if that cannot be told."""

@@ -7,7 +7,6 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from adaptive_batching._device import unchanged_random_state
+from adaptive_batching._snapshot import holder_of
 
 Sample = Any
 
@@ -159,21 +159,14 @@ def reading(data: Any, device: torch.device) -> Iterator[None]:
     while data is not None:  # and what it is a subset of
         generators += [each for each in getattr(data, "__dict__", {}).values() if isinstance(each, torch.Generator)]
         data = getattr(data, "dataset", None)
-    put_back: list[Callable[[], Any]] = []
-    for each in generators:
-        if isinstance(each, random.Random):
-            with contextlib.suppress(NotImplementedError):  # of one that draws from the operating system
-                put_back.append(partial(each.setstate, each.getstate()))
-        elif hasattr(each, "set_state"):
-            put_back.append(partial(each.set_state, each.get_state()))
-        else:
-            put_back.append(partial(setattr, each, "state", each.state))
+    holders = [holder for each in generators if (holder := holder_of(each)) is not None]
+    states = [holder.get() for holder in holders]
     try:
         with unchanged_random_state(device):
             yield
     finally:
-        for each in put_back:
-            each()
+        for holder, state in zip(holders, states, strict=True):
+            holder.set(state)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from adaptive_batching._evidence import Losses, WithoutChance, in_groups, losses_of_groups, without_gradients
 from adaptive_batching._loop.samples import collated
+from adaptive_batching._memory import release_cached_memory
 from adaptive_batching._micro_batches.batch_dependence import find_batch_dependent_module, find_batch_norm
 from adaptive_batching._out_of_memory import is_out_of_memory
 from adaptive_batching._ranks.agree import ALONE, Ranks, num_collectives
@@ -100,8 +100,12 @@ def find_loss_kind(trainer: Any, samples: Sequence[Sample], ranks: Ranks = ALONE
     if ranks.size > 1:  # a rank that tries again would leave the others waiting
         return _find_loss_kind(trainer, samples, ranks, most=4)
     for most in (7, 4):
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             return _find_loss_kind(trainer, samples, ranks, most)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        release_cached_memory(trainer.args.device)
     return _find_loss_kind(trainer, samples, ranks, most=2)
 
 

@@ -46,7 +46,7 @@ class Restless(nn.Module):
         self.seen, self.ordered = {1}, collections.OrderedDict(first=1)
         self.array = np.zeros(3)
         self.generators = (torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0))
-        self.meter, self.untouched = Meter(), "as it was"
+        self.meter, self.untouched, self.entropy = Meter(), "as it was", random.SystemRandom()
         self.register_forward_hook(lambda module, args, output: module.meter.note(float(output.detach().sum())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def described(value: Any, seen: set[int] | None = None) -> Any:
         return "array", value.tolist()
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return str(value.bit_generator.state)

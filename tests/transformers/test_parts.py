@@ -142,3 +142,22 @@ def test_a_model_that_computes_over_the_batch_is_refused(tmp_path: Path) -> None
     ours = make_trainer(tmp_path, AdaptiveArguments(micro_batch_size=4), model=model, collator=trainers.collate_classes)
     with pytest.raises(ConfigError, match=r"micro_batch_size=4 would change the result: dropout \(BatchNorm1d\)"):
         ours.train()
+
+
+def test_memory_of_the_host_that_runs_out_before_training_has_fewer_samples_measured(tmp_path: Path) -> None:
+    """Torch has an error of its own for it, unlike that of devices."""
+    trainers_made = []
+    for name in ("clean", "short"):
+        model = trainers.make_llama()
+        left = iter(range(1 if name == "short" else 0))
+
+        def fail(module: Any, args: Any, kwargs: Any, left: Any = left) -> None:
+            if not torch.is_grad_enabled() and len(kwargs["input_ids"]) == 7 and next(left, None) is not None:
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+        model.register_forward_pre_hook(fail, with_kwargs=True)
+        trainers_made.append(make_trainer(tmp_path / name, AdaptiveArguments(micro_batch_size=4), model=model))
+        trainers_made[-1].train()
+        assert next(left, None) is None
+    clean, short = trainers_made
+    assert [each.get("loss") for each in logged(short)] == [each.get("loss") for each in logged(clean)]
