@@ -52,8 +52,9 @@ _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.Bui
 class Snapshot:
     """A record of everything that can be reached from ``owners``, to compare with later and to restore.
 
-    An owner is looked into whatever it is. What it leads to is not if it is a data set or an object of a library, other
-    than a module. The largest parameters, beyond 256 MiB, are not copied; :meth:`check_parameters` compares them.
+    An owner is looked into whatever it is. What it leads to is not if it is a data set, an object of a library other
+    than a module, or an optimizer, unless the owner is one, which may wrap another. The largest parameters, beyond
+    256 MiB, are not copied; :meth:`check_parameters` compares them.
 
     Args:
         owners: Where to begin.
@@ -74,6 +75,7 @@ class Snapshot:
         copies: str = "here",
     ) -> None:
         self._elsewhere = {id(tensor) for tensor in elsewhere}
+        self._follows_optimizers = False  # whose states are large, and which no forward or backward changes
         # Keeps what it has seen alive, so that no other object gets its number.
         self._seen: dict[int, Any] = {id(module): module for module in skipped}
         self._containers: list[tuple[Any, Any, Place | None]] = []
@@ -84,6 +86,7 @@ class Snapshot:
         self._kept: list[_KeptTensor] = []
         self._parameters: list[tuple[nn.Parameter, Place]] = []
         for owner in owners:
+            self._follows_optimizers = isinstance(owner, Optimizer)
             self._look_into(owner)
         for module, name in places:
             self._look_at_place(module, name)
@@ -256,6 +259,9 @@ class Snapshot:
         elif isinstance(value, (tuple, frozenset)):
             for entry in _entries(value):
                 self._look_at(entry, place)
+        elif isinstance(value, Optimizer):
+            if self._follows_optimizers:
+                self._look_into_attributes(vars(value), place)
         elif hasattr(value, "__dict__") and _is_looked_into(value):
             self._look_into_attributes(vars(value), place)
 
@@ -559,8 +565,6 @@ def _library_of(value: Any) -> str:
 
 def _is_looked_into(value: Any) -> bool:
     """Return False for code, for objects of libraries, and for data: nothing that a step changes, and large."""
-    if isinstance(value, Optimizer):
-        return True
     kind = type(value)
     is_data = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not isinstance(value, Mapping)
     return not (isinstance(value, (*_CODE, Dataset)) or is_data or _library_of(value) in _LIBRARIES)

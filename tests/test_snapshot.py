@@ -155,6 +155,25 @@ def test_data_are_not_looked_into() -> None:
     assert [each.shape for each in Snapshot([Owner()]).tensors] == [(3,)]
 
 
+def test_states_of_an_optimizer_are_kept_for_those_who_step_it_alone() -> None:
+    class Owner:
+        """A trainer, and a wrapper of an optimizer."""
+
+        def __init__(self) -> None:
+            self.optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(5))])
+
+    class Wrapper(Owner, torch.optim.Optimizer):
+        pass
+
+    owner, wrapper = Owner(), Wrapper()
+    for each in (owner, wrapper):
+        [parameter] = each.optimizer.param_groups[0]["params"]
+        parameter.grad = torch.ones(5)
+        each.optimizer.step()
+    assert Snapshot([owner]).tensors == []
+    assert [value.shape for value in Snapshot([wrapper]).tensors if value.dim()] == [(5,), (5,)]
+
+
 def test_a_step_state_puts_back_what_it_has_learnt_that_a_step_changes_and_copies_nothing_else() -> None:
     model, meter = restless(), Meter()
     calm = nn.Linear(2, 2)
