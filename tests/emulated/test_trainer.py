@@ -124,7 +124,8 @@ def test_4_bit_lora_with_checkpointing_and_bfloat16_survives_out_of_memory_anywh
     )  # fmt: skip
     trainer.train()
     assert trainer.state.global_step == 4 + 2 * faults
-    assert trainer.adaptive.num_recoveries >= faults - 1, "where a copy for a retry finds no room, it goes to the host"
+    # The first allocation is the copy of Trainer's sum of losses, for a retry: without room, it goes to the host.
+    assert trainer.adaptive.num_recoveries == faults - 1
     undisturbed = {each.products for each in steps.asked[3::2]}
     assert len(undisturbed) == 1, "what a recovery leaves changes no later step"
 
@@ -210,7 +211,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_where_one_of_two_devices_is_full_both_run_the_step_again(name: str, ranks: list[dict[str, Any]]) -> None:
     for found in (rank[name] for rank in ranks):
         assert found["steps"] == STEPS
-        assert found["recoveries"] >= FAULTS - 1, "where a copy for a retry finds no room, it goes to the host"
+        assert found["recoveries"] == FAULTS - 1, "the first meets the copy of Trainer's sum of losses, for a retry"
         products: list[int] = found["products"]
         undisturbed = products[1]  # the first step is audited
         assert {*products[1:WARM], *products[WARM + 1 :: 2]} == {undisturbed}, (
