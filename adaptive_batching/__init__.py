@@ -11,14 +11,8 @@ if _typing.TYPE_CHECKING:
     from adaptive_batching import growth
     from adaptive_batching._config import AdaptiveBatchingConfig
     from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape, plan_batch_sizes
-    from adaptive_batching._growth.increase import (
-        BatchController,
-        FixedAccumulation,
-        GrowthState,
-        IncreaseFunction,
-        IncreaseFunctionError,
-        KeepGlobal,
-    )
+    from adaptive_batching._growth.controller import BatchController, FixedAccumulation, KeepGlobal
+    from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
     from adaptive_batching._loop.step import AdaptiveStep
     from adaptive_batching._memory import memory_meter
     from adaptive_batching._out_of_memory import is_out_of_memory
@@ -32,10 +26,8 @@ __version__ = "0.1.0"
 _DEFINED_IN = {
     "_config": ["AdaptiveBatchingConfig"],
     "_growth.batch_size_schedule": ["BatchSizeSchedule", "RunShape", "plan_batch_sizes"],
-    "_growth.increase": [
-        "BatchController", "FixedAccumulation", "GrowthState", "IncreaseFunction", "IncreaseFunctionError",
-        "KeepGlobal",
-    ],
+    "_growth.controller": ["BatchController", "FixedAccumulation", "KeepGlobal"],
+    "_growth.increase": ["GrowthState", "IncreaseFunction", "IncreaseFunctionError"],
     "_loop.step": ["AdaptiveStep"],
     "_memory": ["memory_meter"],
     "_out_of_memory": ["is_out_of_memory"],

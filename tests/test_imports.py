@@ -47,7 +47,7 @@ PURE = {
         "": "config gpus patches plan shortage values",
         "dry_run/": "answer ends history picture",
         "emulated_device/": "__init__ control",
-        "growth/": "batch_size_schedule increase learning_rate_scale noise_scale schedules",
+        "growth/": "batch_size_schedule controller increase learning_rate_scale noise_scale schedules",
         "micro_batches/": "split fastest forward_cost limits",
         "probe/": "search sizes",
         "report/": "about configs events facts page record sections summary",

@@ -14,13 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from adaptive_batching._growth.increase import (
-    BatchController,
-    Decision,
-    GrowthState,
-    IncreaseFunction,
-    IncreaseFunctionError,
-)
+from adaptive_batching._growth.controller import BatchController, Decision
+from adaptive_batching._growth.increase import GrowthState, IncreaseFunction, IncreaseFunctionError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from adaptive_batching._device import unchanged_random_state
-from adaptive_batching._growth.increase import BatchController
+from adaptive_batching._growth.controller import BatchController
 from adaptive_batching._memory import MemoryMeter, memory_meter
 from adaptive_batching._micro_batches.fastest import Exploration, NothingRanError, explore
 from adaptive_batching._micro_batches.forward_cost import ForwardCost

@@ -17,18 +17,8 @@ from torchtune.modules.peft import get_adapter_params
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import unchanged_random_state
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
-from adaptive_batching._growth.increase import (
-    Accumulation,
-    BatchController,
-    Decision,
-    FixedAccumulation,
-    IncreaseFunction,
-    KeepGlobal,
-    is_planned,
-    planned,
-    reads_noise_scale,
-    resolve,
-)
+from adaptive_batching._growth.controller import Accumulation, BatchController, Decision, FixedAccumulation, KeepGlobal
+from adaptive_batching._growth.increase import IncreaseFunction, is_planned, planned, reads_noise_scale, resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._growth.noise_scale import NoiseEstimate
 from adaptive_batching._ranks.agree import Ranks

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import random_state, set_random_state
-from adaptive_batching._growth.increase import Accumulation
+from adaptive_batching._growth.controller import Accumulation
 from adaptive_batching._memory import memory_meter
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import require_room, within_memory_limit

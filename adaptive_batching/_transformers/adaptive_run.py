@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 from adaptive_batching._config import AdaptiveBatchingConfig
 from adaptive_batching._device import RandomState
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch
-from adaptive_batching._growth.increase import KeepGlobal, resolve
+from adaptive_batching._growth.controller import KeepGlobal
+from adaptive_batching._growth.increase import resolve
 from adaptive_batching._growth.learning_rate_scale import learning_rate_scale
 from adaptive_batching._loop.samples import FORWARD_COST, collated
 from adaptive_batching._memory import memory_meter

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adaptive_batching._growth.batch_size_schedule import PlannedEpoch, plan_decisions
-from adaptive_batching._growth.increase import Decision, IncreaseFunction
+from adaptive_batching._growth.controller import Decision
+from adaptive_batching._growth.increase import IncreaseFunction
 
 
 @dataclass(frozen=True)

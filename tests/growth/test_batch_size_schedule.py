@@ -18,14 +18,8 @@ from hypothesis import strategies as st
 
 from adaptive_batching import growth, plan_batch_sizes
 from adaptive_batching._growth.batch_size_schedule import BatchSizeSchedule, RunShape
-from adaptive_batching._growth.increase import (
-    BatchController,
-    FixedAccumulation,
-    IncreaseFunction,
-    IncreaseFunctionError,
-    InParts,
-    KeepGlobal,
-)
+from adaptive_batching._growth.controller import BatchController, FixedAccumulation, InParts, KeepGlobal
+from adaptive_batching._growth.increase import IncreaseFunction, IncreaseFunctionError
 from adaptive_batching._growth.schedules import fixed_increase, replace_lr_decay, step
 from tests.support.examples import STATE
 

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from adaptive_batching._config import AdaptiveBatchingConfig
-from adaptive_batching._growth.increase import Accumulation, InParts
+from adaptive_batching._growth.controller import Accumulation, InParts
 from adaptive_batching._memory import MemoryMeter, release_cached_memory
 from adaptive_batching._micro_batches.limits import TokenLimit
 from adaptive_batching._probe.does_not_fit import Remedy
