@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batching._evidence import (
     GradientSketch,
-    WithoutChance,
     error_of_sum,
     gradient_error,
     in_groups,
     perturbed,
 )
+from adaptive_batching._without_chance import WithoutChance
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "emulated_device": {"values"},
     "environment": {"memory", "ranks", "trace"},
     "device": set(),
-    "evidence": {"device", "snapshot"},
+    "evidence": {"device", "snapshot", "without_chance"},
     "memory": {"out_of_memory"},
     "out_of_memory": set(),
     "patches": set(),
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "shortage": {"values"},
     "snapshot": {"device", "out_of_memory", "values"},
     "trace": {"device", "ranks", "snapshot"},
+    "without_chance": set(),
 }
 PURE = {
     room + name
